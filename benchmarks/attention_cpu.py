@@ -1,8 +1,8 @@
-"""How fast is ``opkit.attention`` on the processor, beside torch's SDPA and FlexAttention and the rate of multiply-adds?
+"""Compare ``opkit.attention`` on the CPU with torch's SDPA and FlexAttention and with the rate of multiply-adds.
 
-Forward and backward in float32 and bfloat16, causal and windowed masks, short sequences, and errors beside float64 (``errors``
-of lengths, ``numerics`` of head sizes). FlexAttention is compiled by Inductor, and takes opkit's own masks and biases. All are
-called in turn, round by round, in one process, on two threads; a figure is the median of the rounds, a ratio the median of
+Forward and backward in float32 and bfloat16, causal and windowed masks, short sequences, and errors compared with float64
+(``errors`` of lengths, ``numerics`` of head sizes). FlexAttention is compiled by Inductor, with opkit's masks and biases.
+All alternate, round by round, in one process, on two threads; a figure is the median of the rounds, a ratio the median of
 the rounds' own. The peak is what a loop of independent multiply-adds reaches in the same rounds, in the widest
 instructions that the processor has (VDPBF16PS for bfloat16; none where it has no such instruction)::
 
@@ -136,12 +136,12 @@ def _timed(call: Call) -> float:
 
 
 def compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention, which is compiled at its first call; what was compiled before is forgotten, since Dynamo keeps few."""
+    """FlexAttention, which is compiled at its first call; code compiled before is discarded, since Dynamo caches few versions."""
     torch.compiler.reset()
     return torch.compile(flex_attention, dynamic=False)
 
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
+# ---- what is measured ---------------------------------------------------------------------------------------------------
 
 
 def forward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -163,7 +163,7 @@ def forward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[di
 
 
 def backward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The backward alone, of a forward that is kept."""
+    """The backward alone, of a stored forward."""
     for dtype in DTYPES:
         for size in [each for each in options.sizes if each[2] <= 4096]:
             *leaves, gradient = tensors(size, dtype, 4)
@@ -188,7 +188,7 @@ def masks(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict
         for name, mask, n in (
             ("causal", Causal(), length // 8),
             ("window 1024", Causal() & SlidingWindow(1024), length),
-            ("16 documents", VarLen(starts, starts), length),
+            ("16 packed sequences", VarLen(starts, starts), length),
         ):
             q, k, v = tensors((1, 2, n, 128), dtype)
             calls = {
@@ -201,11 +201,12 @@ def masks(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict
 
 
 def flex(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Milliseconds under masks and biases, beside FlexAttention with the same ones; both are made before."""
+    """Milliseconds under masks and biases, and FlexAttention's with the same ones; both are created before."""
     n = 256 if options.quick else 2048
     starts = torch.arange(0, n + 1, max(1, n // 8), dtype=torch.int32)
     cases: list[tuple[str, Mask | None, Any]] = [
-        ("causal", Causal(), None), ("window 256", Causal() & SlidingWindow(256), None), ("8 documents", VarLen(starts), None),
+        ("causal", Causal(), None), ("window 256", Causal() & SlidingWindow(256), None),
+        ("8 packed sequences", VarLen(starts), None),
         ("causal, ALiBi", Causal(), ALiBi(torch.rand(8))), ("causal, soft cap", Causal(), Softcap(20.0)),
     ]  # fmt: skip
     for dtype in DTYPES:
@@ -288,7 +289,7 @@ def _paged_calls(size: tuple[int, int, int, int]) -> dict[str, Call]:
 
 
 def errors(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """Root mean square errors beside float64, of the result and of the gradients."""
+    """Root mean square errors compared with float64, of the result and of the gradients."""
     for dtype in (*DTYPES, torch.float16):
         for length in (128,) if options.quick else (128, 1024, 4096):
             for causal in (False, True):
@@ -309,7 +310,7 @@ def numerics(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[d
 
 
 def _errors(length: int, head: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
-    *given, gradient = tensors((1, 1, length, head), dtype, 4)
+    *arguments, gradient = tensors((1, 1, length, head), dtype, 4)
 
     def run(call: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in inputs]
@@ -320,10 +321,10 @@ def _errors(length: int, head: int, dtype: torch.dtype, causal: bool) -> dict[st
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(*x, is_causal=causal)
 
-    exact = run(torchs, [each.double() for each in given])
+    exact = run(torchs, [each.double() for each in arguments])
     found = {
-        "opkit": run(lambda *x: opkit.attention(*x, mask=Causal() if causal else None), given),
-        "torch": run(torchs, given),
+        "opkit": run(lambda *x: opkit.attention(*x, mask=Causal() if causal else None), arguments),
+        "torch": run(torchs, arguments),
     }
     names = ("result", "dq", "dk", "dv")
     rms = {

@@ -1,7 +1,7 @@
-"""How close does decoding attention come to reading its keys and values at the machine's bandwidth, and how fast is torch?
+"""Compare decoding attention with the bandwidth at which keys and values can be read, and with torch.
 
 One query (in bfloat16 also 4, 8 and 16) of 32 heads for each sequence, 8 KV heads of size 128, in the cache's layout: token,
-head, size. Calls take several caches in turn, four times the last level of the processor's cache in all, so that nothing is
+head, size. Calls rotate through several caches, four times the last-level cache in all, so that nothing is
 warm. In each round a sum over a buffer of that size, opkit contiguous and paged (pages of 16 in a random order), and torch's
 SDPA follow each other; figures are medians over rounds. ``python benchmarks/attention_decode.py`` takes minutes, ``--quick``
 seconds.
@@ -43,13 +43,13 @@ class Case:
 
 
 def last_level() -> int:
-    """Bytes of the last level of cache; 32 MiB where Linux does not tell."""
+    """Bytes of the last level of cache; 32 MiB where Linux does not report it."""
     sizes = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return max((int(path.read_text().strip().rstrip("K")) << 10 for path in sizes), default=32 << 20)
 
 
 class Caches:
-    """Keys and values, and the calls that read them in turn."""
+    """Keys and values, and the calls that rotate through them."""
 
     def __init__(self, case: Case, total: int) -> None:
         self.case = case

@@ -1,6 +1,6 @@
-"""How fast is ``opkit.attention`` on a GPU, beside torch's flash kernel, cuDNN, FlexAttention and FlashAttention-4?
+"""Compare ``opkit.attention`` on a GPU with torch's flash kernel, cuDNN, FlexAttention and FlashAttention-4.
 
-All are called in turn on the same inputs, round by round, in one process; a figure is the median of the rounds, a ratio the
+All alternate on the same inputs, round by round, in one process; a figure is the median of the rounds, a ratio the
 median of the rounds' own, to the fastest other. The time of a round is that of the GPU for enough calls to fill 20 ms, by events.
 FlashAttention-4 takes part where its package is installed; FlexAttention is compiled by Inductor (``--flex``). ``--quick`` has
 small sizes, and is all that runs without a GPU, in Triton's interpreter and for no figures (``TRITON_INTERPRET=1``); with
@@ -156,7 +156,7 @@ def forwards(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: argparse.Na
 
 
 def first(x: Any) -> Tensor:
-    """The result itself, of a function that may give more beside it."""
+    """The result itself, of a function that may return more."""
     return x[0] if isinstance(x, tuple) else x
 
 
@@ -222,7 +222,7 @@ def sizes(options: argparse.Namespace, known: Sequence[tuple[int, ...]]) -> list
 
 
 def wanted(options: argparse.Namespace, name: str) -> bool:
-    """Whether a case is asked for."""
+    """Whether a case is selected."""
     return not options.only or any(text in name for text in options.only.split(","))
 
 
@@ -232,41 +232,43 @@ def label(size: Size, causal: bool) -> str:
 
 
 def masks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a window and of documents, forward and backward, and of the others that have such masks."""
+    """Milliseconds of a window and of packed sequences, forward and backward, and of the others that have such masks."""
     size = (1, 2, 1024, 128) if options.quick else (2, 16, 16384, 128)
     length = size[2]
     q, k, v, gradient = tensors(*size, count=4)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    documents = (torch.arange(length, device=DEVICE) // (length // 8)).int()
+    segment_ids = (torch.arange(length, device=DEVICE) // (length // 8)).int()
     window = length // 16
-    cases: dict[str, tuple[Any, dict[str, Any] | None]] = {  # masks, and how FlashAttention is told of them
+    cases: dict[str, tuple[Any, dict[str, Any] | None]] = {  # masks, and FlashAttention's options for them
         "none": (None, {}),
         "causal": (Causal(), {"causal": True}),
         f"window {window}": (Causal() & SlidingWindow(window, 0), {"causal": True, "window_size": (window, 0)}),
-        "8 causal documents": (Causal() & Segments(documents, documents), None),
-        "8 documents": (Segments(documents, documents), None),
+        "8 causal packed sequences": (Causal() & Segments(segment_ids, segment_ids), None),
+        "8 packed sequences": (Segments(segment_ids, segment_ids), None),
     }
-    for name, (mask, told) in cases.items():
+    for name, (mask, flash_options) in cases.items():
         if not wanted(options, name):
             continue
-        calls = _masked((q, k, v), mask, told, options)
+        calls = _masked((q, k, v), mask, flash_options, options)
         inputs = [x.detach() for x in (q, k, v)]
-        yield milliseconds(f"{name}, forward", interleaved(_masked(inputs, mask, told, options), options.rounds))
+        yield milliseconds(
+            f"{name}, forward", interleaved(_masked(inputs, mask, flash_options, options), options.rounds)
+        )
         back = {kind: backward_of(call(), (q, k, v), gradient) for kind, call in calls.items() if runs(kind, call)}
         yield milliseconds(f"{name}, backward", interleaved(back, options.rounds))
 
 
 def _masked(
-    inputs: Sequence[Tensor], mask: Any, told: dict[str, Any] | None, options: argparse.Namespace
+    inputs: Sequence[Tensor], mask: Any, flash_options: dict[str, Any] | None, options: argparse.Namespace
 ) -> dict[str, Call]:
     """The calls with a mask, by name, each of its result."""
     q, k, v = inputs
     found: dict[str, Call] = {"opkit": lambda: opkit.attention(q, k, v, mask=mask, kernel=options.kernel)}
     if options.flex:
         found["Flex"] = flex(q, k, v, mask)
-    if told is not None and (fa4 := flash_attention_4()) is not None:
+    if flash_options is not None and (fa4 := flash_attention_4()) is not None:
         inside = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in inputs]
-        found["FA4"] = lambda: first(fa4(*inside, **told))
+        found["FA4"] = lambda: first(fa4(*inside, **flash_options))
     return found
 
 
@@ -303,7 +305,7 @@ def _warm(call: Call, count: int) -> float:
 
 
 def numerics(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Greatest errors beside float64, of the result and of the gradients, and those of torch's kernels."""
+    """Greatest errors compared with float64, of the result and of the gradients, and those of torch's kernels."""
     for head in (64,) if options.quick else (64, 128, 256):
         for length, causal in ((512, False), (512, True), (2048, True)):
             q, k, v, gradient = tensors(1, 4, length, head, count=4)

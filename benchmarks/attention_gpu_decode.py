@@ -1,11 +1,11 @@
-"""How close does decoding attention come to the memory's bandwidth on a GPU, and how fast are torch's kernels?
+"""Compare decoding attention on a GPU with the memory's bandwidth and with torch's kernels.
 
 Bfloat16, batch x heads/heads of keys x keys x head size. Kernel times are those of CUDA graphs of several calls, so that no
 host time is in them, each on other keys and values where these would fit the cache (60 MB on an H200): keys come from memory.
 "warm" are calls on the same keys. "split" are calls by the kernel in Triton, where the one in CUDA C++ takes them too, which on
 Hopper is what most of them get, where there is nvcc. Host times are those of calls on 256 keys, which wait for nothing. Peers run
-in the same process, in turn: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is installed, on
-keys that lie as it has them, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs.
+in the same process, alternating: torch's SDPA by cuDNN and by FlashAttention; and FlashAttention-4 where its package is
+installed, on keys in its layout, (batch, keys, heads of keys, head), or in pages. On Hopper it cannot divide keys among programs.
 Figures are medians over rounds, the ratio to the fastest peer that of the rounds' own.
 ``python benchmarks/attention_gpu_decode.py`` takes a minute, and some more with FlashAttention-4, which compiles; ``--only A,P``
 some cases; ``--quick`` small ones, which run without a GPU too, in Triton's interpreter (``TRITON_INTERPRET=1``).
@@ -35,7 +35,7 @@ from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
 from opkit.op.operator import CustomOp, use_kernel
 
-CACHE = 512 << 20  # bytes of keys and values that calls take in turn
+CACHE = 512 << 20  # bytes of keys and values that calls rotate through
 PEERS = ("cuDNN", "flash", "FA4")
 TRITON = decoding.NAME
 
@@ -150,8 +150,8 @@ def flash_attention_4(case: Case) -> Call:
     if not case.paged:
         return lambda k, v: gpu.first(flash_attn_func(q, *inside(case, k, v), num_splits=splits))
     lengths = torch.full((case.batch,), case.keys, device=DEVICE, dtype=torch.int32)
-    told = {"page_table": page_table(case), "seqused_k": lengths, "num_splits": splits}
-    return lambda k, v: gpu.first(flash_attn_varlen_func(q, *inside(case, k, v), **told))
+    flash_options = {"page_table": page_table(case), "seqused_k": lengths, "num_splits": splits}
+    return lambda k, v: gpu.first(flash_attn_varlen_func(q, *inside(case, k, v), **flash_options))
 
 
 def torchs(case: Case, backend: SDPBackend) -> Call:

@@ -1,9 +1,9 @@
-"""What does a backward cost on a GPU that gives the same bits in every run, beside FlashAttention-4's and torch's?
+"""Compare deterministic backwards on a GPU, opkit's with FlashAttention-4's and torch's.
 
 TFLOP/s of five products, in bfloat16, without determinism and with it: opkit's and torch's with
 ``torch.use_deterministic_algorithms(True)``, FlashAttention-4's with its argument ``deterministic``. Torch then also fills what
 is allocated with NaN; "unfilled" is opkit's with ``torch.utils.deterministic.fill_uninitialized_memory = False``. "the same bits"
-says of which deterministic ones two calls gave the same gradients. All are called in turn as in attention_gpu.py::
+says of which deterministic ones two calls gave the same gradients. All alternate as in attention_gpu.py::
 
     python benchmarks/attention_gpu_deterministic.py [--rounds 5] [--only TEXT,TEXT] [--quick] [--markdown FILE]
 """
@@ -72,7 +72,7 @@ def backwards(size: gpu.Size, causal: bool) -> dict[str, Call]:
 
 
 def set_up(name: str, call: Call) -> Call:
-    """A call with the settings that its name asks for; FlashAttention-4 has its own."""
+    """A call with the settings that its name says; FlashAttention-4 has its own."""
     if "deterministic" not in name or name.startswith("FA4"):
         return call
     return functools.partial(deterministically, call, "unfilled" not in name)

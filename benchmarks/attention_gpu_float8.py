@@ -1,7 +1,7 @@
-"""How fast is attention to float8 on a GPU, with what its numbers are multiplied by, beside bfloat16 of the same sizes?
+"""Compare attention in float8 with descales on a GPU with bfloat16 of the same sizes.
 
 Milliseconds of ``opkit.attention`` in float8_e4m3fn, with descales of each head, and in bfloat16, both by the kernel that a call
-gets and by the portable one; and of cuDNN in bfloat16. All are called in turn as in attention_gpu.py, forward alone::
+gets and by the portable one; and of cuDNN in bfloat16. All alternate as in attention_gpu.py, forward alone::
 
     python benchmarks/attention_gpu_float8.py [--rounds 5] [--only TEXT,TEXT] [--quick] [--markdown FILE]
 """

@@ -1,14 +1,14 @@
-"""What do lists of live tiles cost on a GPU, and what do attention's kernels get of their rate under masks that have some?
+"""Measure lists of live tiles on a GPU: what they cost, and the rate of attention's kernels under masks that need them.
 
 ``lists``: microseconds of the GPU for building the lists of a call, from CUDA graphs of many: those of the forward for Hopper,
-those of its backward, which has lists the other way round, and the turns of that where it is deterministic, or the visits, which
-the one in CUDA C++ has instead; and where there are segments, those of the forward in CUDA C++ with its spans of keys.
-Microseconds of the processor to find a list in the cache, and to build one. Milliseconds of calls whose lists are found, and of
-such as build theirs.
+those of its backward, which has lists the other way round, and the order of its accumulation where it is deterministic, or the
+visits, which the one in CUDA C++ has instead; and where there are segments, those of the forward in CUDA C++ with its spans of
+keys. Microseconds of the processor to find a list in the cache, and to build one. Milliseconds of calls whose lists are
+found, and of calls that build theirs.
 
-``shares``: the rate of live tiles, 128 queries by 128 keys that see at least one another in part, as the lists count them, beside
-the rate without a mask at the same length, in turn with it; FlexAttention (``--flex``) and FlashAttention-4 (windows; documents
-by its function for packed sequences) by time. Bfloat16, a dense mask being one of bools::
+``shares``: the rate of live tiles, 128 queries by 128 keys that see at least one another in part, as the lists count them,
+compared with the rate without a mask at the same length; FlexAttention (``--flex``) and FlashAttention-4 (windows;
+its function for packed sequences) by time. Bfloat16, a dense mask being one of bools::
 
     python benchmarks/attention_gpu_lists.py [--what lists,shares] [--rounds 5] [--flex] [--only TEXT,TEXT]
         [--quick] [--markdown FILE]
@@ -36,22 +36,23 @@ from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import listed
-from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
 
 SIZE: gpu.Size = (2, 16, 16384, 128)
 SMALL: gpu.Size = (1, 1, 256, 32)
-UNEQUAL = (6000, 200, 3100, 1500, 450, 2400, 900, 1834)  # lengths of documents
+UNEQUAL = (6000, 200, 3100, 1500, 450, 2400, 900, 1834)  # lengths of packed sequences
 DENSE = "opkit, no mask"
 TILE = 128  # queries and keys of the tiles that are counted
 _SHARE = 0.25  # of the blocks of a mask of blocks that are seen
 
 
 class Case(NamedTuple):
-    """A mask, and how FlashAttention-4 is told of it: its options, and the lengths of packed sequences."""
+    """A mask, and what FlashAttention-4 gets for it: options, and the lengths of packed sequences."""
 
     mask: Mask
-    told: dict[str, Any] | None = None
+    flash_options: dict[str, Any] | None = None
     packed: Sequence[int] | None = None
 
 
@@ -59,18 +60,18 @@ class Case(NamedTuple):
 
 
 def equal(length: int) -> list[int]:
-    """The lengths of eight documents."""
+    """The lengths of eight packed sequences."""
     return [length // 8] * 8
 
 
 def unequal(length: int) -> list[int]:
-    """The lengths of eight documents, from 200 keys to 6000 of 16384."""
+    """The lengths of eight packed sequences, from 200 keys to 6000 of 16384."""
     found = [n * length // sum(UNEQUAL) for n in UNEQUAL]
     return [*found[:-1], length - sum(found[:-1])]
 
 
 def ids(lengths: Sequence[int]) -> Tensor:
-    """The number of each key's document, int32, (1, keys)."""
+    """The number of each key's sequence, int32, (1, keys)."""
     counts = torch.tensor(lengths, device=DEVICE)
     return torch.arange(len(lengths), device=DEVICE).repeat_interleave(counts).int()[None]
 
@@ -88,11 +89,13 @@ def cases(length: int) -> dict[str, Case]:
     options = {"causal": True, "window_size": (window, 0)}
     return {
         f"window {window}": Case(Causal() & SlidingWindow(window, 0), options),
-        f"documents of {length // 8}": Case(Segments(of_equal), {}, equal(length)),
-        f"causal documents of {length // 8}": Case(Causal() & Segments(of_equal), {"causal": True}, equal(length)),
-        "unequal documents": Case(Segments(of_unequal), {}, unequal(length)),
-        "unequal causal documents": Case(Causal() & Segments(of_unequal), {"causal": True}, unequal(length)),
-        "unequal documents as bools": Case(Dense((of_unequal.mT == of_unequal)[None, None])),
+        f"packed sequences of {length // 8}": Case(Segments(of_equal), {}, equal(length)),
+        f"causal packed sequences of {length // 8}": Case(
+            Causal() & Segments(of_equal), {"causal": True}, equal(length)
+        ),
+        "unequal packed sequences": Case(Segments(of_unequal), {}, unequal(length)),
+        "unequal causal packed sequences": Case(Causal() & Segments(of_unequal), {"causal": True}, unequal(length)),
+        "unequal packed sequences as bools": Case(Dense((of_unequal.mT == of_unequal)[None, None])),
         "a quarter of blocks, bools": Case(Dense(blocks(length))),
     }
 
@@ -100,7 +103,7 @@ def cases(length: int) -> dict[str, Case]:
 def more(length: int, heads: int) -> dict[str, Case]:
     """Masks that are for lists alone: of ids without a batch dimension, which are other tensors in each call; of all heads."""
     return {
-        f"documents of {length // 8}, ids (keys,)": Case(Segments(ids(equal(length))[0])),
+        f"packed sequences of {length // 8}, ids (keys,)": Case(Segments(ids(equal(length))[0])),
         f"bools of {heads} heads": Case(Dense(blocks(length, heads))),
     }
 
@@ -109,7 +112,7 @@ def more(length: int, heads: int) -> dict[str, Case]:
 
 
 def chosen(options: argparse.Namespace, named: dict[str, Case]) -> dict[str, Case]:
-    """The cases that are asked for."""
+    """The selected cases."""
     return {name: case for name, case in named.items() if gpu.wanted(options, name)}
 
 
@@ -117,7 +120,7 @@ def call_of(mask: Mask, inputs: Sequence[Tensor]) -> attention_calls.Call:
     """The operator's arguments."""
     q, k, v = inputs
     batch, heads, queries, head = q.shape
-    said = lower(mask, Sizes(batch, heads, queries, k.shape[2], q.device))
+    said = lower(mask, CallSizes(batch, heads, queries, k.shape[2], q.device))
     return attention_calls.Call(q, k, v, said.tensors, [], None, None, said.program, [], head**-0.5, 0.0, 0.0, False)
 
 
@@ -133,15 +136,15 @@ def tiles_of(head: int) -> tuple[Blocks, Blocks]:
 
 
 def forget() -> None:
-    """Let go of the lists that are kept."""
-    tile_lists._kept.clear()
-    spans._kept.clear()
+    """Release the cached lists."""
+    tile_lists._cache.clear()
+    spans._cache.clear()
 
 
-def built(*given: Any) -> tile_lists.Lists:
-    """The lists of a call, never those that are kept."""
+def built(*arguments: Any) -> tile_lists.TileLists:
+    """The lists of a call, never the cached ones."""
     forget()
-    return tile_lists.lists_of(*given)
+    return tile_lists.lists_of(*arguments)
 
 
 def building(call: attention_calls.Call) -> dict[str, Call]:
@@ -154,7 +157,7 @@ def building(call: attention_calls.Call) -> dict[str, Call]:
         "forward, us": lambda: built(call, shape, forward, False),
         "backward, us": lambda: built(call, shape, backward, True),
         "its other way, us": lambda: built(call, shape, backward, False),
-        "turns, us": lambda: tile_lists.turns_of(lists[0], lists[1]),
+        "order, us": lambda: tile_lists.turns_of(lists[0], lists[1]),
         "visits, us": lambda: tile_lists.visits_of(lists[0], lists[1]),
         **({"with spans, us": lambda: forgetting(with_spans)} if listed.of_segments(shape) else {}),
     }
@@ -169,10 +172,10 @@ def on_gpu(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def on_host(call: attention_calls.Call, rounds: int, count: int) -> dict[str, float]:
     """Microseconds of the processor, for a list that is found and for one that is built."""
-    given = call, plans.shape_of(tuple(call.mask), ()), tiles_of(call.q.shape[3])[0], False
+    arguments = call, plans.shape_of(tuple(call.mask), ()), tiles_of(call.q.shape[3])[0], False
     ways: dict[str, Call] = {
-        "found, host us": lambda: tile_lists.lists_of(*given),
-        "built, host us": lambda: built(*given),
+        "found, host us": lambda: tile_lists.lists_of(*arguments),
+        "built, host us": lambda: built(*arguments),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for name, way in [*ways.items()] * rounds:
@@ -224,7 +227,7 @@ def forgetting(call: Call) -> Any:
 
 
 def shares(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rate of live tiles beside the rate without a mask."""
+    """The rate of live tiles compared with the rate without a mask."""
     batch, heads, length, head = size = size_of(options.quick)
     *inputs, gradient = gpu.tensors(*size, count=4)
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
@@ -251,7 +254,7 @@ def ways_of(case: Case, inputs: Sequence[Tensor], options: argparse.Namespace) -
     if options.flex:
         q, k, v = inputs
         found["Flex"] = gpu.flex(q, k, v, case.mask)
-    if case.told is not None and gpu.flash_attention_4() is not None:
+    if case.flash_options is not None and gpu.flash_attention_4() is not None:
         found["FA4"] = (windowed if case.packed is None else packed)(case, inputs)
     return found
 
@@ -260,20 +263,22 @@ def windowed(case: Case, inputs: Sequence[Tensor]) -> Call:
     """FlashAttention-4 with a window."""
     function: Any = gpu.flash_attention_4()
     own = [x.transpose(1, 2).contiguous().detach().requires_grad_(x.requires_grad) for x in inputs]
-    told = case.told or {}
-    return lambda: gpu.first(function(*own, **told))
+    flash_options = case.flash_options or {}
+    return lambda: gpu.first(function(*own, **flash_options))
 
 
 def packed(case: Case, inputs: Sequence[Tensor]) -> Call:
-    """FlashAttention-4 on packed sequences: the documents of all batches, (total, heads, head)."""
+    """FlashAttention-4 on packed sequences: the sequences of all batches, (total, heads, head)."""
     from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     lengths = [*(case.packed or ())] * inputs[0].shape[0]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE, dtype=torch.int32)
     of_both = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
     own = [x.transpose(1, 2).flatten(0, 1).detach().requires_grad_(x.requires_grad) for x in inputs]
-    told = {f"{name}_{which}": value for name, value in of_both.items() for which in "qk"} | (case.told or {})
-    return lambda: gpu.first(flash_attn_varlen_func(*own, **told))
+    flash_options = {f"{name}_{which}": value for name, value in of_both.items() for which in "qk"} | (
+        case.flash_options or {}
+    )
+    return lambda: gpu.first(flash_attn_varlen_func(*own, **flash_options))
 
 
 def share(case: str, times: dict[str, list[float]], flops: float, part: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/attention_hopper.py
 
-All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. A causal call counts
+All are captured into CUDA graphs of several calls, which alternate; the table has medians over rounds. A causal call counts
 half the operations, a window those of its width. At last, what a small call costs the host.
 """
 
@@ -52,12 +52,12 @@ def mask_of(back: int | None) -> list[int]:
 def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> dict[str, Call]:
     """The kernels, on the same tensors; cuDNN has no windows here."""
     q, k, v = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    given = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
-    run = hopper.forward.prepare(*given)
-    found: dict[str, Call] = {"gluon": lambda: run(*given)}
-    if forward_cuda.fits(attention.Call(*given)) and library.compiler_there():
-        cuda = forward_cuda.forward.prepare(*given)
-        found["cuda"] = lambda: cuda(*given)
+    arguments = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
+    run = hopper.forward.prepare(*arguments)
+    found: dict[str, Call] = {"gluon": lambda: run(*arguments)}
+    if forward_cuda.fits(attention.Call(*arguments)) and library.compiler_there():
+        cuda = forward_cuda.forward.prepare(*arguments)
+        found["cuda"] = lambda: cuda(*arguments)
 
     def cudnn() -> object:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -91,7 +91,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def medians(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, in graphs that take turns."""
+    """Milliseconds of each call, in graphs that alternate."""
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, call in calls.items():
         first = graph_of(call, 2)

@@ -2,10 +2,10 @@
 
     python benchmarks/attention_hopper_backward.py
 
-All are captured into CUDA graphs of several calls, which take turns; the table has medians over rounds. What goes before the
+All are captured into CUDA graphs of several calls, which alternate; the table has medians over rounds. What goes before the
 kernel that multiplies, and after it, is part of a call. "determ." is with ``torch.use_deterministic_algorithms``. Operations are
-those of five products: half of them of a causal call, of a window those of its width, and of documents those within each. Lists
-of tiles are built in each captured call, as a graph may be replayed with other documents.
+those of five products: half of them of a causal call, of a window those of its width, and of packed sequences those within each.
+Lists of tiles are built in each captured call, as a graph may be replayed with other sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = ("gluon", "gluon determ.", "cuda", "cuda determ.", "cudnn")
 
 Shape = tuple[int, int, int, int, int | None, int | None]
 SHAPES: dict[str, Shape] = {
-    # batch, heads, sequence, head, how many keys back a query sees (None: all, -1: all before it), and how long documents are
+    # batch, heads, sequence, head, how many keys back a query sees (None: all, -1: all before it), length of packed sequences
     "8x16x2048x128 causal": (8, 16, 2048, 128, -1, None),
     "2x16x8192x128 causal": (2, 16, 8192, 128, -1, None),
     "1x16x16384x128 causal": (1, 16, 16384, 128, -1, None),
@@ -40,12 +40,12 @@ SHAPES: dict[str, Shape] = {
     "2x8x8192x256 causal": (2, 8, 8192, 256, -1, None),
     "2x8x8192x256": (2, 8, 8192, 256, None, None),
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024, None),
-    "2x16x16384x128 documents": (2, 16, 16384, 128, None, 2048),
-    "2x16x16384x128 causal documents": (2, 16, 16384, 128, -1, 2048),
+    "2x16x16384x128 packed sequences": (2, 16, 16384, 128, None, 2048),
+    "2x16x16384x128 causal packed sequences": (2, 16, 16384, 128, -1, 2048),
     "2x16x16384x64 window": (2, 16, 16384, 64, 1024, None),
-    "2x16x16384x64 causal documents": (2, 16, 16384, 64, -1, 2048),
-    "2x8x16384x256 documents": (2, 8, 16384, 256, None, 2048),
-    "2x8x16384x256 causal documents": (2, 8, 16384, 256, -1, 2048),
+    "2x16x16384x64 causal packed sequences": (2, 16, 16384, 64, -1, 2048),
+    "2x8x16384x256 packed sequences": (2, 8, 16384, 256, None, 2048),
+    "2x8x16384x256 causal packed sequences": (2, 8, 16384, 256, -1, 2048),
 }
 
 
@@ -58,17 +58,17 @@ def masked(length: int, back: int | None, size: int | None) -> tuple[list[int], 
 
 
 def calls(batch: int, heads: int, length: int, head: int, back: int | None, size: int | None) -> dict[str, Call]:
-    """The kernels, on the same tensors; cuDNN has no windows and no documents here."""
+    """The kernels, on the same tensors; cuDNN has no windows and no packed sequences here."""
     q, k, v, gradient = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     (mask, masks), scale = masked(length, back, size), head**-0.5
     out, lse = hopper.forward(q, k, v, masks, [], None, None, mask, [], scale, 0.0, 0.0, False)
-    given = (gradient, None, q, k, v, out, lse, masks, [], mask, [], scale, 0.0, False)
+    arguments = (gradient, None, q, k, v, out, lse, masks, [], mask, [], scale, 0.0, False)
     kernels = {"gluon": hopper_backward.backward}
-    if backward_cuda.fits(GradientCall(*given)) and library.compiler_there():
+    if backward_cuda.fits(GradientCall(*arguments)) and library.compiler_there():
         kernels["cuda"] = backward_cuda.backward
     found: dict[str, Call] = {}
     for name, kernel in kernels.items():
-        found[name] = functools.partial(kernel.prepare(*given), *given)
+        found[name] = functools.partial(kernel.prepare(*arguments), *arguments)
         found[f"{name} determ."] = functools.partial(deterministically, found[name])
     if size is None and (back is None or back < 0):
         found["cudnn"] = cudnn(q, k, v, gradient, back is not None)
@@ -89,8 +89,8 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Ten
     out, lse, *sizes, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    given = (gradient, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, causal)
-    return lambda: aten._scaled_dot_product_cudnn_attention_backward(*given, scale=scale)
+    arguments = (gradient, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, causal)
+    return lambda: aten._scaled_dot_product_cudnn_attention_backward(*arguments, scale=scale)
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, float]:

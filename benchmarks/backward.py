@@ -1,8 +1,8 @@
-"""What does a derived backward cost, beside the reference's own autograd and one more forward?
+"""Compare a derived backward with the reference's own autograd plus one more forward.
 
 The kernel of every operator here is its reference, so that only the rule differs: the forward and backward of the
 operator against the forward and backward of the reference under torch's autograd plus one forward, and the bytes that
-each keeps alive for the backward. Interleaved, medians. Run it with ``python benchmarks/backward.py``.
+each holds for the backward. Interleaved, medians. Run it with ``python benchmarks/backward.py``.
 """
 
 import json
@@ -65,18 +65,18 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
 
 
 def saved_bytes(function: Callable[..., Tensor], args: list[Tensor]) -> int:
-    """Bytes of the distinct storages that the backward keeps alive."""
-    kept: dict[int, int] = {}
+    """Bytes of the distinct storages that the backward holds."""
+    nbytes_of: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        nbytes_of[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = function(*args)
     del output
-    return sum(kept.values())
+    return sum(nbytes_of.values())
 
 
 def seconds(function: Callable[..., Tensor], args: list[Tensor], backward: bool) -> float:

@@ -1,4 +1,4 @@
-"""How long does ``opkit.check`` take, how many examples does it try, and does it keep to its budget?
+"""Measure how long ``opkit.check`` takes, how many examples it tries, and whether it respects its budget.
 
 Two elementwise operators, ``torch.library.custom_op``'s and opkit's, at default settings without and with the Inductor property;
 then the same with budgets. Each check is a new process with nothing in its caches. Run it with ``python benchmarks/check.py``.
@@ -89,7 +89,7 @@ def in_new_process(kind: str, inductor: bool, budget: float | None) -> dict[str,
 
 
 def met(row: dict[str, Any]) -> bool:
-    """Whether a check kept to its figure, and failed nothing: both operators are right."""
+    """Whether a check stayed within its figure, and failed nothing: both operators are right."""
     most = SECONDS[row["what"]] if row["budget"] is None else row["budget"] * (1 + WITHIN)
     enough = row["budget"] is not None or row["examples"] >= EXAMPLES
     return row["seconds"] <= most and enough and not row["failed"]

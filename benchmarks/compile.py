@@ -1,22 +1,22 @@
-"""What does ``torch.compile`` with opkit's backend cost and give, beside eager and Inductor in the same run?
+"""Compare ``torch.compile`` with opkit's backend with eager and Inductor: compile times, run times, memory, errors.
 
 Six models (``compile_models.py``), inference and training, float32 and bfloat16, two threads. What is measured::
 
     cold      the first call less a later one, in a new process with empty caches; torch and transformers are imported before
     warm      the same in another new process with the caches that the cold one left
-    run       a call: eager and all backends take turns in one process; medians of many rounds
+    run       a call: eager and all backends alternate in one process; medians of many rounds
     memory    the peak of a step beyond weights and code, by the process's resident set and by torch's allocator
-    numbers   errors of loss and gradients beside eager float64
+    numbers   errors of loss and gradients compared with eager float64
     depth     cold compile times of 12, 24 and 48 narrow layers
-    kernels   single kernels, beside the bandwidth that a copy reaches in the same rounds
+    kernels   single kernels, compared with the bandwidth that a copy reaches in the same rounds
     shapes    recompiles over twenty batches and lengths
 
 The floors are Dynamo alone and Dynamo with AOTAutograd ("aot": Inductor's decompositions and partitioner, and no compiler)::
 
     python benchmarks/compile.py [--backend opkit] [--what cold,run] [--models bert,gpt2] [--modes training] [--json FILE]
-    python benchmarks/compile.py --from FILE --plot docs --markdown docs/compile_figures.md
+    python benchmarks/compile.py --from FILE --markdown tables.md
 
-A backend that there is not is left out with a line that says why. ``--small`` tries everything on tiny models.
+A backend that does not exist is left out with a line that says why. ``--small`` tries everything on tiny models.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def parts() -> dict[str, Callable[..., Any]]:
-    """What a child process can be asked, by name."""
+    """What a child process can run, by name."""
     import compile_kernels
     import compile_parts
     import compile_shapes
@@ -124,7 +124,7 @@ def memories(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def errors(options: argparse.Namespace) -> Iterator[Row]:
-    """Errors beside float64."""
+    """Errors compared with float64."""
     for model in options.models:
         for dtype in options.dtypes:
             for backend in (EAGER, *options.backends):
@@ -189,7 +189,7 @@ WHAT: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """All rows of what was asked for; written to ``--json`` as they come, so that an interrupted run is not lost."""
+    """All selected rows; written to ``--json`` as they come, so that an interrupted run is not lost."""
     rows: list[Row] = []
     for row in _rows(options):
         rows.append(row)
@@ -252,21 +252,22 @@ def _options() -> argparse.Namespace:
         ("what", WHAT), ("models", MODELS), ("modes", MODES), ("dtypes", DTYPES), ("backends", (PEER, "opkit")),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=[*default])
-    parser.add_argument("--backend", help="instead of opkit; Inductor is measured beside it")
+    parser.add_argument("--backend", help="instead of opkit; Inductor is measured too")
     parser.add_argument("--rounds", type=int, default=15, help="of run times and kernels")
     parser.add_argument("--repeats", type=int, default=3, help="of cold and warm compiles")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once, each on two cores of its own")
     parser.add_argument("--small", action="store_true", help="tiny models, which say nothing of speed")
-    parser.add_argument("--json", type=Path, help="where the rows go, and are kept as they come")
-    parser.add_argument("--from", dest="given", type=Path, nargs="*", help="rows of earlier runs, instead of measuring")
+    parser.add_argument("--json", type=Path, help="where the rows go, as they come")
+    parser.add_argument(
+        "--from", dest="earlier", type=Path, nargs="*", help="rows of earlier runs, instead of measuring"
+    )
     parser.add_argument("--markdown", type=Path, help="where the tables go, as markdown")
-    parser.add_argument("--plot", type=Path, help="the folder for the plots")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _chosen(options: argparse.Namespace) -> None:
-    """Backends that are asked for and that there are; unknown names end the run."""
+    """Selected backends that exist; unknown names end the run."""
     if options.backend:
         options.backends = [PEER, options.backend]
     for name, known in (("what", WHAT), ("models", MODELS), ("modes", MODES), ("dtypes", DTYPES)):
@@ -285,10 +286,10 @@ def main() -> None:
     if options.child:
         answer(options.child)
         return
-    from compile_report import draw, figures, markdown, show
+    from compile_report import figures, markdown, show
 
     _chosen(options)
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in options.given or ()] or [
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in options.earlier or ()] or [
         _record(measure(options))
     ]
     machine, rows = records[0]["machine"], [row for record in records for row in record["rows"]]
@@ -296,8 +297,6 @@ def main() -> None:
     show(tables)
     if options.markdown:
         options.markdown.write_text(markdown(tables, machine), encoding="utf-8")
-    if options.plot:
-        draw(rows, options.plot)
     print(json.dumps({table.name: table.summary for table in tables}))
 
 

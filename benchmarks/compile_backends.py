@@ -25,7 +25,7 @@ def compiled(name: str, function: Callable[..., Any], **how: Any) -> Callable[..
 
 
 def backend(name: str) -> Any:
-    """What ``torch.compile(backend=)`` is given for a name.
+    """Return the argument of ``torch.compile(backend=)`` for a name.
 
     Raises:
         RuntimeError: there is no backend of this name.

@@ -1,8 +1,8 @@
-"""What does a call of a compiled graph cost, where the graph computes next to nothing?
+"""Measure what a call of a compiled graph costs when the graph computes almost nothing.
 
 Three linear layers of 32 by 32 with ReLU between them, of four rows, on one thread: the forward under ``no_grad``, and a
 training step (forward, sum, backward). Eager mode, opkit, Inductor, Inductor with its C++ wrapper, and Dynamo alone with a
-backend that returns a constant. All are called in turn, in short rounds; a figure is the thread's own time, the median of
+backend that returns a constant. All alternate in short rounds; a figure is the thread's own time, the median of
 the rounds, and the ratio to eager mode the median of the rounds' own. Run it with ``python benchmarks/compile_calls.py``.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opkit.compiler import warm
+from opkit.compiler import graph_cache
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.run.assemble import Runner
+from opkit.compiler.run.runner import Runner
 
 ROUNDS, CALLS, WIDTH, ROWS = 41, 100, 32, 4
 Call = Callable[[], Any]
@@ -71,23 +71,23 @@ def step(run: Callable[[torch.Tensor], torch.Tensor], held: nn.Module, x: torch.
 def graph(x: torch.Tensor) -> dict[str, Call]:
     """opkit's graph of the forward, without Dynamo: the runner, and the driver's function alone."""
     runners: list[Runner] = []
-    original, held = warm.assemble, model().requires_grad_(False)
-    warm.assemble = lambda *given: runners.append(original(*given)) or runners[-1]
+    original, held = graph_cache.assemble, model().requires_grad_(False)
+    graph_cache.assemble = lambda *given: runners.append(original(*given)) or runners[-1]
     try:
         torch.compile(held, backend=opkit_backend)(x)
     finally:
-        warm.assemble = original
+        graph_cache.assemble = original
     (runner,) = runners
     shapes = [tuple(size.constant for size in runner.plan.buffers[str(name)].shape) for name in runner.plan.inputs]
-    given = [torch.randn(*(size or 0 for size in shape)) for shape in shapes]
-    return {"the graph": lambda: runner([*given]), "its driver": _driver(runner, given)}
+    arguments = [torch.randn(*(size or 0 for size in shape)) for shape in shapes]
+    return {"the graph": lambda: runner([*arguments]), "its driver": _driver(runner, arguments)}
 
 
-def _driver(runner: Runner, given: list[torch.Tensor]) -> Call:
-    runner([*given])
+def _driver(runner: Runner, arguments: list[torch.Tensor]) -> Call:
+    runner([*arguments])
     ((_, frames),) = runner._frames.items()
     (frame,) = frames.values()
-    return lambda: frame.run([*given])
+    return lambda: frame.run([*arguments])
 
 
 def parts(x: torch.Tensor) -> dict[str, Call]:

@@ -1,4 +1,4 @@
-"""Single kernels, beside the memory bandwidth that a copy reaches in the same rounds."""
+"""Single kernels, compared with the memory bandwidth that a copy reaches in the same rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from compile_backends import compiled
 from torch import Tensor
 
-_ROWS, _COLUMNS = 4096, 1792  # results of less than 32 MiB, which malloc can be told to keep: see ``MEMORY``
+_ROWS, _COLUMNS = 4096, 1792  # results of less than 32 MiB, which malloc can be made to reuse: see ``MEMORY``
 _CLASSES = 32000
 _PARAMETERS = ((1024, 1024),) * 12 + ((4096, 1024),) * 4 + ((1024,),) * 32
 _WARM = 3
@@ -114,10 +114,10 @@ def adam(parameters: list[Tensor], grads: list[Tensor], first: list[Tensor], sec
 
 
 @torch.no_grad()
-def rotary(x: Tensor, turns: Tensor) -> Tensor:
+def rotary(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotary position embedding by complex products: one tensor read, one written."""
     z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(z * turns[:, None]).flatten(-2).type_as(x)
+    return torch.view_as_real(z * rotations[:, None]).flatten(-2).type_as(x)
 
 
 def _adam(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -135,8 +135,8 @@ def _logits(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _rotated(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    turns = torch.polar(torch.ones(_ROWS, 32), torch.randn(_ROWS, 32))
-    return rotary, (_matrix(dtype).view(_ROWS, -1, 64), turns)
+    rotations = torch.polar(torch.ones(_ROWS, 32), torch.randn(_ROWS, 32))
+    return rotary, (_matrix(dtype).view(_ROWS, -1, 64), rotations)
 
 
 KERNELS: dict[str, Kernel] = {

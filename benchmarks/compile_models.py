@@ -41,7 +41,7 @@ class Task:
     """One thing to do again and again: a forward pass, or a forward and a backward pass.
 
     Attributes:
-        module: in the mode and of the dtype asked for.
+        module: in the mode and of the requested dtype.
         inputs: keyword arguments for it.
         training: whether there is a backward pass.
     """
@@ -51,7 +51,7 @@ class Task:
     training: bool
 
     def step(self, compiled: Callable[..., Any] | None = None) -> Callable[[], Tensor]:
-        """The thing itself, through ``compiled`` where that is given: returns the logits, or the loss."""
+        """The thing itself, through ``compiled`` where there is one: returns the logits, or the loss."""
         call = self.module if compiled is None else compiled
         return self._trained(call) if self.training else self._inferred(call)
 

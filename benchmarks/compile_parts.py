@@ -1,4 +1,4 @@
-"""What one process of benchmarks/compile.py measures of a model. Each function takes plain values and returns plain values."""
+"""Measure a model in one process of benchmarks/compile.py. Each function takes and returns plain values."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What benchmarks/compile.py found, as tables of text and of markdown, each with its goals, and as plots."""
+"""Render the measurements of benchmarks/compile.py as tables, in text and in Markdown, each with its goals."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from compile_backends import DYNAMO, EAGER, FLOOR
@@ -19,7 +18,6 @@ GOALS: dict[str, float] = {
 }  # fmt: skip
 """The most that each figure may be; for the bandwidth, the least."""
 
-DRAWN = ("cold", "warm", "run", "depth", "kernels")
 _AT_LEAST = {"bandwidth / copy, worst", "peer / kernel, worst"}
 
 
@@ -142,7 +140,7 @@ def _numbers(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
         (case, *(f"{_of(of[case], name):.1e}" for of in (loss, grads) for name in (EAGER, peer, ours))) for case in loss
     ]
     names = tuple(f"{kind}, {name}" for kind in ("loss", "gradients") for name in (EAGER, peer, ours))
-    return Table(what, ("error beside float64", *names), lines, {})
+    return Table(what, ("error compared with float64", *names), lines, {})
 
 
 def _depth(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
@@ -199,7 +197,7 @@ def _shapes(what: str, rows: Sequence[Row], ours: str, peer: str) -> Table:
         )
         for row in rows
     ]
-    head = ("20 sizes", "", "graphs", "recompiles", "seconds beyond eager", "error beside eager")
+    head = ("20 sizes", "", "graphs", "recompiles", "seconds beyond eager", "error compared with eager")
     return Table(
         what, head, lines, _worst("recompiles, most", [row["recompiles"] for row in rows if row["backend"] == ours])
     )
@@ -231,21 +229,9 @@ def markdown(tables: Sequence[Table], machine: dict[str, Any]) -> str:
         f"By `benchmarks/compile.py`, which says what each table is; {machine['cpu']}, {machine['threads']} threads, torch "
         f"{machine['torch']}. The floor is Dynamo and AOTAutograd with Inductor's decompositions; opkit's own asks AOTAutograd "
         "for none, and so can be below it. Ratios of run times are medians of the rounds' own.",
-        *(f"![{name}](compile_{name}.svg)" for name in DRAWN if any(table.name == name for table in tables)),
     ]
     for table in tables:
         rule = ("---", *(["---:"] * (len(table.head) - 1)))
         blocks.append("\n".join(f"| {' | '.join(row)} |" for row in (table.head, rule, *table.rows)))
         blocks += ["\n".join(f"- {line}" for line in table.lines())] if table.lines() else []
     return "\n\n".join(blocks) + "\n"
-
-
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Write ``compile_<what>.svg`` for what bars or lines show well: compile times, run times, depth, kernels."""
-    from compile_plots import PLOTS  # imported here: matplotlib takes a while, and only this needs it
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for what, plot in PLOTS.items():
-        mine = [row for row in rows if row["what"] == what and "error" not in row]
-        if mine:
-            plot(mine).savefig(folder / f"compile_{what}.svg", metadata={"Date": None})

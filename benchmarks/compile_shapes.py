@@ -1,4 +1,4 @@
-"""How often a model is compiled anew while the sizes of its inputs change."""
+"""Count how often a model is recompiled while the sizes of its inputs change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sizes(seed: int = 0) -> list[tuple[int, int]]:
 
 
 def sweep(model: str, mode: str, dtype: str, backend: str) -> dict[str, Any]:
-    """Recompiles, their reasons, seconds beyond eager's, and the largest error beside eager, over the sweep.
+    """Recompiles, their reasons, seconds beyond eager's, and the largest error compared with eager, over the sweep.
 
     One small module serves all sizes. The error is relative to the largest of eager's numbers; dropout is off.
     """

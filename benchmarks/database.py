@@ -1,4 +1,4 @@
-"""Does opkit.check raise a false alarm on the functions of PyTorch's own OpInfo database?
+"""Find false alarms of opkit.check on the functions of PyTorch's own OpInfo database.
 
 Each function is wrapped as an operator of ``torch.library``'s (``tests/contract/database.py``) and checked against itself. What
 is reported is a false alarm, or a finding in ATen that is listed with its reason. A function that ends the process costs
@@ -57,9 +57,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="functions; all by default")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--examples", type=int, default=10)
-    parser.add_argument("--exclude", nargs="*", default=[], help="properties or groups that are not asked")
+    parser.add_argument("--exclude", nargs="*", default=[], help="properties or groups that are not checked")
     parser.add_argument(
-        "--dearest", type=float, default=0.1, help="seconds a case of the dearest property that is asked"
+        "--dearest", type=float, default=0.1, help="seconds a case of the most expensive property that is checked"
     )
     parser.add_argument("--properties", nargs="*", default=None, help="these alone")
     parser.add_argument("--plain", action="store_true", help="check the functions as callables, without an operator")

@@ -1,4 +1,4 @@
-"""What does a call of an opkit operator cost, beside ``torch.library.custom_op`` on the same function?
+"""Compare what a call of an opkit operator costs with ``torch.library.custom_op`` on the same function.
 
 One thread, tensors of four elements, annotations checked. Peers are interleaved; each figure is the median of many short
 rounds, and the ratio is the median of the rounds' own ratios. Run it with ``python benchmarks/dispatch.py``.

@@ -1,4 +1,4 @@
-"""How fast are the elementary functions of generated C beside eager's, and how accurate?
+"""Measure the speed and accuracy of the elementary functions in generated C, compared with eager's.
 
 One thread and 65536 elements, so that they stay in the cache; ours and eager's calls alternate, and figures are medians.
 ``python benchmarks/elementary.py`` takes half a minute. ``--stride 64`` also checks every 64th float32 against float64,
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from opkit.compiler.emit import functions
-from opkit.compiler.emit.flags import flags
+from opkit.compiler.run.library import flags
 
 COUNT, ROUNDS = 1 << 16, 61
 FLAGS = (*flags(), "-march=native", "-shared", "-fPIC")

@@ -1,13 +1,13 @@
-"""What the first call of opkit.attention in a new process takes, when its kernel is compiled and when it is in opkit's cache.
+"""Measure the first call of opkit.attention in a new process, when its kernel is compiled and when it is in opkit's cache.
 
-    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,documents,backward,decode]
+    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,packed,backward,decode]
 
-"hopper" and "portable" are forwards by these kernels, "documents" is one for Hopper whose tiles come from lists, "decode" is that
+"hopper" and "portable" are forwards by these kernels, "packed" is one for Hopper whose tiles come from lists, "decode" is that
 of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, and
-"cuda_documents" is that of documents, for where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
-Each row is of processes of their own, which take turns: one with empty caches, others that find the kernels in a cache. Times
+"cuda_packed" is that of packed sequences, for where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
+Each row is of processes of their own, which alternate: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
-processes beside it do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
+other processes do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
 torch is called first in processes of the same kind. Without a GPU the kernels are registered for CPU tensors, and the driver is
 one that loads and launches nothing (tests/kernels/fake_driver.c): what is measured is all that opkit does up to the loading of a
 binary, and not that nor the run.
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
-CASES = ("hopper", "documents", "portable", "backward", "decode")
+CASES = ("hopper", "packed", "portable", "backward", "decode")
 HERE = ("portable_backward",)  # only without a GPU, where a kernel can be chosen for the backward
-THERE = ("cuda", "cuda_documents")  # only with one
+THERE = ("cuda", "cuda_packed")  # only with one
 BACKWARDS = ("backward", "portable_backward")
-PEERLESS = ("documents", *THERE)
+PEERLESS = ("packed", *THERE)
 PARTS = ("import opkit", "opkit.attention", "call", "call, CPU", "of it finding", "call 2")
 SLOW = ("triton", "sympy", "torch._dynamo", "torch._inductor")
 _SIZES = {"decode": (4, 16, 1, 4096, 128)}
@@ -71,14 +71,16 @@ def tensors(case: str, device: str) -> list[Tensor]:
     return [x.requires_grad_(case in BACKWARDS) for x in made[:3]] + made[3:]
 
 
-def called(case: str, attention: Callable[..., Tensor], given: list[Tensor], **options: Any) -> Callable[[], Any]:
+def called(case: str, attention: Callable[..., Tensor], arguments: list[Tensor], **options: Any) -> Callable[[], Any]:
     """The call that is measured: of the gradients, after a forward that is not."""
-    *given, gradient = given
+    *arguments, gradient = arguments
     if case not in BACKWARDS:
-        return lambda: attention(*given, **options)
-    out = attention(*given, **options)
-    torch.autograd.grad(given[0] * 1, given[0], gradient)  # what torch's own first backward imports is not counted
-    return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)
+        return lambda: attention(*arguments, **options)
+    out = attention(*arguments, **options)
+    torch.autograd.grad(
+        arguments[0] * 1, arguments[0], gradient
+    )  # what torch's own first backward imports is not counted
+    return lambda: torch.autograd.grad(out, arguments, gradient, retain_graph=True)
 
 
 def waited(function: Callable[[], Any]) -> Any:
@@ -115,15 +117,15 @@ def child(case: str, library: str) -> None:
     """Print the parts of opkit's first call, as JSON."""
     clock = Clock()
     device = "cpu" if library else "cuda"
-    given = tensors(case, device)
-    waited(lambda: given[0].sum())  # CUDA is started
+    arguments = tensors(case, device)
+    waited(lambda: arguments[0].sum())  # CUDA is started
     clock("import opkit", __import__, "opkit")
     import opkit
 
     clock("opkit.attention", lambda: opkit.attention)
     if library:
         on_cpu(case, library)
-    function = called(case, opkit.attention, given, **options_of(case, device))
+    function = called(case, opkit.attention, arguments, **options_of(case, device))
     from opkit.kernels.triton import compiling
 
     build = compiling.build
@@ -138,13 +140,13 @@ def child(case: str, library: str) -> None:
 
 
 def options_of(case: str, device: str) -> dict[str, Any]:
-    """What the call is told: its kernel, where it is not chosen by rule, and its mask."""
-    if case in ("documents", "cuda_documents"):
+    """The options of the call: its kernel, where it is not chosen by rule, and its mask."""
+    if case in ("packed", "cuda_packed"):
         from opkit.masks import Segments
 
         keys = _USUAL[3]
         ids = torch.arange(keys, dtype=torch.int32, device=device)[None] // (keys // 4)
-        return {"mask": Segments(ids), "kernel": "hopper" if case == "documents" else "hopper_cuda"}
+        return {"mask": Segments(ids), "kernel": "hopper" if case == "packed" else "hopper_cuda"}
     if case == "cuda":
         from opkit.masks import Causal
 
@@ -158,9 +160,9 @@ def options_of(case: str, device: str) -> dict[str, Any]:
 def peer(case: str) -> None:
     """Print what torch's first call takes, as JSON."""
     clock = Clock()
-    given = tensors(case, "cuda")
-    waited(lambda: given[0].sum())
-    function = called(case, torch.nn.functional.scaled_dot_product_attention, given)
+    arguments = tensors(case, "cuda")
+    waited(lambda: arguments[0].sum())
+    function = called(case, torch.nn.functional.scaled_dot_product_attention, arguments)
     clock("call", waited, function)
     clock("call 2", waited, function)
     print(json.dumps({"times": clock.times, "imported": []}))

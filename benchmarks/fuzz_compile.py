@@ -1,4 +1,4 @@
-"""Does a backend give what eager gives on random programs? What it does not, shrunk, as scripts that run.
+"""Compare a backend with eager on random programs, and print mismatches, shrunk, as scripts.
 
 Hypothesis draws them (``tests/compiler/random_lines.py``), half with gradients. Run it with::
 
@@ -115,7 +115,7 @@ def main() -> None:
 
 def _tell(wrong: MismatchError, grad: bool, options: argparse.Namespace, number: int) -> None:
     script = wrong.program.script(options.backend)
-    print(f"\n--- mismatch {number}{', gradients asked' if grad else ''}\n{wrong.wrong[:1500]}\n\n{script}", flush=True)
+    print(f"\n--- mismatch {number}{', with gradients' if grad else ''}\n{wrong.wrong[:1500]}\n\n{script}", flush=True)
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
         (options.keep / f"mismatch_{options.seed}_{number}.py").write_text(

@@ -1,4 +1,4 @@
-"""How many of the defects that a script makes in right operators does opkit.check find?
+"""Measure how many of the defects that a script makes in correct operators opkit.check finds.
 
 Kernels, gradients and fake implementations of the operators in ``tests/contract/mutation.py`` are made wrong in one place at a
 time, and each mutant is checked in a process of its own. Those that compute the same as the original are listed in
@@ -54,7 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--classes", nargs="*")
     parser.add_argument("--examples", type=int, default=50)
     parser.add_argument(
-        "--dearest", type=float, default=0.1, help="seconds a case of the dearest property that is asked"
+        "--dearest", type=float, default=0.1, help="seconds a case of the most expensive property that is checked"
     )
     parser.add_argument("--seconds", type=float, default=180.0, help="after which a mutant counts as hanging")
     parser.add_argument("--done", type=Path, help="a file of results, which is read first and added to")
@@ -70,10 +70,10 @@ def _mutants(target: mutation.Target, options: argparse.Namespace) -> list[mutat
 def _baseline(targets: Sequence[mutation.Target], options: argparse.Namespace) -> None:
     """The originals must pass, or nothing that is said of mutants means anything."""
 
-    def ask(target: mutation.Target) -> Any:
+    def check_one(target: mutation.Target) -> Any:
         return mutation.judge(mutation.original(target), options.examples, options.dearest, every=True)
 
-    for target, result, how in isolated.each(ask, targets, options.jobs, 3 * options.seconds):
+    for target, result, how in isolated.each(check_one, targets, options.jobs, 3 * options.seconds):
         failures = result["failures"] if result else [["process", how, ""]]
         print(
             f"original {target.name:18} {result['seconds'] if result else 0:6.1f} s  {'fails' if failures else 'holds'}",
@@ -100,10 +100,10 @@ def _judged(chosen: Sequence[mutation.Mutant], options: argparse.Namespace) -> l
 def _asked(rest: Sequence[mutation.Mutant], options: argparse.Namespace, whole: bool) -> Any:
     """Property by property, which is quick; or in one check, which survives what ends the process."""
 
-    def ask(mutant: mutation.Mutant) -> Any:
+    def check_one(mutant: mutation.Mutant) -> Any:
         return mutation.judge(mutant, options.examples, options.dearest, whole=whole)
 
-    return isolated.each(ask, rest, options.jobs, options.seconds)
+    return isolated.each(check_one, rest, options.jobs, options.seconds)
 
 
 def _told(mutant: mutation.Mutant, result: Any, how: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What does a C kernel cost to build, to load and to call, beside the same operator by ``load_inline``?
+"""Compare building, loading and calling a C kernel with the same operator by ``load_inline``.
 
 Every part runs in a process of its own with a cache of its own; peers that are compared are interleaved in one process.
 Figures are medians of many rounds and ratios medians of the rounds' own ratios, but load_inline, which takes long, is
@@ -24,7 +24,7 @@ from torch import Tensor
 import opkit
 from opkit.kernels import bridge
 from opkit.op.native import function as native
-from opkit.op.torch_paths import torch_paths
+from opkit.op.torch_private import torch_paths
 
 BUILDS, LOADS, MANY = 9, 7, 500
 ROUNDS, CALLS = 61, 1000
@@ -87,8 +87,8 @@ def load_inline(folder: str) -> dict[str, Any]:
     """Seconds that torch's own way takes for the same operator."""
     from torch.utils import cpp_extension
 
-    beside = str(Path(sys.executable).parent)  # where this environment has ninja
-    os.environ["PATH"] = os.pathsep.join([beside, os.environ["PATH"]])
+    folder = str(Path(sys.executable).parent)  # where this environment has ninja
+    os.environ["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
 
     def build() -> None:
         cpp_extension.load_inline("bench_inline", INLINE, build_directory=folder, is_python_module=False)

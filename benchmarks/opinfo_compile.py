@@ -1,4 +1,4 @@
-"""How many operators of PyTorch's own OpInfo database does a backend compile to what eager gives, forward and gradient?
+"""Count the operators of PyTorch's own OpInfo database that a backend compiles to eager's results, forward and gradient.
 
 Each operator runs in a process of its own with a time limit, so one that crashes or hangs costs the others nothing. The same
 samples, tolerances and seeds serve every backend::

@@ -1,8 +1,8 @@
-"""What does opkit.check find in operators that others have published?
+"""Run opkit.check on published operators of other libraries.
 
 Collections from PyPI whose operators run on the CPU: each function below gives operators with what they are called with, and
 a reference where their documentation says what they compute. What is not installed is left out. The collections need not be
-installed beside opkit: unpack the wheels into a folder, and name it in PYTHONPATH::
+installed with opkit: unpack the wheels into a folder, and name it in PYTHONPATH::
 
     pip download --no-deps -d wheels bitsandbytes==0.50.2 torchao==0.18.0 optimum-quanto==0.2.7
     for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" published; done
@@ -195,13 +195,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--examples", type=int, default=25)
     parser.add_argument(
-        "--dearest", type=float, default=0.1, help="seconds a case of the dearest property that is asked"
+        "--dearest", type=float, default=0.1, help="seconds a case of the most expensive property that is checked"
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    asked = [prop.name for prop in PROPERTIES if prop.cost <= options.dearest]
-    found = {name: _collection(name, asked, options) for name in options.names}
+    properties = [prop.name for prop in PROPERTIES if prop.cost <= options.dearest]
+    found = {name: _collection(name, properties, options) for name in options.names}
     print(
         json.dumps(
             {name: {"operators": len(rows), "with findings": sum(map(bool, rows))} for name, rows in found.items()}
@@ -209,7 +209,7 @@ def main() -> None:
     )
 
 
-def _collection(name: str, asked: list[str], options: argparse.Namespace) -> list[list[Any]]:
+def _collection(name: str, properties: list[str], options: argparse.Namespace) -> list[list[Any]]:
     module, listed = COLLECTIONS[name]
     try:
         importlib.import_module(module)
@@ -218,14 +218,14 @@ def _collection(name: str, asked: list[str], options: argparse.Namespace) -> lis
         return []
     operators = list(listed())
 
-    def ask(at: int) -> list[list[str]]:
+    def check_one(at: int) -> list[list[str]]:
         _, op, args, reference = operators[at]
-        how = {"max_examples": options.examples, "properties": asked, "database": False}
+        how = {"max_examples": options.examples, "properties": properties, "database": False}
         report = opkit.check(op, args=args, reference=reference, **how)
         return [[each.property, each.message, str(each.case)] for each in report.failures]
 
     rows = []
-    for at, failures, how in isolated.each(ask, range(len(operators)), options.jobs, 600):
+    for at, failures, how in isolated.each(check_one, range(len(operators)), options.jobs, 600):
         rows.append(failures if failures is not None else [["process", how, ""]])
         print(f"{name}: {operators[at].name}: {len(rows[-1])} findings", flush=True)
         for property_, message, case in rows[-1]:

@@ -1,10 +1,10 @@
-"""Are the Triton kernels of examples/kernels as fast as the GPU copies, and as torch.compile's and Liger-Kernel's?
+"""Compare the Triton kernels of examples/kernels with a copy, torch.compile and Liger-Kernel.
 
     python benchmarks/triton_kernels.py [--quick] [--cases swiglu rotary] [--dtypes bfloat16 float32] [--json FILE]
 
 Each result is first compared with torch's functions in float32. Then a copy of as many bytes as the kernel must move, the
 kernel, torch's functions as they are and compiled (Inductor, "max-autotune-no-cudagraphs"), and Liger-Kernel where it is
-installed take turns, each after the cache was flushed. Times are medians by the GPU's own clock. Several processes compile
+installed alternate, each after the cache was flushed. Times are medians by the GPU's own clock. Several processes compile
 beforehand what torch.compile makes (``--jobs 0``: none do); its products of matrices are left to cuBLAS, as ours are.
 
 The table: microseconds and GB/s of the kernel, its share of the copy's speed, and how many times as long the others take.
@@ -70,7 +70,7 @@ def check(case: Case, inputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> s
 
 
 def peers(case: Case, inputs: tuple[torch.Tensor, ...], moved: int) -> Peers:
-    """What takes turns; what fails at its first call is left out, with its error."""
+    """The candidates, which alternate; one that fails at its first call is left out, with its error."""
     source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
     inductor = compiled(case)
     found: Peers = {

@@ -1,9 +1,9 @@
-"""What one call of a Triton kernel costs the host: an elementwise add, against torch.add and other ways to launch it.
+"""Measure the host time of one Triton launch: an elementwise add, compared with torch.add and other ways to launch it.
 
     python benchmarks/triton_launch.py
 
-Every way adds the same two small tensors. Calls are not waited for: what is timed is the host, and the GPU keeps up. The
-ways take turns within each round; the table has medians over rounds, and the ratio to torch.add in the same round.
+Every way adds the same two small tensors. Calls are not waited for: what is timed is the host, and the GPU is never behind. The
+ways alternate within each round; the table has medians over rounds, and the ratio to torch.add in the same round.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ class Case:
 
     Attributes:
         name: as the table has it.
-        sizes: what ``inputs`` may be asked for, from small to large.
+        sizes: the sizes that ``inputs`` accepts, from small to large.
         inputs: the tensors that every function takes, for a size, dtype and device.
         ours: an operator of examples/kernels.
-        plain: the same in torch's functions, which torch.compile is given.
+        plain: the same in torch's functions, which torch.compile gets.
         liger: the same by Liger-Kernel, or None. It may overwrite its inputs, which are its own.
         bytes: what must be read and written at the least, for a size and dtype.
         random: whether results are compared with nothing, as they depend on random numbers.

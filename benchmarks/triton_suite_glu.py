@@ -27,7 +27,7 @@ import router
 TOKENS, LOGITS = (4096, 16384), (4096, 8192)
 HIDDEN, INNER, CLASSES, FEW_CLASSES = 4096, 14336, 128256, 32000
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 32, 8, 128, 4096
-ROUTERS = ((128, 8, 2**20), (64, 6, 2**21), (8, 2, 2**23))  # experts, to how many a token is given, tokens at the most
+ROUTERS = ((128, 8, 2**20), (64, 6, 2**21), (8, 2, 2**23))  # experts, how many each token uses, tokens at the most
 Tensors = tuple[Tensor, ...]
 
 
@@ -226,7 +226,7 @@ def _routers(experts: int, k: int, most: int) -> list[Case]:
             _router_bytes(experts, k),
         ),
         Case(
-            f"{name} backward", sizes, _chosen(experts, k), lambda *given: router.router_backward(*given, True),
+            f"{name} backward", sizes, _chosen(experts, k), lambda *arguments: router.router_backward(*arguments, True),
             _plain_router_gradient, None, _router_bytes(experts, k, back=True),
         ),
     ]  # fmt: skip
@@ -300,7 +300,7 @@ CASES = [
         _moved(1, FEW_CLASSES),
     ),
     Case(
-        "cross_entropy backward", LOGITS, _logits_and_sums, lambda *given: ce.cross_entropy_backward(*given, -100),
+        "cross_entropy backward", LOGITS, _logits_and_sums, lambda *arguments: ce.cross_entropy_backward(*arguments, -100),
         _plain_logits_gradient, None, _moved(2, FEW_CLASSES),
     ),
     Case(

@@ -99,7 +99,7 @@ def _layer_norm_gradients(
     return dx, *rows.column_sums(partial, weight.dtype).unbind()
 
 
-# ---- torch's, for torch.compile: what is saved between forward and backward is given, as to Liger's -------------------
+# ---- torch's, for torch.compile: what is saved between forward and backward is an argument, as for Liger's -------------------
 
 
 def _plain_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensors:

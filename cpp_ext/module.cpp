@@ -1,4 +1,4 @@
-// opkit._core: what Python asks of the compiled core.
+// opkit._core: the Python module of the compiled core.
 #include <pybind11/pybind11.h>
 
 #include "attention/bind_decode.hpp"

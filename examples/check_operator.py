@@ -1,7 +1,7 @@
 """A kernel with a mistake at the end of a row, found and made small; then the kernel without it.
 
 The kernel works on blocks of 64 elements, as vectorised kernels do, and treats what is left over wrongly. Tests on round sizes
-pass. ``opkit.check`` needs to be told what the arguments are, and what is computed::
+pass. ``opkit.check`` needs the arguments and a reference::
 
     python examples/check_operator.py
 """
@@ -29,7 +29,7 @@ def _(x, factor):
     return torch.empty_like(x)
 
 
-def mended(x: Tensor, factor: float) -> Tensor:
+def fixed(x: Tensor, factor: float) -> Tensor:
     """``x * factor``."""
     return x * factor
 
@@ -37,7 +37,7 @@ def mended(x: Tensor, factor: float) -> Tensor:
 def check(op):
     """The check of either, for what an operator computes."""
     return opkit.check(
-        op, args=(tensor("b n", torch.float32), 0.5), reference=mended, properties=["numbers"], database=False
+        op, args=(tensor("b n", torch.float32), 0.5), reference=fixed, properties=["numbers"], database=False
     )
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     failure = report.failures[0]
     assert failure.args[0].shape == (1, BLOCK + 1)  # the smallest that goes wrong
     print(failure.repro)
-    assert check(mended).ok
+    assert check(fixed).ok
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Operators from libraries that are installed already: the gamma function of libm, and a matrix product of OpenBLAS.
+"""Operators from installed libraries: the gamma function of libm, and a matrix product of OpenBLAS.
 
 python examples/libraries.py
 """
@@ -37,7 +37,7 @@ def matmul(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m
 
 
 def product(library: Path) -> None:
-    """A function of pointers needs a reference, and to be told what its parameters are given."""
+    """A function of pointers needs a reference and the values of its parameters."""
     sgemm = opkit.from_library("examples::sgemm", library, SGEMM, reference=matmul, bind=BIND)
     a, b = torch.randn(65, 33, requires_grad=True), torch.randn(33, 17)
     assert sgemm.select(a, b).kernel == "scipy_cblas_sgemm64_"

@@ -1,6 +1,6 @@
-"""Lowering rules: what torch.compile(backend="opkit") makes of an operator, said by its author.
+"""Lowering rules: how an author tells torch.compile(backend="opkit") what an operator computes.
 
-Without a rule the compiler sees through an operator to its reference. A rule is for what the reference does not say well:
+Without a rule the compiler traces an operator's reference. A rule is for what the reference does not express well:
 a body that leaves torch, a formula with fewer passes over memory, an index map where the reference copies. Three of them,
 from a formula to a reduction to an index map::
 

@@ -13,7 +13,7 @@ from opkit.kernels.cc.native import c_kernel as c_kernel
 from opkit.kernels.cc.native import cpp_kernel as cpp_kernel
 from opkit.kernels.cc.native import cuda_kernel as cuda_kernel
 from opkit.op.definition import custom_op as custom_op
-from opkit.op.library import from_library as from_library
+from opkit.op.from_library import from_library as from_library
 from opkit.op.operator import CustomOp as CustomOp
 from opkit.op.operator import use_kernel as use_kernel
 from opkit.op.registry import get as get
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from opkit.attn.paged.api import paged_attention as paged_attention
     from opkit.compiler.explain import explain as explain
 
-# What few need, or takes long to import, as torch._dynamo does: imported when it is first asked for.
-_LATER = {
+# Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
+_LAZY = {
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.invariance", "batch_invariant"),
@@ -55,9 +55,9 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module 'opkit' has no attribute {name!r}")
-    module, member = _LATER[name]
-    found = importlib.import_module(module)
-    globals()[name] = found if member is None else getattr(found, member)
+    module, member = _LAZY[name]
+    imported = importlib.import_module(module)
+    globals()[name] = imported if member is None else getattr(imported, member)
     return globals()[name]

@@ -302,41 +302,11 @@ def isa_obstacles() -> dict[str, str]:
 def isa_table(isa: str | None = None) -> dict[str, str]:
     """The variant chosen for every kernel within ``isa``, or within OPKIT_ISA."""
 
-def bf16_to_f32(isa: str | None, src: Buffer, dst: Buffer) -> None:
-    """Widen; every value is exact."""
-
 def f32_to_bf16(isa: str | None, src: Buffer, dst: Buffer) -> None:
     """Round to nearest, ties to even; NaN becomes 0x7FC0."""
 
 def pack_b_bf16(isa: str | None, b: Buffer, packed: Buffer, n: int, k: int, ldb: int | None = None) -> None:
     """Write b[k][n] as pairs [(k + 1) / 2][n][2], padded with zeros."""
-
-def gemm_block_bf16(
-    isa: str | None,
-    a: Buffer,
-    b: Buffer,
-    c: Buffer,
-    m: int,
-    n: int,
-    k: int,
-    lda: int | None = None,
-    ldc: int | None = None,
-) -> None:
-    """c[m, n] += a[m, k] b[k, n], where ``pack_b_bf16`` wrote b."""
-
-def gemm_block_f32(
-    isa: str | None,
-    a: Buffer,
-    b: Buffer,
-    c: Buffer,
-    m: int,
-    n: int,
-    k: int,
-    lda: int | None = None,
-    ldb: int | None = None,
-    ldc: int | None = None,
-) -> None:
-    """c[m, n] += a[m, k] b[k, n]."""
 
 # Attention (cpp_ext/attention): what calls of the same shapes have in common. A call gives the tensors' addresses.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opkit.doctor import Finding
     from opkit.kernels.aot.package import Library
     from opkit.kernels.store.cache import CacheEntry
-    from opkit.op.aot.package import Report
+    from opkit.op.aot.package import BuildReport
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -34,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-cache_app = typer.Typer(help="Look after the kernels that were built.", no_args_is_help=True)
+cache_app = typer.Typer(help="List, check and remove the kernels that were built.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 app.command()(check)
 app.command()(tune)
@@ -69,7 +69,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print opkit's version.")
     ] = False,
 ) -> None:
-    """Take what may stand before a command."""
+    """Define the options that may stand before a command."""
 
 
 @app.command()
@@ -90,12 +90,12 @@ def demo(
         _check_folder(out)
         from opkit import demo as program
 
-        program.run(steps, device, out, options=program.Options(backend=backend))
+        program.run(steps, device, out, options=program.DemoOptions(backend=backend))
 
 
 @app.command()
 def doctor() -> None:
-    """Print versions, compilers, CPU features, GPUs and cache folders, and how to mend what is missing."""
+    """Print versions, compilers, CPU features, GPUs and cache folders, and how to fix what is missing."""
     from opkit.doctor import examine
 
     findings = examine()
@@ -167,7 +167,9 @@ def build(
 
     try:
         with terminal.bad_input(errors.ArgumentError):
-            report = package.build(module, _listed(isa), output, jobs, programs, _listed(arch), tuning)
+            report = package.build(
+                module, _split_at_commas(isa), output, jobs, programs, _split_at_commas(arch), tuning
+            )
             parts = [*_built(report)]
     except errors.PackageError as error:
         typer.echo(f"opkit: {error}", err=True)
@@ -180,7 +182,7 @@ def build(
 def bridge() -> None:
     """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
     from opkit.kernels import bridge as bridges
-    from opkit.op.torch_paths import torch_paths
+    from opkit.op.torch_private import torch_paths
 
     paths = torch_paths()
     with terminal.bad_input(errors.OpkitError):
@@ -190,7 +192,7 @@ def bridge() -> None:
 
 @cache_app.command("list")
 def cache_list() -> None:
-    """List the kernels in the build cache, and say how many Triton kernels are kept."""
+    """List the kernels in the build cache, and say how many Triton kernels are in theirs."""
     from opkit.kernels.store import cache
     from opkit.kernels.triton import stored
 
@@ -229,7 +231,7 @@ def _triton(count: int) -> str:
 
 @cache_app.command("verify")
 def cache_verify() -> None:
-    """Check every kernel in the build cache against what was noted when it was built."""
+    """Check every kernel in the build cache against the checksum recorded when it was built."""
     from opkit.kernels.store import cache
 
     damaged = cache.verify()
@@ -240,16 +242,16 @@ def cache_verify() -> None:
         terminal.console().print(terminal.table(("key", "kernel", "problem"), rows))
     keys = {entry.key for entry, _ in damaged}
     sound = sum(entry.key not in keys for entry in cache.entries())
-    mend = "; each is built again when it is needed" if rows else ""
-    terminal.console().print(f"sound: {sound}, damaged: {len(rows)}{mend}")
+    fix = "; each is built again when it is needed" if rows else ""
+    terminal.console().print(f"sound: {sound}, damaged: {len(rows)}{fix}")
     raise typer.Exit(1 if rows else 0)
 
 
-def _listed(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _built(report: Report) -> Iterator[Table | str]:
+def _built(report: BuildReport) -> Iterator[Table | str]:
     from opkit.kernels.aot.package import runtime_library
 
     if report.libraries or not report.binaries:
@@ -266,7 +268,7 @@ def _built(report: Report) -> Iterator[Table | str]:
         yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
 
 
-def _total(report: Report) -> str:
+def _total(report: BuildReport) -> str:
     files = {each.file: each.size for each in (*report.libraries, *report.binaries)}
     counts = (
         (len(report.libraries), "library", "libraries"),
@@ -277,8 +279,8 @@ def _total(report: Report) -> str:
     return f"{', '.join(listed or ['nothing'])}, {_bytes(sum(files.values()))}"
 
 
-def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
-    """A line for each Triton kernel and architecture; binaries that came out equal count once."""
+def _binaries(report: BuildReport) -> Iterator[tuple[str, ...]]:
+    """Return a row for each Triton kernel and architecture; equal binaries count once."""
     sizes: dict[tuple[str, str], dict[str, int]] = {}
     for each in report.binaries:
         name = f"{each.operator}[{each.kernel}]" if "::" in each.operator else each.kernel  # launched by Python
@@ -288,7 +290,7 @@ def _binaries(report: Report) -> Iterator[tuple[str, ...]]:
         yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))
 
 
-def _library(report: Report, library: Library) -> tuple[str, ...]:
+def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
     count = report.programs.get((library.operator, library.kernel), 0)
     name = f"{library.operator}[{library.kernel}]"
     return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
@@ -346,9 +348,9 @@ def _row(description: Any) -> tuple[str, str, str]:
 def _section(section: str, findings: list[Finding]) -> Table:
     table = terminal.table((section, "", ""), [])
     for finding in findings:
-        mend = f"\n-> {finding.mend}" if finding.mend else ""
+        fix = f"\n-> {finding.fix}" if finding.fix else ""
         mark = f"[{_STYLES[finding.status]}]{finding.status}"
-        table.add_row(f"  {escape(finding.name)}", mark, escape(finding.value + mend))
+        table.add_row(f"  {escape(finding.name)}", mark, escape(finding.value + fix))
     return table
 
 

@@ -1,4 +1,4 @@
-"""``opkit check``: every operator of a module or a package, against its whole contract."""
+"""``opkit check`` checks every operator of a module or a package against its whole contract."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from opkit import errors, terminal
 from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
-    from opkit.contract.packages import Listing, Target
+    from opkit.contract.packages import CheckTarget, Listing
     from opkit.contract.report.report import Failure, Report
 
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 _INTERRUPTED = 130
-_VERDICTS = {
-    (True, True): "[green]holds[/green]",
-    (False, True): "[yellow]not asked[/yellow]",
-    (False, False): "[bold red]fails[/bold red]",
-}
+_STYLES = {"holds": "green", "not checked": "yellow", "fails": "bold red"}
 
 
 def check(
@@ -54,27 +50,27 @@ def check(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print whole reports, and the scripts.")] = False,
 ) -> None:
     """Search for arguments on which operators break their contract; the status is 1 where one does."""
-    given = {"max_examples": max_examples, "seed": seed, "device": device}
-    options = {name: value for name, value in given.items() if value is not None}
+    flags = {"max_examples": max_examples, "seed": seed, "device": device}
+    options = {name: value for name, value in flags.items() if value is not None}
     options |= {"properties": _listed(properties)} if properties else {}
     options |= {"exclude": _listed(exclude)} if exclude else {}
     seconds = _seconds(budget)
     with terminal.bad_input(errors.ArgumentError):
-        listing = _found(target, op or [], options)
-        results = _checked(listing, options, seconds, only="all" if op or ":" in target else "")
-    written = _written(results, repro, json, html)
-    for part in _told(results, verbose, written):
-        terminal.console().print(part, soft_wrap=isinstance(part, str), markup=not isinstance(part, _Plain))
+        listing = _find_operators(target, op or [], options)
+        results = _check_all(listing, options, seconds, named=bool(op or ":" in target))
+    scripts = _write_files(results, repro, json, html)
+    for part in _output(results, verbose, scripts):
+        terminal.console().print(part, soft_wrap=isinstance(part, str), markup=not isinstance(part, _Verbatim))
     raise typer.Exit(_status(results))
 
 
-class _Plain(str):
-    """Text that is printed as it is."""
+class _Verbatim(str):
+    """Text that is printed without markup."""
 
 
 @dataclasses.dataclass
 class _Results:
-    """What came of the operators, in order."""
+    """The results of the operators, in order."""
 
     reports: list[Report] = dataclasses.field(default_factory=list)
     not_checked: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -82,7 +78,7 @@ class _Results:
     broken: bool = False
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- options and operators -------------------------------------------------------------------------------------------
 
 
 def _listed(text: str) -> list[str]:
@@ -98,10 +94,12 @@ def _seconds(text: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _found(target: str, names: Sequence[str], options: dict[str, Any]) -> Listing:
+def _find_operators(target: str, names: Sequence[str], options: dict[str, Any]) -> Listing:
     from opkit.contract import packages, run
 
-    run.chosen(options.get("properties"), options.get("exclude", ()))  # said before anything is imported
+    run.chosen(
+        options.get("properties"), options.get("exclude", ())
+    )  # reports unknown names before anything is imported
     module, _, name = target.partition(":")
     before = packages.registered()
     terminal.import_modules([module])
@@ -120,11 +118,11 @@ def _found(target: str, names: Sequence[str], options: dict[str, Any]) -> Listin
 # ---- checking --------------------------------------------------------------------------------------------------------
 
 
-def _checked(listing: Listing, options: dict[str, Any], budget: float | None, only: str) -> _Results:
+def _check_all(listing: Listing, options: dict[str, Any], budget: float | None, named: bool) -> _Results:
     """Check one operator after another; each has an equal part of the time that is left.
 
     Raises:
-        ArgumentError: one that was named cannot be checked.
+        ArgumentError: an operator that the user named cannot be checked.
     """
     from opkit.contract.report.bar import bar
 
@@ -134,18 +132,20 @@ def _checked(listing: Listing, options: dict[str, Any], budget: float | None, on
         for number, target in enumerate(listing.targets):
             left = len(listing.targets) - number
             part = {} if end is None else {"budget": max(0.0, (end - time.monotonic()) / left)}
-            tell = _part(shown, target.name, number, len(listing.targets))
-            _one(target, {**target.options, **options, **part, "progress": tell}, bool(only), results)
+            progress = _progress_of_part(shown, target.name, number, len(listing.targets))
+            _check_one(target, {**target.options, **options, **part, "progress": progress}, named, results)
             if results.interrupted:
                 break
     return results
 
 
-def _part(shown: Callable[[str, float], None], name: str, number: int, count: int) -> Callable[[str, float], None]:
+def _progress_of_part(
+    shown: Callable[[str, float], None], name: str, number: int, count: int
+) -> Callable[[str, float], None]:
     return lambda prop, done: shown(f"{printable(name)} {prop}", (number + done) / count)
 
 
-def _one(target: Target, options: dict[str, Any], named: bool, results: _Results) -> None:
+def _check_one(target: CheckTarget, options: dict[str, Any], named: bool, results: _Results) -> None:
     from opkit.contract import packages
     from opkit.contract.checking import check
     from opkit.contract.run import Interrupted
@@ -155,7 +155,7 @@ def _one(target: Target, options: dict[str, Any], named: bool, results: _Results
     except errors.ArgumentError as error:
         if named:
             raise
-        hint = f" {packages.DECLARATION} in its module says so for opkit check."
+        hint = f" Declare these in {packages.DECLARATION} of its module for opkit check."
         results.not_checked[target.name] = str(error).removeprefix(f"{target.name}: ") + hint
     except Interrupted as interrupt:
         results.interrupted = True
@@ -175,21 +175,21 @@ def _status(results: _Results) -> int:
     return 1 if results.broken or not all(report.ok for report in results.reports) else 0
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def _written(
+def _write_files(
     results: _Results, repro: Path | None, json: Path | None, html: Path | None
 ) -> dict[tuple[str, str], Path]:
-    """Write the files that were asked for; where the script of each operator's failed property is."""
+    """Write the requested files. Return where the script of each operator's failed property is."""
     from opkit.contract.report.page import page
     from opkit.contract.report.report_json import as_json
 
     with terminal.bad_input(OSError):
-        for path, made in ((json, as_json), (html, page)):
+        for path, render in ((json, as_json), (html, page)):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(made(results.reports, results.not_checked), encoding="utf-8")
+                path.write_text(render(results.reports, results.not_checked), encoding="utf-8")
         return {} if repro is None else _scripts(results, repro)
 
 
@@ -204,22 +204,26 @@ def _scripts(results: _Results, folder: Path) -> dict[tuple[str, str], Path]:
     return written
 
 
-def _told(results: _Results, verbose: bool, scripts: dict[tuple[str, str], Path]) -> Iterator[Any]:
+def _output(results: _Results, verbose: bool, scripts: dict[tuple[str, str], Path]) -> Iterator[Any]:
     if results.reports:
         yield terminal.table(_HEADINGS, [_row(report) for report in results.reports])
     for report in results.reports:
         if verbose:
-            yield _Plain(f"\n{_lines(str(report))}")
+            yield _Verbatim(f"\n{_lines(str(report))}")
         for failure in report.failures:
-            yield _Plain("\n" + _failure(report, failure, scripts.get((report.name, failure.property)), verbose))
+            yield _Verbatim("\n" + _failure(report, failure, scripts.get((report.name, failure.property)), verbose))
     for name, reason in results.not_checked.items():
-        yield _Plain(f"\nnot checked: {printable(name)}: {printable(reason)}")
+        yield _Verbatim(f"\nnot checked: {printable(name)}: {printable(reason)}")
     if results.interrupted:
-        yield _Plain("\nInterrupted: this is what was found until then.")
+        yield _Verbatim("\nInterrupted: this is what was found until then.")
 
 
 def _row(report: Report) -> tuple[str, ...]:
-    verdict = _VERDICTS[report.ok and bool(report.passed), report.ok]
+    word = report.verdict().partition(":")[0]
+    checked, skipped = len(report.failures) + len(report.passed), len(report.skipped)
+    verdict = f"[{_STYLES[word]}]{word}[/{_STYLES[word]}]"
+    if report.ok and checked and skipped:
+        verdict += f": {checked} of {checked + skipped} checked"
     counts = (len(report.failures), len(report.passed), len(report.skipped), report.examples)
     return escape(printable(report.name)), verdict, *(f"{count:,}" for count in counts), f"{report.seconds:.1f}"
 

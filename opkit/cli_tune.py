@@ -17,8 +17,8 @@ from opkit.kernels.cc.progress import printable
 if TYPE_CHECKING:
     from opkit.kernels.tuning.observation import Choice
     from opkit.kernels.tuning.record_format import Identity, Record, TuningEntry
-    from opkit.op.aot.tuning import Result
-    from opkit.op.examples.arguments import CallSpec
+    from opkit.op.aot.tuning import TuningResult
+    from opkit.op.examples.arguments import ExampleCall
 
 _HEADINGS = ("operator", "kernel", "device", "bucket", "config", "ms", "date", "stale")
 _SOURCES = {"tuned": "tuned", "record": "recorded", "nearest": "not tuned", "first": "not tuned"}
@@ -108,7 +108,7 @@ def _say(text: str) -> None:
 # ---- tuning ----------------------------------------------------------------------------------------------------------
 
 
-def _planned(module: str, names: Sequence[str], shapes: Iterable[str], file: Path | None) -> Iterator[CallSpec]:
+def _planned(module: str, names: Sequence[str], shapes: Iterable[str], file: Path | None) -> Iterator[ExampleCall]:
     """The calls to tune for.
 
     Raises:
@@ -135,7 +135,7 @@ def _planned(module: str, names: Sequence[str], shapes: Iterable[str], file: Pat
             typer.echo(f"opkit: left out: {error}", err=True)
 
 
-def _run(planned: Sequence[CallSpec], force: bool) -> int:
+def _run(planned: Sequence[ExampleCall], force: bool) -> int:
     """Tune for each call, with a line for each kernel in it; how many calls failed."""
     console = terminal.console()
     failed = 0
@@ -153,7 +153,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _tuned(call: CallSpec, force: bool, progress: Progress, task: TaskID) -> bool:
+def _tuned(call: ExampleCall, force: bool, progress: Progress, task: TaskID) -> bool:
     from opkit.op.aot import tuning
 
     def report(identity: Identity, number: int, total: int) -> None:
@@ -172,7 +172,7 @@ def _tuned(call: CallSpec, force: bool, progress: Progress, task: TaskID) -> boo
     return True
 
 
-def _lines(call: CallSpec, results: Sequence[Result]) -> Iterator[str]:
+def _lines(call: ExampleCall, results: Sequence[TuningResult]) -> Iterator[str]:
     if not results:
         yield f"{escape(printable(str(call)))}: nothing to tune"
     for result in results:

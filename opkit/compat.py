@@ -1,4 +1,4 @@
-"""Which torch releases opkit runs on. Nothing here imports torch: callers pass its version."""
+"""Check that opkit runs on the installed torch release. This module does not import torch: callers pass its version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEWEST_TESTED = (2, 14)
 
 
 def release(version: str) -> tuple[int, int]:
-    """The (major, minor) of a version string, whatever follows it.
+    """Return the (major, minor) of a version string, whatever follows it.
 
     Raises:
         ValueError: ``version`` does not start with two numbers.
@@ -30,7 +30,7 @@ def release(version: str) -> tuple[int, int]:
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """A (major, minor) as text.
+    """Return a (major, minor) as text.
 
     >>> dotted((2, 13))
     '2.13'
@@ -39,22 +39,22 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 def status(version: str) -> str:
-    """``"tested"``, ``"newer than tested"`` or ``"too old"``.
+    """Return ``"tested"``, ``"newer than tested"`` or ``"too old"``.
 
     >>> [status(v) for v in ("2.10.1", "2.11.0", "2.14.1+cu130", "2.15.0.dev20261101")]
     ['too old', 'tested', 'tested', 'newer than tested']
     """
-    found = release(version)
-    if found < OLDEST:
+    parsed = release(version)
+    if parsed < OLDEST:
         return "too old"
-    return "tested" if found <= NEWEST_TESTED else "newer than tested"
+    return "tested" if parsed <= NEWEST_TESTED else "newer than tested"
 
 
 _warned: set[str] = set()  # the versions that warn_if_untested() has warned of
 
 
 def warn_if_untested(torch_version: str) -> None:
-    """Warn, once a process for each version, if torch is newer than any release opkit was tested with.
+    """Warn, once per process and version, if torch is newer than any release opkit was tested with.
 
     ``opkit.custom_op`` calls it, and the warning names the line of that call. Where warnings are errors it raises once.
 

@@ -6,7 +6,7 @@ variable                default  meaning
 ``OPKIT_CHECK``         ``1``    check shapes and dtypes against annotations before a kernel runs
 ``OPKIT_VERIFY``        ``1``    verify mutation, aliasing and kernel outputs the first time each guard set is seen; ``all``: of
                                  kernels too that were registered as trusted
-``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are kept (compiled kernels, kernel timings)
+``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are stored (compiled kernels, kernel timings)
 ``OPKIT_CC``            (found)  the C compiler; gcc or clang
 ``OPKIT_CXX``           (found)  the C++ compiler
 ``OPKIT_NVCC``          (found)  the CUDA compiler
@@ -18,8 +18,8 @@ variable                default  meaning
 ``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
 ======================  =======  ====================================================================================
 
-``OPKIT_BATCH_INVARIANT`` (``0``): attention's results do not depend on what is computed beside them; see opkit.batch_invariant.
-``OPKIT_KEEP_MASKS`` (``1``): attention keeps what it derived of a mask's tensors; see docs/attention.md.
+``OPKIT_BATCH_INVARIANT`` (``0``): attention's results do not depend on what else is in the batch; see opkit.batch_invariant.
+``OPKIT_KEEP_MASKS`` (``1``): attention caches what it computes from a mask's tensors; see docs/attention.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SWITCHES = {"0": False, "false": False, "off": False, "1": True, "true": True, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Settings:
     """The settings of this process; see the module's table."""
 
     check: bool = True
@@ -94,13 +94,13 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
 def _cache_dir(environment: Mapping[str, str]) -> Path:
     if "OPKIT_CACHE_DIR" in environment:
         return Path(environment["OPKIT_CACHE_DIR"])
-    import platformdirs  # imported here: it is not needed unless the default is asked for
+    import platformdirs  # imported only where the default is needed
 
     return Path(platformdirs.user_cache_dir("opkit"))
 
 
-def read(environment: Mapping[str, str]) -> Config:
-    """Build a :class:`Config` from ``environment``.
+def read(environment: Mapping[str, str]) -> Settings:
+    """Build a :class:`Settings` from ``environment``.
 
     Raises:
         ConfigError: a variable holds a value that cannot be used.
@@ -108,7 +108,7 @@ def read(environment: Mapping[str, str]) -> Config:
     >>> read({"OPKIT_CHECK": "0", "OPKIT_CACHE_DIR": "/tmp/opkit"}).check
     False
     """
-    return Config(
+    return Settings(
         check=_switch(environment, "OPKIT_CHECK", True),
         verify=environment.get("OPKIT_VERIFY") == "all" or _switch(environment, "OPKIT_VERIFY", True),
         verify_all=environment.get("OPKIT_VERIFY") == "all",
@@ -128,6 +128,6 @@ def read(environment: Mapping[str, str]) -> Config:
 
 
 @functools.cache
-def get() -> Config:
-    """The settings of this process (read from the environment on the first call)."""
+def get() -> Settings:
+    """Return the settings of this process, read from the environment on the first call."""
     return read(os.environ)

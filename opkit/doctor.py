@@ -1,4 +1,4 @@
-"""What ``opkit doctor`` looks at: the versions, tools and places that opkit uses, and how to mend what is missing."""
+"""``opkit doctor``: examine the versions, tools and folders that opkit uses, and say how to install what is missing."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ REQUIREMENTS: dict[str, str] = {
     "typer": ">=0.15",
     "platformdirs": ">=4.2",
     "filelock": ">=3.13",
-    "matplotlib": ">=3.9",
     "triton": ">=3.6",
 }
 """The runtime dependencies in pyproject.toml, by name."""
+
+OPTIONAL: dict[str, tuple[str, str]] = {"matplotlib": ("plot", "the plot of opkit demo")}
+"""The packages of extras in pyproject.toml, by name: the extra, and what it is for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +47,22 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: the heading it stands under.
-        name: what was looked at.
-        value: what was found.
+        section: the heading that it is printed under.
+        name: the thing examined.
+        value: its version, path or state.
         status: ``"ok"``; ``"note"`` where something optional is absent; ``"missing"`` where opkit cannot do its work.
-        mend: the command that puts it right, if there is one.
+        fix: the command that installs or repairs it, if there is one.
     """
 
     section: str
     name: str
     value: str
     status: Status = "ok"
-    mend: str | None = None
+    fix: str | None = None
 
 
 def triton_supported(system: str, machine: str) -> bool:
-    """Whether Triton has releases for this platform.
+    """Return whether Triton has releases for this platform.
 
     >>> triton_supported("Linux", "x86_64"), triton_supported("Darwin", "arm64")
     (True, False)
@@ -106,6 +108,11 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", name, "has no release for this platform", "note")
         else:
             yield _version(name, specifier)
+    for name, (extra, purpose) in OPTIONAL.items():
+        try:
+            yield Finding("packages", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("packages", name, f"not installed; needed for {purpose}", "note", _pip(f"opkit[{extra}]"))
 
 
 def _first_line(program: str) -> str | None:
@@ -129,7 +136,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def _compiler(language: str, name: str) -> Finding:
-    """The compiler that opkit builds kernels in a language with, or how to get one; CUDA's is not needed by most."""
+    """Report the compiler for kernels in a language, or how to install one; few users need CUDA's."""
     try:
         found = toolchain.find(language)
     except errors.ToolchainError as error:
@@ -140,33 +147,33 @@ def _compiler(language: str, name: str) -> Finding:
 
 
 def _bridge() -> Iterator[Finding]:
-    """What lets calls of C kernels skip Python; all works without it, so it is never missing."""
+    """Report the bridge by which calls of C kernels skip Python; everything works without it, so it is never missing."""
     from opkit.kernels import bridge
-    from opkit.op.torch_paths import torch_paths
+    from opkit.op.torch_private import torch_paths
 
     found = bridge.status(torch_paths())
     reason = f": {found.reason.splitlines()[0]}" if found.reason else ""
     ready = found.state != "absent"
     status: Status = "ok" if ready else "note"
-    mend = None if ready else "opkit bridge    (C kernels run without it, slower)"
-    yield Finding("compilers", "bridge to torch", f"{found.state}{reason}", status, mend)
+    fix = None if ready else "opkit bridge    (C kernels run without it, slower)"
+    yield Finding("compilers", "bridge to torch", f"{found.state}{reason}", status, fix)
 
 
 def _headers() -> Finding:
-    """Python's C headers, which torch.compile on a CPU, Triton's launchers and opkit's own build include."""
+    """Report Python's C headers, which torch.compile on a CPU, Triton's launchers and opkit's own build include."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     if path.exists():
         return Finding("compilers", "Python.h", str(path))
-    mend = "apt-get install python3-dev    (or: dnf install python3-devel)" if platform.system() == "Linux" else None
-    return Finding("compilers", "Python.h", f"{path} does not exist", "missing", mend)
+    fix = "apt-get install python3-dev    (or: dnf install python3-devel)" if platform.system() == "Linux" else None
+    return Finding("compilers", "Python.h", f"{path} does not exist", "missing", fix)
 
 
 def _cpu() -> Iterator[Finding]:
     try:
         from opkit import _core  # compiled: absent when opkit runs from a source tree that was not installed
     except ImportError as error:
-        mend = f"{sys.executable} -m pip install .    (in opkit's source folder)"
-        yield Finding("cpu", "opkit._core", f"cannot be imported: {error}", "missing", mend)
+        fix = f"{sys.executable} -m pip install .    (in opkit's source folder)"
+        yield Finding("cpu", "opkit._core", f"cannot be imported: {error}", "missing", fix)
         return
     features = _core.cpu_features()
     has = [name for name, usable in features.items() if usable]
@@ -216,11 +223,11 @@ def _caches() -> Iterator[Finding]:
 
 
 def _cache(name: str, path: Path) -> Finding:
-    """Look at a cache folder without making it."""
+    """Report a cache folder without creating it."""
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        mend = "set OPKIT_CACHE_DIR to a folder you may write to" if name == "opkit" else f"make {existing} writable"
-        return Finding("caches", name, f"{path} (cannot be written: {existing})", "missing", mend)
+        fix = "set OPKIT_CACHE_DIR to a folder you may write to" if name == "opkit" else f"make {existing} writable"
+        return Finding("caches", name, f"{path} (cannot be written: {existing})", "missing", fix)
     if existing != path:
         return Finding("caches", name, f"{path} (not made yet)")
     return Finding("caches", name, f"{path} (writable, mode {stat.S_IMODE(path.stat().st_mode):04o})")
@@ -239,7 +246,7 @@ _PROBES: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
 
 
 def examine() -> list[Finding]:
-    """Look at everything. A probe that itself fails becomes a finding, so that the rest is still reported.
+    """Run all probes. One that fails becomes a finding, so that the rest is still reported.
 
     >>> {"packages", "compilers", "caches"} <= {finding.section for finding in examine()}
     True
@@ -248,6 +255,6 @@ def examine() -> list[Finding]:
     for section, probe in _PROBES:
         try:
             findings.extend(probe())
-        except Exception as error:  # the report must come out whatever is broken: that is what it is for
+        except Exception as error:  # the report must come out whatever is broken
             findings.append(Finding(section, "error", f"{type(error).__name__}: {error}", "missing"))
     return findings

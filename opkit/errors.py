@@ -1,4 +1,4 @@
-"""Every exception and warning that opkit raises, each with the mistake it stands for.
+"""Define every exception and warning that opkit raises; each docstring says which mistake it stands for.
 
 All errors derive from :class:`OpkitError`. Where ``torch.library`` raises a built-in exception for the same mistake,
 the opkit error derives from that built-in too, so code written against ``torch.library.custom_op`` keeps working.
@@ -24,15 +24,15 @@ class DefinitionError(OpkitError, ValueError):
 
 
 class NameClashError(DefinitionError):
-    """The operator's name is already held by another module or library."""
+    """The operator's name is already used by another module or library."""
 
 
 class MutationError(OpkitError, RuntimeError):
-    """What the operator writes to and what its ``mutates_args`` says differ, or neither can be established."""
+    """The operator's writes differ from its ``mutates_args``, or cannot be determined."""
 
 
 class MutationUnknownError(MutationError, ValueError):
-    """``mutates_args`` was left out and could not be established by tracing or from the source."""
+    """``mutates_args`` was left out and could not be determined by tracing or from the source."""
 
 
 class ShapeError(OpkitError, ValueError):
@@ -72,7 +72,7 @@ class DeviceArgumentError(KernelError, ValueError):
 
 
 class DeclarationError(KernelError, ValueError):
-    """A C declaration cannot be read, or one of its parameters stands for nothing that the operator has."""
+    """A C declaration cannot be read, or one of its parameters matches nothing in the operator."""
 
 
 class ToolchainError(KernelError):
@@ -82,7 +82,7 @@ class ToolchainError(KernelError):
 class CompileError(KernelError):
     """A compiler refused a kernel's source, or did not finish in time; the message shows the author's own lines.
 
-    ``log`` is all that the compiler printed, ``command`` prints it again.
+    ``log`` is the compiler's output, ``command`` reproduces it.
     """
 
     log: str = ""
@@ -134,11 +134,11 @@ class ArgumentError(OpkitError, ValueError):
 
 
 class CompilerError(OpkitError, RuntimeError):
-    """A fault of the built-in compiler: what one of its stages made is not well formed. The message names the place."""
+    """A bug in the built-in compiler: the output of one of its stages is not well formed. The message names the place."""
 
 
 class DemoError(OpkitError, RuntimeError):
-    """``opkit demo`` has no text to train on, or what it is there to show did not hold."""
+    """``opkit demo`` has no text to train on, or the two runs failed to agree or to learn."""
 
 
 class RedefinitionWarning(UserWarning):
@@ -162,4 +162,4 @@ class NoCompilerWarning(UserWarning):
 
 
 class TuningWarning(UserWarning):
-    """A Triton kernel runs with a configuration that was not measured for its shapes, or what was measured cannot be kept."""
+    """A Triton kernel runs with a configuration that was not measured for its shapes, or the measurements cannot be stored."""

@@ -1,7 +1,7 @@
-"""What a rule of :meth:`opkit.CustomOp.register_lowering` is written with.
+"""The functions and classes with which rules of :meth:`opkit.CustomOp.register_lowering` are written.
 
-A rule gets a :class:`Builder` and the operator's arguments: tensors as :class:`Tensor`, numbers as they are, sizes as
-:class:`Index`, dtypes by name ("f32", "bf16"; keys of ``DTYPES``). It gives a tensor for each result.
+A rule takes a :class:`Builder` and the operator's arguments: tensors as :class:`Tensor`, numbers as they are, sizes as
+:class:`Index`, dtypes by name ("f32", "bf16"; keys of ``DTYPES``). It returns a tensor for each result.
 
 =======================  ============================================================================================
 elements                 ``element(x, shape, dtype)``: of a tensor broadcast to ``shape``, as a :class:`Scalar`, with
@@ -10,10 +10,10 @@ pointwise results        ``pointwise(b, formula, [x, y])``, or ``b.elementwise(b
 between steps            ``b.temporary(body.expr, shape)``; ``b.reduce("sum", body, shape, dims, dtype)``, or "max", "prod", ...
 views                    ``x.mapped(shape, coordinates)``: its element at coordinates over ``axes(shape)``; ``x.reshaped(shape)``;
                          ``x.expanded(shape)``. No memory is touched.
-results                  ``b.result(number)``: dtype, shape and strides that the fake implementation gives
+results                  ``b.result(number)``: dtype, shape and strides from the fake implementation
 =======================  ============================================================================================
 
-Narrow floats are computed with in ``DTYPES[dtype].compute``, which is "f32" for them.
+Arithmetic on narrow floats uses the type ``DTYPES[dtype].compute``, which is "f32" for them.
 """
 
 from opkit.compiler.ir.dtypes import DTYPES as DTYPES

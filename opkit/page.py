@@ -1,4 +1,4 @@
-"""A page for a browser in one file, which loads nothing: how it looks, and the button that copies a script."""
+"""This module has the style and the frame of opkit's HTML pages: one file, which loads nothing, with a copy button."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ for (const box of document.querySelectorAll(".copied")) {
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """The page; ``body`` is HTML."""
+    """Return the page; ``body`` is HTML."""
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'

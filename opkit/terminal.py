@@ -1,4 +1,4 @@
-"""What the commands of ``opkit`` share: a console, tables, refusals, and the import of the modules that a user names."""
+"""Helpers of the commands of ``opkit``: a console, tables, errors, and the import of the modules that a user names."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    """A console as wide as the terminal, or wide enough for most lines where the output is not a terminal."""
+    """Return a console as wide as the terminal, or wide enough for most lines where the output is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def refuse(message: str) -> NoReturn:
-    """Say what is wrong with the command line and end with the status that means so."""
+    """Print what is wrong with the command line, and exit with the status for bad input."""
     typer.echo(f"opkit: {message}", err=True)
     raise typer.Exit(_BAD_INPUT)
 
 
 @contextlib.contextmanager
 def bad_input(*mistakes: type[Exception]) -> Iterator[None]:
-    """Refuse what makes the block raise one of ``mistakes``."""
+    """Turn an exception in the block that is one of ``mistakes`` into :func:`refuse`."""
     try:
         yield
     except mistakes as error:
@@ -54,7 +54,7 @@ def import_modules(modules: list[str] | None) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the user's module that the import failed at, if it got that far."""
+    """Return the line of the user's module at which the import failed, if it reached the module."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -65,10 +65,10 @@ def _where(error: BaseException) -> str:
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    """A table without lines."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    """Return a table without lines."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        made.add_column(heading, overflow="fold")
+        result.add_column(heading, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result

@@ -1,4 +1,4 @@
-"""Testing operators: what a test suite asks of opkit."""
+"""The public names for tests of operators."""
 
 from opkit.contract.calls.cases import Call as Call
 from opkit.contract.calls.cases import Case as Case

@@ -154,7 +154,7 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch):
     calls = []
     program = types.ModuleType("opkit.demo")
     program.run = lambda *arguments, options: calls.append((*arguments, options))  # type: ignore[attr-defined]
-    program.Options = lambda backend: backend  # type: ignore[attr-defined]
+    program.DemoOptions = lambda backend: backend  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "opkit.demo", program)
     monkeypatch.setattr(opkit, "demo", program, raising=False)
     assert (

@@ -84,6 +84,12 @@ def test_what_holds_ends_with_0(module):
     assert "breaks" not in done.stdout
 
 
+def test_skipped_properties_are_counted(module):
+    done = run(module(), "--exclude", "memory")
+    assert done.exit_code == 0
+    assert done.stdout.count("holds: 2 of 5 checked") == 2
+
+
 def test_one_operator_is_named(module):
     name = module()
     for arguments in ((f"{name}:one",), (name, "--op", "one"), (f"{name}:{name}::one",)):
@@ -163,7 +169,9 @@ def test_the_budget_is_shared(module, monkeypatch):
     small.use(monkeypatch, [small.made("numbers.endless", clock.takes(0.01), cost=0.01, least=10**6)])
     done = run(module(), "--budget", "1s")
     assert 0.9 < clock.now <= 1.05
-    assert done.stdout.count("holds") + done.stdout.count("not asked") == 2
+    assert (
+        done.stdout.count("::one  holds") + done.stdout.count("::two  holds") + done.stdout.count("  not checked") == 2
+    )
 
 
 def test_ctrl_c_prints_what_was_found(module, monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from opkit.demo import corpus, training
 from opkit.demo.model import Size, build, generate
 from opkit.errors import ArgumentError, DemoError
 
-TINY = demo.Options(size=Size(layers=1, heads=2, width=16, hidden=32, context=16), backend="eager", sample=8)
+TINY = demo.DemoOptions(size=Size(layers=1, heads=2, width=16, hidden=32, context=16), backend="eager", sample=8)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,16 @@ def test_losses_fall_agree_and_are_written(tmp_path):
         assert word in printed
 
 
+def test_without_matplotlib_the_report_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report, printed = _run(1, tmp_path)
+    assert [path.name for path in report.folder.iterdir()] == ["losses.json"]
+    assert "pip install 'opkit[plot]'" in printed
+
+
 @pytest.mark.build
 def test_a_cpu_has_opkits_compiler(tmp_path):
-    report, printed = _run(40, tmp_path, options=demo.Options(size=TINY.size, sample=1))
+    report, printed = _run(40, tmp_path, options=demo.DemoOptions(size=TINY.size, sample=1))
     assert report.backend == "opkit"
     assert "opkit" in printed
     assert report.max_difference <= training.TOLERANCE
@@ -101,7 +109,7 @@ def test_a_compiler_that_fails_is_an_error_that_says_so(tmp_path):
         raise OSError("no compiler")
 
     with pytest.raises(DemoError, match=r"torch\.compile did not"):
-        _run(1, tmp_path, options=demo.Options(size=TINY.size, backend=broken))
+        _run(1, tmp_path, options=demo.DemoOptions(size=TINY.size, backend=broken))
 
 
 def test_disagreement_is_an_error_after_the_files_are_written(tmp_path):
@@ -109,7 +117,7 @@ def test_disagreement_is_an_error_after_the_files_are_written(tmp_path):
         return lambda *args: tuple(1.5 * output for output in graph(*args))
 
     with pytest.raises(DemoError, match="at step 1 the losses, eager and compiled, differ by 3"):
-        _run(2, tmp_path, options=demo.Options(size=TINY.size, backend=wrong, sample=1))
+        _run(2, tmp_path, options=demo.DemoOptions(size=TINY.size, backend=wrong, sample=1))
     assert (tmp_path / "losses.png").exists()
 
 

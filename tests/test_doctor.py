@@ -25,7 +25,7 @@ def test_every_section_is_reported_once_and_nothing_fails():
 
 
 def test_whatever_is_missing_comes_with_a_command():
-    assert all(finding.mend for finding in doctor.examine() if finding.status == "missing")
+    assert all(finding.fix for finding in doctor.examine() if finding.status == "missing")
 
 
 def test_a_missing_package_is_named_with_its_specifier(monkeypatch):
@@ -35,7 +35,9 @@ def test_a_missing_package_is_named_with_its_specifier(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = by_name(doctor._packages())["cffi"]
     assert (found.status, found.value) == ("missing", "not installed")
-    assert found.mend == f"{sys.executable} -m pip install 'cffi>=1.17'"
+    assert found.fix == f"{sys.executable} -m pip install 'cffi>=1.17'"
+    plot = by_name(doctor._packages())["matplotlib"]
+    assert (plot.status, plot.fix) == ("note", f"{sys.executable} -m pip install 'opkit[plot]'")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_no_compiler_is_missing_both(bare):
 @pytest.mark.parametrize(("system", "mend"), [("Linux", "apt-get install g++"), ("Darwin", "xcode-select")])
 def test_the_command_for_a_compiler_fits_the_system(bare, monkeypatch, system, mend):
     monkeypatch.setattr(platform, "system", lambda: system)
-    assert mend in by_name(doctor._compilers())["C++"].mend
+    assert mend in by_name(doctor._compilers())["C++"].fix
 
 
 def test_the_compiler_of_a_setting_is_named(bare, settings, tmp_path):
@@ -81,7 +83,7 @@ def test_python_without_its_headers(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     found = doctor._headers()
     assert found.status == "missing"
-    assert "python3-dev" in (found.mend or "")
+    assert "python3-dev" in (found.fix or "")
 
 
 def test_triton_is_not_asked_for_where_it_has_no_release(monkeypatch):
@@ -104,7 +106,7 @@ def test_a_file_in_the_way_of_a_cache_folder(tmp_path):
     (tmp_path / "file").write_text("")
     found = doctor._cache("opkit", tmp_path / "file" / "cache")
     assert found.status == "missing"
-    assert "OPKIT_CACHE_DIR" in found.mend
+    assert "OPKIT_CACHE_DIR" in found.fix
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")

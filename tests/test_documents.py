@@ -1,12 +1,13 @@
 """Every Python block of the README and docs/ runs, and every opkit command that is cheap enough to run.
 
-A document's blocks run in order in one process, at the line numbers that they have in the document. Blocks whose fence
+The blocks of a page run in order in one process, at the line numbers that they have in the page. Blocks whose fence
 reads ```` ```python my_ops.py ```` are saved under that name, together, and imported where they stand. A text block after a
-Python block is what that block prints, in the documents that say so.
+Python block is what that block prints, in the pages of ``SHOWING``.
 """
 
 import dataclasses
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import fresh_process
 import pytest
+
+from opkit import config, errors
 
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +27,7 @@ SHOWING = ["docs/compiler.md"]
 _END = "\0"
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
 _CHEAP = ("doctor", "list", "describe", "--help")
-_LIMIT = 960  # seconds of a document's blocks; the README's took 261 on a slow processor, beside another test
+_LIMIT = 960  # seconds for the blocks of one page; on a slow processor, next to another test, the README once took 261
 pytestmark = pytest.mark.timeout(_LIMIT + 20)
 
 
@@ -57,7 +60,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(text: str) -> str:
-    """The Python blocks of a document that are no file's; a file's names are imported where its blocks stand."""
+    """Return the Python blocks of a page that belong to no file; a file's names are imported where its blocks are."""
     found = [block for block in blocks(text) if block.language == "python"]
     return _placed(text, [(block, block.lines if block.file is None else _imported(block.file)) for block in found])
 
@@ -67,7 +70,7 @@ def _imported(file: str) -> tuple[str, ...]:
 
 
 def _placed(text: str, placed: Iterable[tuple[Block, Sequence[str]]]) -> str:
-    """Lines where their blocks are, with every other line blank, so that line numbers agree."""
+    """Return lines where their blocks are, with every other line blank, so that line numbers agree."""
     lines = [""] * len(text.splitlines())
     for block, content in placed:
         lines[block.first_line - 1 : block.first_line - 1 + len(content)] = content
@@ -75,7 +78,7 @@ def _placed(text: str, placed: Iterable[tuple[Block, Sequence[str]]]) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The opkit commands in a document's shell blocks, less those that install, train or test."""
+    """Return the opkit commands in a page's shell blocks, except those that install, train or test."""
     lines = [line for block in blocks(text) if block.language in ("bash", "console", "sh") for line in block.lines]
     parts = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
     return [part for part in parts if len(part) > 1 and part[0] == "opkit" and part[1] in _CHEAP]
@@ -88,15 +91,15 @@ def save(text: str, folder: Path) -> None:
         (folder / file).write_text(_placed(text, parts), encoding="utf-8")
 
 
-def shown(text: str) -> list[tuple[int, str]]:
-    """Of each text block after a Python block: how many Python blocks there are before that one, and the text."""
+def expected_outputs(text: str) -> list[tuple[int, str]]:
+    """Return each text block after a Python block, with the number of Python blocks before that one."""
     found = [block for block in blocks(text) if block.language in ("python", "text")]
     pairs = [(n, found[n].lines) for n in range(1, len(found)) if found[n].language == "text"]
     return [(sum(b.language == "python" for b in found[: n - 1]), "\n".join(lines)) for n, lines in pairs]
 
 
-def marking(text: str) -> str:
-    """The script of a document, which says where each block's output ends."""
+def script_with_marks(text: str) -> str:
+    """Return the script of a page, which prints a mark where each block's output ends."""
     lines = script(text).splitlines()
     for block in blocks(text):
         if block.language == "python":
@@ -108,11 +111,11 @@ def marking(text: str) -> str:
 def test_python_blocks_run(name, tmp_path):
     text = DOCUMENTS[name]
     program = tmp_path / f"{Path(name).stem.lower()}_blocks.py"
-    program.write_text(marking(text) if name in SHOWING else script(text), encoding="utf-8")
+    program.write_text(script_with_marks(text) if name in SHOWING else script(text), encoding="utf-8")
     save(text, tmp_path)
     done = fresh_process.run([*WARNINGS, program.name], cwd=tmp_path, timeout=_LIMIT)
     printed = done.stdout.split(_END)
-    for block, expected in shown(text) if name in SHOWING else []:
+    for block, expected in expected_outputs(text) if name in SHOWING else []:
         assert printed[block].strip("\n") == expected
 
 
@@ -127,13 +130,59 @@ def test_commands_run(tmp_path):
 
 
 def test_links_lead_somewhere():
-    nowhere = [
+    folders = ("docs", "benchmarks", "cpp_ext", "examples", "opkit", "tests")
+    pages = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))]
+    broken = [
         f"{path}: {target}"
-        for path, text in zip(PATHS, DOCUMENTS.values(), strict=True)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        for path in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
         if not (path.parent / target).exists()
     ]
-    assert not nowhere
+    assert not broken
+
+
+def test_files_that_pages_name_exist():
+    """A page names files and folders by their path from the root, in backticks."""
+    path = re.compile(r"`((?:opkit|cpp_ext|tests|examples|benchmarks|docs)/[\w./]*)`")
+    pages = [*PATHS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+    named = [(page.name, name) for page in pages for name in path.findall(page.read_text(encoding="utf-8"))]
+    assert [each for each in named if not (ROOT / each[1]).exists()] == []
+
+
+def test_settings_are_those_of_the_configuration():
+    rows = re.findall(r"^\| `(OPKIT_\w+)` \| (?:`([^`]*)`)?", DOCUMENTS["docs/settings.md"], re.MULTILINE)
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    assert {name for name, _ in rows} == set(re.findall(r'"(OPKIT_\w+)"', source))
+    for name, default in rows:
+        if default.isdigit():  # the page's defaults are those of an empty environment
+            assert config.read({name: default}) == config.read({}), name
+
+
+def test_every_setting_has_a_row():
+    fields = {field.name for field in dataclasses.fields(config.Config)} - {"verify_all"}  # OPKIT_VERIFY=all
+    assert {
+        name.removeprefix("OPKIT_").lower()
+        for name in re.findall(r"^\| `(OPKIT_\w+)`", DOCUMENTS["docs/settings.md"], re.M)
+    } == fields
+
+
+def test_errors_that_the_answers_name_exist():
+    headings = re.findall(r"^### (.*)$", DOCUMENTS["docs/faq.md"], re.MULTILINE)
+    named = {name for heading in headings for name in re.findall(r"\w+(?:Error|Warning)", heading)}
+    assert len(named) >= 20
+    assert {name for name in named if not hasattr(errors, name)} == set()
+
+
+def test_pages_of_results_are_those_of_the_report():
+    """``python -m benchmarks.report`` writes them again."""
+    pages = runpy.run_path(str(ROOT / "benchmarks" / "report.py"))["pages"]()
+    assert pages
+    assert [path for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_no_drawing_is_long():
+    drawings = [path for folder in ("docs", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.svg")]
+    assert not [path for path in drawings if len(path.read_text(encoding="utf-8").splitlines()) > 200]
 
 
 def test_blocks_keep_their_line_numbers():

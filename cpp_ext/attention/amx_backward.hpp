@@ -1,7 +1,7 @@
 // Attention backward by AMX: what backward.hpp says, with the five products by tiles of 32 rows.
 //
 // Per row and tile of 64 keys: 640 * head FLOPs, that is 40 cycles of the matrix unit at a head of 64; two vectors of scores and of
-// gradients at a time for probabilities and differences, and two turns of rows to columns, about 60 cycles of the vector ports. What
+// gradients at a time for probabilities and differences, and two transpositions of rows, about 60 cycles of the vector ports. What
 // limits it is the latter at a head of 64, both at 128.
 #pragma once
 
@@ -33,15 +33,15 @@ Left rows_of(const void* cells, int64_t first, int64_t elements) {
     return {static_cast<const uint16_t*>(cells) + first * padded, 2 * padded, padded / isa::kTileK};
 }
 
-// c[kKeys][columns] += turned^T words, of what `count` rows of kKeys hold, which is lost.
+// c[kKeys][columns] += rows^T words, of what `count` rows of kKeys hold, which is lost.
 void add_turned(float* rows, int64_t count, uint32_t* cells, const uint32_t* words, float* sums, int64_t columns) {
     const int64_t padded = rounded_up(count, isa::kTileK), pitch = padded / 2;
-    PairProduct::turn(rows, padded, cells, pitch);
+    PairProduct::transpose_rows(rows, padded, cells, pitch);
     for (int64_t key = 0; key < kKeys; key += kGroup)
         product({cells + key * pitch, 4 * pitch, padded / isa::kTileK}, words, sums + key * columns, columns, true);
 }
 
-void retreat(const BackwardTile& tile) {
+void attend_backward(const BackwardTile& tile) {
     const isa::WholeTiles tiles;
     auto* scores = static_cast<float*>(tile.memory);
     float* slopes = scores + kBackwardRows * kKeys;

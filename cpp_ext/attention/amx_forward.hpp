@@ -3,7 +3,7 @@
 //
 // Per row and tile of 64 keys: 128 * (head + columns) FLOPs, that is (head + columns) / 8 cycles of the matrix unit at 1,024 FLOPs a
 // cycle, 16 at a head of 64; and 4 vectors of softmax, about 24 cycles of two vector ports. The two do not overlap on a Xeon of the
-// fourth generation: a TDPBF16PS between rows of softmax costs its 16 cycles and more, so products and softmax take turns. Measured
+// fourth generation: a TDPBF16PS between rows of softmax costs its 16 cycles and more, so products and softmax alternate. Measured
 // there, cycles a row and tile: head 64: scores 13, softmax 25, values 16; head 128: 22, 25, 32, and 40 more where keys and values
 // (32 KiB a tile) come from the second cache, which is what limits it from there on. Sums of values stay in memory, as a product of
 // 64 keys reads and writes each of their tiles once.
@@ -160,7 +160,7 @@ void run_item(const Block& block, const Memory& memory, const Item& item) {
         add_values(block, memory, item);
 }
 
-// Tiles that are asked for together: those that any row sees.
+// Tiles that are prepared together: those that any row sees.
 struct Chunk {
     int64_t tiles[kChunk], count = 0;
     State states[kChunk];

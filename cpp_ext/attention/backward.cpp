@@ -73,7 +73,7 @@ struct Keys {
     }
 };
 
-void pack_queries(const Call& call, const Gradients& given, const Cut& cut, const Queries& to, int64_t batch, int64_t head) {
+void pack_queries(const Call& call, const Gradients& arrays, const Cut& cut, const Queries& to, int64_t batch, int64_t head) {
     thread_local Store store;
     const auto fill = is_paired(call.q.type) ? call.kernels->attention_cells_bf16 : call.kernels->attention_cells_f32;
     const auto pack = [&](const Operand& operand, int64_t elements, int64_t block, bool clean, char* cells, uint32_t* words) {
@@ -85,7 +85,7 @@ void pack_queries(const Call& call, const Gradients& given, const Cut& cut, cons
     };
     for (int64_t n = 0; n < cut.blocks; ++n) {
         pack(call.q, call.head, n, true, to.cells + n * to.of_cells, to.words + n * to.of_words);
-        pack(given.gradient, call.columns, n, false, to.gradient_cells + n * to.of_gradient_cells,
+        pack(arrays.gradient, call.columns, n, false, to.gradient_cells + n * to.of_gradient_cells,
              to.gradient_words + n * to.of_gradient_words);
     }
 }
@@ -102,7 +102,7 @@ void pack_piece(const Call& call, const Keys& to, int64_t batch, int64_t head, i
 }
 
 // All blocks of a query head against one tile of keys.
-void run_tile(const Call& call, const Gradients& given, const Cut& cut, const Queries& queries, const Keys& keys, int64_t batch,
+void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Queries& queries, const Keys& keys, int64_t batch,
               int64_t head, int64_t tile, int64_t local, float* query_sums) {
     thread_local Store store;
     const int64_t bits = call.mask.scratch(kBackwardRows);
@@ -122,8 +122,8 @@ void run_tile(const Call& call, const Gradients& given, const Cut& cut, const Qu
         kernel({queries.cells + block * queries.of_cells, queries.gradient_cells + block * queries.of_gradient_cells,
                 queries.words + block * queries.of_words, queries.gradient_words + block * queries.of_gradient_words,
                 keys.keys + local * keys.of_keys, keys.values + local * keys.of_values, keys.words + local * keys.of_words, rows,
-                call.head, call.columns, cut.columns, cut.value_columns, given.lse + at, given.delta + at,
-                given.log_totals ? given.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
+                call.head, call.columns, cut.columns, cut.value_columns, arrays.lse + at, arrays.delta + at,
+                arrays.log_totals ? arrays.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
                 query_sums + row * cut.columns, keys.sums + local * kKeys * cut.columns,
                 keys.value_sums + local * kKeys * cut.value_columns, memory});
     }
@@ -142,7 +142,7 @@ void scale_by(float* sums, int64_t n, float scale) {
 }
 
 // A piece of a head of keys, against all queries of the heads that read it.
-void run_piece(const Call& call, const Gradients& given, const Cut& cut, int64_t unit, float* query_sums) {
+void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums) {
     thread_local Store store;
     const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
     const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
@@ -155,49 +155,49 @@ void run_piece(const Call& call, const Gradients& given, const Cut& cut, int64_t
     for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
         float* sums = query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums();
         std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
-        pack_queries(call, given, cut, queries, batch, head);
-        for (int64_t n = 0; n < count; ++n) run_tile(call, given, cut, queries, keys, batch, head, first + n, n, sums);
+        pack_queries(call, arrays, cut, queries, batch, head);
+        for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums);
     }
     const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);
     scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
-    write_rows(call, given.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
-    write_rows(call, given.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
+    write_rows(call, arrays.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
+    write_rows(call, arrays.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
     store.trim();
 }
 
 // The sums of a block of queries, over the pieces in their order.
-void merge(const Call& call, const Gradients& given, const Cut& cut, int64_t unit, float* query_sums) {
+void merge(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums) {
     const int64_t block = unit % cut.blocks, head = unit / cut.blocks % call.heads, batch = unit / cut.blocks / call.heads;
     const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row), n = rows * cut.columns;
     float* sums = query_sums + (batch * call.heads + head) * cut.pieces * cut.sums() + row * cut.columns;
     for (int64_t piece = 1; piece < cut.pieces; ++piece)
         for (int64_t i = 0; i < n; ++i) sums[i] += sums[piece * cut.sums() + i];
     scale_by(sums, n, call.scale);
-    write_rows(call, given.q, batch, head, row, rows, call.head, sums, cut.columns);
+    write_rows(call, arrays.q, batch, head, row, rows, call.head, sums, cut.columns);
 }
 
 // The sums of result * gradient of a head's rows, less the gradient of the lse.
-void write_delta(const Call& call, const Gradients& given, int64_t unit) {
+void write_delta(const Call& call, const Gradients& arrays, int64_t unit) {
     thread_local Store store;
     const int64_t batch = unit / call.heads, head = unit % call.heads, n = call.columns;
     auto* copy = reinterpret_cast<float*>(store.of(8 * n));
     for (int64_t i = 0; i < call.queries; ++i) {
-        const Rows out = rows_of(given.out, batch, head, i, 1, n), gradient = rows_of(given.gradient, batch, head, i, 1, n);
+        const Rows out = rows_of(arrays.out, batch, head, i, 1, n), gradient = rows_of(arrays.gradient, batch, head, i, 1, n);
         widen_row(out.data, out.type, n, copy);
         widen_row(gradient.data, gradient.type, n, copy + n);
         float sum = 0.0f;
         for (int64_t c = 0; c < n; ++c) sum += copy[c] * copy[n + c];
-        given.delta[unit * call.queries + i] = given.of_lse ? sum - given.of_lse[unit * call.queries + i] : sum;
+        arrays.delta[unit * call.queries + i] = arrays.of_lse ? sum - arrays.of_lse[unit * call.queries + i] : sum;
     }
 }
 
 // Where a log-sum-exp is so large that its rounding would be seen in the probabilities, the kernels read the largest logits and
 // the logarithms of the sums that the forward, once more, writes to `apart`; of a huge logit and another the sum is the former.
-Gradients exact(const Call& call, const Gradients& given, std::vector<float>& apart) {
+Gradients exact(const Call& call, const Gradients& arrays, std::vector<float>& apart) {
     constexpr float kLarge = 0x1p12f;
     const int64_t rows = call.batch * call.heads * call.queries;
-    Gradients found = given;
-    if (std::none_of(given.lse, given.lse + rows, [](float x) { return std::fabs(x) > kLarge && std::isfinite(x); })) return found;
+    Gradients found = arrays;
+    if (std::none_of(arrays.lse, arrays.lse + rows, [](float x) { return std::fabs(x) > kLarge && std::isfinite(x); })) return found;
     apart.resize(static_cast<size_t>(2 * rows));
     Call again = call;
     again.lse = apart.data();
@@ -214,13 +214,13 @@ void backward(const Call& call, const Gradients& gradients) {
     if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
     thread_local Store store;
     std::vector<float> apart;
-    const Gradients given = exact(call, gradients, apart);
+    const Gradients arrays = exact(call, gradients, apart);
     const Cut cut(call);
     auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
     const int64_t workers = workers_for(multiply_adds(call));
-    deal(call.batch * call.heads, workers, [&](int64_t unit) { write_delta(call, given, unit); });
-    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, given, cut, unit, query_sums); });
-    deal(call.batch * call.heads * cut.blocks, workers, [&](int64_t unit) { merge(call, given, cut, unit, query_sums); });
+    deal(call.batch * call.heads, workers, [&](int64_t unit) { write_delta(call, arrays, unit); });
+    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, query_sums); });
+    deal(call.batch * call.heads * cut.blocks, workers, [&](int64_t unit) { merge(call, arrays, cut, unit, query_sums); });
     store.trim();
 }
 

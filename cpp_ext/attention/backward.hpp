@@ -1,7 +1,7 @@
 // Attention backward, for any ISA with vectors: some query rows against one tile of keys.
 //
 // With P = exp(scale Q K^T - lse) (or less the largest logit, then less the logarithm of a sum), dP = dO V^T and dS = P (dP - delta), what is added is dQ += dS K, dK += dS^T Q, dV += P^T dO
-// (Dao et al., FlashAttention, 2022). That are five products of rows x 64 x head multiply-adds; P and dS are turned once, in the
+// (Dao et al., FlashAttention, 2022). That are five products of rows x 64 x head multiply-adds; P and dS are transposed once, in the
 // first caches, so that the last two products read them by rows as the others do. Sums stay in float32, and are added to in an order
 // that the shape decides. What limits it is the rate of multiply-adds; for each of them there are 1/80 (head 64) exponentials.
 #pragma once
@@ -83,22 +83,22 @@ void keep_row(const float* row, typename P::Cell* cells) {
     using V = typename P::V;
     typename V::Floats all[kKeys / V::kLanes];
     for (int j = 0; j < kKeys / V::kLanes; ++j) all[j] = V::load(row + j * V::kLanes);
-    P::keep(cells, all);
+    P::store_weights(cells, all);
 }
 
-// c[kKeys][columns] += turned^T words, of what `rows` rows of kKeys hold, which is lost.
+// c[kKeys][columns] += rows^T words, of what `rows` rows of kKeys hold, which is lost.
 template <class P>
 void add_turned(float* rows, int64_t count, typename P::Cell* cells, const uint32_t* words, float* sums, int64_t columns) {
     constexpr int R = P::V::kColumnGroup;
     constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
     const int64_t even = rounded_up(count, 2), pitch = even / P::kPerCell;
-    P::turn(rows, even, cells, pitch);
+    P::transpose_rows(rows, even, cells, pitch);
     for (int64_t key = 0; key < kKeys; key += R)
         product<P, R, true>(cells + key * pitch, pitch, words, columns, even / kPerStep, sums + key * columns, columns, columns);
 }
 
 template <class P>
-void retreat(const BackwardTile& tile) {
+void attend_backward(const BackwardTile& tile) {
     using V = typename P::V;
     using Cell = typename P::Cell;
     constexpr int R = V::kGroup;

@@ -42,7 +42,7 @@ Strided strided(const Strides& strides) {
 template <class Tensor>
 std::vector<Tensor> placed(std::vector<Tensor> tensors, const Addresses& addresses) {
     if (tensors.size() != addresses.size())
-        throw py::value_error("opkit::attention: " + std::to_string(tensors.size()) + " tensors of a mask or bias were told, " +
+        throw py::value_error("opkit::attention: " + std::to_string(tensors.size()) + " tensors of a mask or bias were declared, " +
                               std::to_string(addresses.size()) + " are given");
     for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = reinterpret_cast<const void*>(addresses[i]);
     return tensors;

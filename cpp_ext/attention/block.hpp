@@ -11,7 +11,7 @@ namespace opkit::attention {
 
 constexpr int64_t kKeys = 64;        // of a tile: a row of visibility is one word of bits
 constexpr int64_t kMostRows = 32;    // that an ISA computes together
-constexpr int64_t kTilesAhead = 4;   // that an ISA may ask for at a time
+constexpr int64_t kTilesAhead = 4;   // that an ISA may request at a time
 
 // A largest score beyond it, as a product with a factor, is rounded by more than a quarter, and far beyond by so much that the power
 // of what is rounded away overflows: then the other scores are to be rounded too.
@@ -26,7 +26,7 @@ using Prepare = State (*)(void* context, int64_t tile, uint64_t* visible, float*
 struct Block {
     const void* queries;       // rows, `query_pitch` elements apart; float32 or bf16
     int64_t query_pitch;
-    int64_t rows;              // at most what `rows_of_memory` was asked for
+    int64_t rows;              // at most the count passed to `rows_of_memory`
     int64_t head;              // elements of a query and of a key
     const uint32_t* keys;      // tile after tile
     int64_t of_keys;           // words of a tile of keys

@@ -16,7 +16,7 @@
 namespace opkit::attention {
 namespace {
 
-// Keys in a part, also for each of its rows, so that results of parts are small beside the keys; parts of a sequence.
+// Keys in a part, also for each of its rows, so that results of parts are small compared with the keys; parts of a sequence.
 constexpr int64_t kLeastPart = 256, kLeastForRow = 16, kMostParts = 32;
 constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};  // of an ElementType
 constexpr Type kTypes[] = {Type::Float, Type::Brain, Type::Half};
@@ -26,8 +26,8 @@ T* pointer(int64_t address) {
     return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-// Memory that a calling thread keeps, since fresh pages for each call cost more than the merge that reads them.
-float* kept(size_t count) {
+// Memory of the calling thread that is reused from call to call, since fresh pages for each call cost more than the merge that reads them.
+float* thread_floats(size_t count) {
     thread_local std::vector<float> memory;
     if (memory.size() < count) memory.resize(count);
     return memory.data();
@@ -90,7 +90,7 @@ public:
     Decoding(const DecodeCall& call, const isa::Table& kernels)
         : call_(call), kernels_(kernels), group_(call.kv_heads ? call.heads / call.kv_heads : 0) {
         for (int64_t i = 0; i < call.sequences; ++i) add(make_sequence(call, i, group_));
-        totals_ = kept(static_cast<size_t>(slots_ * (2 + call.dv)));
+        totals_ = thread_floats(static_cast<size_t>(slots_ * (2 + call.dv)));
         sums_ = totals_ + 2 * slots_;
     }
 

@@ -91,8 +91,8 @@ struct KeysInt8 {
         const float limit = static_cast<float>(bound), most = extent(values, size);
         const auto factor = V::broadcast(most > 1e-30f ? limit / most : 0.0f);  // of NaN too: 0, and the step is NaN
         for (int64_t i = 0; i < size; i += V::kLanes) {
-            const auto kept = most > 1e-30f ? V::nearest(V::times(V::load(values + i), factor)) : V::zero();
-            V::store(values + i, kept);
+            const auto quantised = most > 1e-30f ? V::nearest(V::times(V::load(values + i), factor)) : V::zero();
+            V::store(values + i, quantised);
         }
         for (int64_t i = 0; i < size; i += 4, cells += 2) {
             cells[0] = pair(values[i], values[i + 2]);

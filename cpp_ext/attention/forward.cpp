@@ -35,19 +35,19 @@ void pack_tile(const Call& call, const Packing& packing, int64_t batch, int64_t 
     packing.unclean(memory)[tile] = any_unclean(values, packing.of_values, call.v.type);
 }
 
-// A block of query rows, and what its tiles are asked of.
-struct Asked {
+// A block of query rows, and what decides which keys its tiles see.
+struct TileContext {
     const Call& call;
     Tile tile;
     uint64_t* scratch;
 };
 
 State prepare(void* context, int64_t number, uint64_t* visible, float* biases) {
-    auto& asked = *static_cast<Asked*>(context);
-    asked.tile.key = number * kKeys;
-    asked.tile.keys = std::min(kKeys, asked.call.keys - asked.tile.key);
-    const State state = asked.call.mask.look(asked.tile, asked.scratch, visible);
-    if (state != kHidden && !asked.call.biases.empty()) asked.call.biases.write(asked.tile, biases);
+    auto& tile_context = *static_cast<TileContext*>(context);
+    tile_context.tile.key = number * kKeys;
+    tile_context.tile.keys = std::min(kKeys, tile_context.call.keys - tile_context.tile.key);
+    const State state = tile_context.call.mask.look(tile_context.tile, tile_context.scratch, visible);
+    if (state != kHidden && !tile_context.call.biases.empty()) tile_context.call.biases.write(tile_context.tile, biases);
     return state;
 }
 
@@ -60,13 +60,13 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
                            2 * Pieces::bytes(tile.rows, 4) + Pieces::bytes(copied, 4)));
     char* inside = pieces.take<char>(memory);
     auto* sums = pieces.take<float>(summed);
-    Asked asked{call, tile, pieces.take<uint64_t>(bits)};
+    TileContext tile_context{call, tile, pieces.take<uint64_t>(bits)};
     auto *lse = pieces.take<float>(tile.rows), *log_totals = pieces.take<float>(tile.rows);
     const Rows queries =
         widened(rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
     const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, call.keys,
-                      packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &asked, call.scale,
+                      packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &tile_context, call.scale,
                       call.softcap, !call.biases.empty(), sink, sums, lse, call.log_totals ? log_totals : nullptr, inside};
     (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
     const int64_t size = call.q.type == Type::Float ? 4 : 2;

@@ -111,7 +111,7 @@ inline __attribute__((always_inline)) float softened(const float* scores, float 
         sum = V::plus(sum, power);
         score[j] = power;
     }
-    P::keep(cells, score);
+    P::store_weights(cells, score);
     V::store(total, sum);
     return correction;
 }
@@ -152,7 +152,7 @@ __attribute__((noinline)) void add_visible(const Block& block, const Group<P>& g
         for (int64_t c = 0; c < block.columns; ++c) row[c] *= scratch.correction[i];
         for (int64_t key = 0; key < kKeys; ++key) {
             if (!(group.visible[i] >> key & 1)) continue;
-            const float weight = P::kept(scratch.cells + i * (kKeys / P::kPerCell), key);
+            const float weight = P::weight(scratch.cells + i * (kKeys / P::kPerCell), key);
             const uint32_t* words = values + key / P::kKeysPerWord * block.columns;
             for (int64_t c = 0; c < block.columns; ++c) row[c] += weight * P::value(words[c], key);
         }

@@ -200,8 +200,8 @@ State Mask::leaf(const Step& step, const Tile& tile, uint64_t* bits) const {
 
 State Mask::look(const Tile& tile, uint64_t* scratch, uint64_t* visible) const {
     std::vector<Operand>& stack = []() -> std::vector<Operand>& {
-        thread_local std::vector<Operand> kept;
-        return kept;
+        thread_local std::vector<Operand> operands;
+        return operands;
     }();
     stack.clear();
     for (const Step& step : steps_) {

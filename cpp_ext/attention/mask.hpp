@@ -1,4 +1,4 @@
-// Which keys a query sees: a program in postfix over bands, segments, lengths and tensors of truths, asked tile by tile.
+// Which keys a query sees: a program in postfix over bands, segments, lengths and boolean tensors, evaluated tile by tile.
 //
 // A leaf says of a whole tile that it is hidden or full without looking at its elements, where it can; only where a tile is
 // partly seen are there bits, a word for each row. So a mask costs what it has of live and partly seen tiles.

@@ -1,14 +1,14 @@
 // The product that all of attention is made of: R rows of cells by a tile of words, into registers.
 //
-// P says how a product is computed: Input, Cell, Right, kPhases, kPerCell, fill, left, right and add as in isa/vector_gemm.hpp, and
+// P says how a product is computed: Input, Cell, Right, kPhases, kPerCell, fill, left, right and add as in isa/vector_products.hpp, and
 //   V                vectors with what softmax needs (vectors_*.hpp)
 //   kDegree          of the polynomial of an exponential
 //   kKeysPerWord     rows in a word of what is stored as values are
-//   keep(cells, a)   writes vectors of a row to cells
-//   kept(cells, n), value(word, n)  what is number n there, as a float
+//   store_weights(cells, a)   writes vectors of a row of probabilities to cells
+//   weight(cells, n), value(word, n)   number n there, as a float
 #pragma once
 
-#include "../isa/vector_gemm.hpp"
+#include "../isa/vector_products.hpp"
 #include "block.hpp"
 
 namespace opkit::attention {

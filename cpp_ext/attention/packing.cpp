@@ -56,8 +56,8 @@ Rows rows_of(const Operand& operand, int64_t batch, int64_t head, int64_t first,
 void pack_keys(const isa::Table& kernels, const Rows& rows, uint32_t* out) {
     thread_local Store store;
     const int64_t words = words_of_row(rows.type, rows.elements), whole = key_words(rows.type, rows.elements);
-    const int64_t kept = rows.count < kKeys ? 0 : kKeys * words;
-    std::memset(out + kept, 0, static_cast<size_t>(whole - kept) * 4);
+    const int64_t filled = rows.count < kKeys ? 0 : kKeys * words;
+    std::memset(out + filled, 0, static_cast<size_t>(whole - filled) * 4);
     int64_t pitch = 0;
     const uint32_t* from = words_of(rows, reinterpret_cast<uint32_t*>(store.of(4 * kKeys * words)), &pitch);
     kernels.transpose_words(from, pitch, rows.count, words, out);

@@ -1,4 +1,4 @@
-// Rows of tensors to what kernels read: as keys (turned), as values (rows of words), in float32 or pairs of bf16 (block.hpp).
+// Rows of tensors to what kernels read: as keys (transposed), as values (rows of words), in float32 or pairs of bf16 (block.hpp).
 #pragma once
 
 #include <cstdint>

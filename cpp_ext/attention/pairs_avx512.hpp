@@ -12,13 +12,13 @@ struct PairProduct : isa::ProductPairs {
     using V = Vectors;
     static constexpr int kDegree = 4, kKeysPerWord = 2;
     template <int N>
-    static void keep(uint32_t* cells, const V::Floats (&powers)[N]) {
+    static void store_weights(uint32_t* cells, const V::Floats (&powers)[N]) {
         OPKIT_UNROLL
         for (int j = 0; j < N; j += 2)
             _mm512_storeu_si512(cells + j * V::kLanes / 2, (__m512i)_mm512_cvtne2ps_pbh(powers[j + 1], powers[j]));
     }
     // Rows of kKeys floats, of an even count, to columns of cells: neighbouring rows are paired where they lie.
-    static void turn(float* rows, int64_t count, uint32_t* cells, int64_t pitch) {
+    static void transpose_rows(float* rows, int64_t count, uint32_t* cells, int64_t pitch) {
         auto* words = reinterpret_cast<uint32_t*>(rows);
         for (int64_t i = 0; i < count; i += 2)
             for (int64_t j = 0; j < kKeys; j += V::kLanes) {
@@ -32,7 +32,7 @@ struct PairProduct : isa::ProductPairs {
         const auto high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
         return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
     }
-    static float kept(const uint32_t* cells, int64_t key) { return half_of(cells[key / 2], key); }
+    static float weight(const uint32_t* cells, int64_t key) { return half_of(cells[key / 2], key); }
     static float value(uint32_t word, int64_t key) { return half_of(word, key); }
 };
 

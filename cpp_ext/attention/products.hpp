@@ -1,7 +1,7 @@
 // How attention multiplies: float32, and bf16 that is widened in registers. V has what forward.hpp needs.
 #pragma once
 
-#include "../isa/vector_gemm.hpp"
+#include "../isa/vector_products.hpp"
 #include "block.hpp"
 
 namespace opkit::attention {
@@ -9,21 +9,21 @@ namespace {
 
 // Probabilities stay float32.
 template <class Vectors>
-struct KeptFloats {
+struct FloatWeights {
     template <int N>
-    static void keep(float* cells, const typename Vectors::Floats (&powers)[N]) {
+    static void store_weights(float* cells, const typename Vectors::Floats (&powers)[N]) {
         OPKIT_UNROLL
         for (int j = 0; j < N; ++j) Vectors::store(cells + j * Vectors::kLanes, powers[j]);
     }
-    static float kept(const float* cells, int64_t key) { return cells[key]; }
+    static float weight(const float* cells, int64_t key) { return cells[key]; }
     // Rows of kKeys floats to columns of cells.
-    static void turn(const float* rows, int64_t count, float* cells, int64_t pitch) {
+    static void transpose_rows(const float* rows, int64_t count, float* cells, int64_t pitch) {
         Vectors::transposed(reinterpret_cast<const uint32_t*>(rows), kKeys, count, kKeys, reinterpret_cast<uint32_t*>(cells), pitch);
     }
 };
 
 template <class Vectors>
-struct FloatProduct : isa::ProductF32<Vectors>, KeptFloats<Vectors> {
+struct FloatProduct : isa::ProductF32<Vectors>, FloatWeights<Vectors> {
     static constexpr int kDegree = 6, kKeysPerWord = 1;
     static float value(uint32_t word, int64_t) { return isa::float_of(word); }
 };
@@ -31,7 +31,7 @@ struct FloatProduct : isa::ProductF32<Vectors>, KeptFloats<Vectors> {
 inline float half_of(uint32_t word, int64_t key) { return isa::float_of(key % 2 ? word & 0xFFFF0000u : word << 16); }
 
 template <class Vectors>
-struct WidenedProduct : isa::ProductBf16<Vectors>, KeptFloats<Vectors> {
+struct WidenedProduct : isa::ProductBf16<Vectors>, FloatWeights<Vectors> {
     static constexpr int kDegree = 6, kKeysPerWord = 2;
     static float value(uint32_t word, int64_t key) { return half_of(word, key); }
 };

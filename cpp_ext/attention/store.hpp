@@ -1,4 +1,4 @@
-// Memory that grows and is kept: where a thread has one of its own, no call allocates what an earlier one has left.
+// Memory that grows and is reused: a thread that has its own allocates nothing that an earlier call has left.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ public:
         return data_;
     }
 
-    // Gives back what is more than a thread should keep.
+    // Frees what exceeds the most that a thread may hold between calls.
     void trim() {
         if (size_ > kKept) release();
     }

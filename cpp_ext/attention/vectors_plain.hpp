@@ -1,7 +1,7 @@
 // Vectors of four floats for a compiler that knows them (GCC and Clang), on any processor. A group is 4 x 8.
 //
-// It is the model of what attention needs of an ISA's vectors, besides what isa/vector_gemm.hpp and isa/vector_convert.hpp do:
-//   kGroup, kGroupCols   rows that are computed together, and vectors of keys or columns; kColumnGroup: rows of a turned tile
+// It is the model of what attention needs of an ISA's vectors, besides what isa/vector_products.hpp and isa/vector_convert.hpp do:
+//   kGroup, kGroupCols   rows that are computed together, and vectors of keys or columns; kColumnGroup: rows of a transposed tile
 //   kSums, kMaxRows      of decoding: vectors of sums that registers hold, and the most rows that share keys
 //   greatest, least      NaN where the second operand is
 //   scaled(x, n, y)      x 2^n, at most 128; 0 where y, of which n is the nearest integer, is below -126 (or subnormal); NaN stays
@@ -25,7 +25,7 @@ struct PlainVectors {
     using Floats = float __attribute__((vector_size(16)));
     using Words = uint32_t __attribute__((vector_size(16)));
     using Ints = int32_t __attribute__((vector_size(16)));
-    static constexpr int kLanes = 4, kRows = 4, kPairRows = 4, kCols = 2, kGroup = 4, kGroupCols = 2, kColumnGroup = 4;
+    static constexpr int kLanes = 4, kGroup = 4, kGroupCols = 2, kColumnGroup = 4;
     static constexpr int kSums = 8, kMaxRows = 8;
 
     template <class T>

@@ -1,4 +1,4 @@
-// AVX2 with FMA: 16 registers of 8 float32. A tile is 6 x 16: 12 sums, two vectors of b, one broadcast of a.
+// AVX2 with FMA: 16 registers of 8 float32.
 #pragma once
 
 #include <immintrin.h>
@@ -11,19 +11,12 @@ namespace {
 struct Avx2Vectors {
     using Floats = __m256;
     using Words = __m256i;
-    using Mask = __m256i;
-    static constexpr int kLanes = 8, kRows = 6, kPairRows = 6, kCols = 2;
+    static constexpr int kLanes = 8;
 
-    static Mask mask(int64_t lanes) {
-        return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-    }
     static Floats zero() { return _mm256_setzero_ps(); }
     static Floats load(const float* at) { return _mm256_loadu_ps(at); }
-    static Floats load(const float* at, Mask mask) { return _mm256_maskload_ps(at, mask); }
     static void store(float* at, Floats value) { _mm256_storeu_ps(at, value); }
-    static void store(float* at, Floats value, Mask mask) { _mm256_maskstore_ps(at, mask, value); }
     static Words words(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
-    static Words words(const void* at, Mask mask) { return _mm256_maskload_epi32(static_cast<const int*>(at), mask); }
     static Floats floats(Words words) { return _mm256_castsi256_ps(words); }
     static Floats even(Words pairs) { return floats(_mm256_slli_epi32(pairs, 16)); }
     static Floats odd(Words pairs) { return floats(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))); }

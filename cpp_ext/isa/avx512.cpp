@@ -6,25 +6,22 @@
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx512.hpp"
 #include "table.hpp"
-#include "vector_gemm.hpp"
+#include "vector_products.hpp"
 
 namespace opkit::isa {
 namespace {
 
 constexpr Table make_table() {
     Table table{"avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}};
-    table.bf16_to_f32 = widen<Vectors>;
     table.f32_to_bf16 = narrow<Vectors>;
     table.pack_b_bf16 = pack_pairs<Vectors>;
-    table.gemm_block_bf16 = gemm_pairs<ProductBf16<Vectors>>;
-    table.gemm_block_f32 = gemm_f32<Vectors>;
     table.transpose_words = attention::transpose_words<attention::Vectors>;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::Vectors>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::Vectors>>;
-    table.attention_backward_f32 = attention::retreat<attention::FloatProduct<attention::Vectors>>;
+    table.attention_backward_f32 = attention::attend_backward<attention::FloatProduct<attention::Vectors>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::Vectors>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::Vectors>>;
-    table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<attention::Vectors>>;
+    table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<attention::Vectors>>;
     table.attend_decode = attention::attend_decode<attention::Vectors>;
     return table;
 }

@@ -4,7 +4,6 @@
 #include "../attention/decode_pairs.hpp"
 #include "../attention/forward.hpp"
 #include "../attention/pairs_avx512.hpp"
-#include "avx512_pairs.hpp"
 #include "table.hpp"
 
 namespace opkit::isa {
@@ -12,10 +11,9 @@ namespace {
 
 constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}};
-    table.gemm_block_bf16 = gemm_pairs<ProductPairs>;
     table.attention_bf16 = attention::attend<attention::PairProduct>;
     table.attention_cells_bf16 = attention::fill_cells<attention::PairProduct>;
-    table.attention_backward_bf16 = attention::retreat<attention::PairProduct>;
+    table.attention_backward_bf16 = attention::attend_backward<attention::PairProduct>;
     table.attend_decode = attention::attend_decode_pairs;
     return table;
 }

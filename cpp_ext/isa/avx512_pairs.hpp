@@ -2,7 +2,7 @@
 #pragma once
 
 #include "avx512_vectors.hpp"
-#include "vector_gemm.hpp"
+#include "vector_products.hpp"
 
 namespace opkit::isa {
 namespace {
@@ -12,10 +12,10 @@ struct ProductPairs {
     using Input = uint16_t;
     using Cell = uint32_t;
     using Right = __m512bh;
-    static constexpr int kRows = V::kRows, kCols = V::kCols, kPhases = 1, kPerCell = 2;
-    static void fill(uint32_t* panel, const uint16_t* a, int64_t k) {
-        if (k % 2) panel[k / 2] = 0;
-        __builtin_memcpy(panel, a, static_cast<size_t>(k) * 2);
+    static constexpr int kPhases = 1, kPerCell = 2;
+    static void fill(uint32_t* cells, const uint16_t* a, int64_t k) {
+        if (k % 2) cells[k / 2] = 0;
+        __builtin_memcpy(cells, a, static_cast<size_t>(k) * 2);
     }
     template <int>
     static Right right(__m512i words) { return (__m512bh)words; }

@@ -1,5 +1,4 @@
-// AVX-512 (F, BW, DQ, VL): 32 registers of 16 float32. A tile is 14 x 32: 28 sums, two vectors of b, one broadcast of a;
-// of bf16 pairs 13 x 32, as the mask of the odd k takes a register too.
+// AVX-512 (F, BW, DQ, VL): 32 registers of 16 float32.
 #pragma once
 
 #include <immintrin.h>
@@ -12,17 +11,12 @@ namespace {
 struct Vectors {
     using Floats = __m512;
     using Words = __m512i;
-    using Mask = __mmask16;
-    static constexpr int kLanes = 16, kRows = 14, kPairRows = 13, kCols = 2;
+    static constexpr int kLanes = 16;
 
-    static Mask mask(int64_t lanes) { return static_cast<Mask>((1u << lanes) - 1); }
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats load(const float* at) { return _mm512_loadu_ps(at); }
-    static Floats load(const float* at, Mask mask) { return _mm512_maskz_loadu_ps(mask, at); }
     static void store(float* at, Floats value) { _mm512_storeu_ps(at, value); }
-    static void store(float* at, Floats value, Mask mask) { _mm512_mask_storeu_ps(at, mask, value); }
     static Words words(const void* at) { return _mm512_loadu_si512(at); }
-    static Words words(const void* at, Mask mask) { return _mm512_maskz_loadu_epi32(mask, at); }
     static Floats floats(Words words) { return _mm512_castsi512_ps(words); }
     static Floats even(Words pairs) { return floats(_mm512_slli_epi32(pairs, 16)); }
     static Floats odd(Words pairs) { return floats(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000))); }

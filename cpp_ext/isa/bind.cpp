@@ -102,7 +102,7 @@ public:
     int64_t size() const { return info_.size; }
     T* with(int64_t needed) const {
         if (info_.size < needed)
-            throw py::value_error(name_ + " has " + std::to_string(info_.size) + " elements; the sizes given need " +
+            throw py::value_error(name_ + " has " + std::to_string(info_.size) + " elements; the sizes need " +
                                   std::to_string(needed));
         return static_cast<T*>(info_.ptr);
     }
@@ -123,15 +123,6 @@ private:
 using Floats = Elements<float>;
 using Halves = Elements<uint16_t>;
 
-void bf16_to_f32(const Name& isa, const py::buffer& src, const py::buffer& dst) {
-    const Table& table = table_of(isa);
-    const Halves from("src", src, false);
-    const Floats to("dst", dst, true);
-    float* target = to.with(from.size());
-    py::gil_scoped_release released;
-    table.bf16_to_f32(from.with(0), target, from.size());
-}
-
 void f32_to_bf16(const Name& isa, const py::buffer& src, const py::buffer& dst) {
     const Table& table = table_of(isa);
     const Floats from("src", src, false);
@@ -150,41 +141,12 @@ void pack_b_bf16(const Name& isa, const py::buffer& b, const py::buffer& packed,
     table.pack_b_bf16(source, ldb.value_or(n), target, n, k);
 }
 
-void gemm_block_bf16(const Name& isa, const py::buffer& a, const py::buffer& b, const py::buffer& c, int64_t m, int64_t n,
-                     int64_t k, Stride lda, Stride ldc) {
-    const Table& table = table_of(isa);
-    const Halves left("a", a, false), right("b", b, false);
-    const Floats sums("c", c, true);
-    const uint16_t* rows = left.with(span("a", m, k, lda.value_or(k)));
-    const uint16_t* pairs = right.with(packed_span("b", n, k));
-    float* target = sums.with(span("c", m, n, ldc.value_or(n)));
-    py::gil_scoped_release released;
-    table.gemm_block_bf16(rows, lda.value_or(k), pairs, target, ldc.value_or(n), m, n, k);
-}
-
-void gemm_block_f32(const Name& isa, const py::buffer& a, const py::buffer& b, const py::buffer& c, int64_t m, int64_t n,
-                    int64_t k, Stride lda, Stride ldb, Stride ldc) {
-    const Table& table = table_of(isa);
-    const Floats left("a", a, false), right("b", b, false), sums("c", c, true);
-    const float* rows = left.with(span("a", m, k, lda.value_or(k)));
-    const float* cols = right.with(span("b", k, n, ldb.value_or(n)));
-    float* target = sums.with(span("c", m, n, ldc.value_or(n)));
-    py::gil_scoped_release released;
-    table.gemm_block_f32(rows, lda.value_or(k), cols, ldb.value_or(n), target, ldc.value_or(n), m, n, k);
-}
-
 void bind_kernels(py::module_& m) {
     const py::object none = py::none();
-    m.def("bf16_to_f32", &bf16_to_f32, py::arg("isa"), py::arg("src"), py::arg("dst"), "Widen; every value is exact.");
     m.def("f32_to_bf16", &f32_to_bf16, py::arg("isa"), py::arg("src"), py::arg("dst"),
           "Round to nearest, ties to even; NaN becomes 0x7FC0.");
     m.def("pack_b_bf16", &pack_b_bf16, py::arg("isa"), py::arg("b"), py::arg("packed"), py::arg("n"), py::arg("k"),
           py::arg("ldb") = none, "b[k][n] to pairs [(k + 1) / 2][n][2], padded with zeros.");
-    m.def("gemm_block_bf16", &gemm_block_bf16, py::arg("isa"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("m"),
-          py::arg("n"), py::arg("k"), py::arg("lda") = none, py::arg("ldc") = none, "c[m, n] += a[m, k] b[k, n], b packed.");
-    m.def("gemm_block_f32", &gemm_block_f32, py::arg("isa"), py::arg("a"), py::arg("b"), py::arg("c"), py::arg("m"),
-          py::arg("n"), py::arg("k"), py::arg("lda") = none, py::arg("ldb") = none, py::arg("ldc") = none,
-          "c[m, n] += a[m, k] b[k, n].");
 }
 
 }  // namespace

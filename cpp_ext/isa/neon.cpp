@@ -6,26 +6,23 @@
 #include "../attention/products.hpp"
 #include "../attention/vectors_neon.hpp"
 #include "table.hpp"
-#include "vector_gemm.hpp"
+#include "vector_products.hpp"
 
 namespace opkit::isa {
 namespace {
 
 constexpr Table make_table() {
     Table table{"neon", {"neon"}};
-    table.bf16_to_f32 = widen<NeonVectors>;
     table.f32_to_bf16 = narrow<NeonVectors>;
     table.pack_b_bf16 = pack_pairs<NeonVectors>;
-    table.gemm_block_bf16 = gemm_pairs<ProductBf16<NeonVectors>>;
-    table.gemm_block_f32 = gemm_f32<NeonVectors>;
     using Attention = attention::NeonVectors;
     table.transpose_words = attention::transpose_words<Attention>;
     table.attention_f32 = attention::attend<attention::FloatProduct<Attention>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<Attention>>;
-    table.attention_backward_f32 = attention::retreat<attention::FloatProduct<Attention>>;
+    table.attention_backward_f32 = attention::attend_backward<attention::FloatProduct<Attention>>;
     table.attention_bf16 = attention::attend<attention::WidenedProduct<Attention>>;
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<Attention>>;
-    table.attention_backward_bf16 = attention::retreat<attention::WidenedProduct<Attention>>;
+    table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<Attention>>;
     table.attend_decode = attention::attend_decode<Attention>;
     return table;
 }

@@ -1,4 +1,4 @@
-// NEON of 64-bit Arm: 32 registers of 4 float32. A tile is 8 x 12: 24 sums, three vectors of b, one broadcast of a.
+// NEON of 64-bit Arm: 32 registers of 4 float32.
 #pragma once
 
 #include <arm_neon.h>
@@ -11,25 +11,12 @@ namespace {
 struct NeonVectors {
     using Floats = float32x4_t;
     using Words = uint32x4_t;
-    using Mask = int64_t;  // there are no masks: the number of lanes, which go through memory
-    static constexpr int kLanes = 4, kRows = 8, kPairRows = 8, kCols = 3;
+    static constexpr int kLanes = 4;
 
-    static Mask mask(int64_t lanes) { return lanes; }
     static Floats zero() { return vdupq_n_f32(0.0f); }
     static Floats load(const float* at) { return vld1q_f32(at); }
-    static Floats load(const float* at, Mask lanes) { return floats(words(at, lanes)); }
     static void store(float* at, Floats value) { vst1q_f32(at, value); }
-    static void store(float* at, Floats value, Mask lanes) {
-        float all[4];
-        vst1q_f32(all, value);
-        __builtin_memcpy(at, all, static_cast<size_t>(lanes) * 4);
-    }
     static Words words(const void* at) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(at))); }
-    static Words words(const void* at, Mask lanes) {
-        uint32_t all[4] = {};
-        __builtin_memcpy(all, at, static_cast<size_t>(lanes) * 4);
-        return vld1q_u32(all);
-    }
     static Floats floats(Words words) { return vreinterpretq_f32_u32(words); }
     static Floats even(Words pairs) { return floats(vshlq_n_u32(pairs, 16)); }
     static Floats odd(Words pairs) { return floats(vandq_u32(pairs, vdupq_n_u32(0xFFFF0000u))); }

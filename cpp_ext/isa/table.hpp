@@ -11,15 +11,11 @@
 // - the table is constant data (constexpr). A function that filled it could store the pointers with wide instructions.
 //
 // What holds of the results:
-// - bf16_to_f32, f32_to_bf16 and pack_b_bf16 give the same bits on every ISA. Rounding is to nearest, ties to even; every
-//   NaN becomes 0x7FC0, as in torch; subnormal values are kept, whatever the MXCSR says. VCVTNEPS2BF16 flushes subnormal
+// - f32_to_bf16 and pack_b_bf16 give the same bits on every ISA. Rounding is to nearest, ties to even; every
+//   NaN becomes 0x7FC0, as in torch; subnormal values stay, whatever the MXCSR says. VCVTNEPS2BF16 flushes subnormal
 //   values and keeps payloads of NaN, so no ISA uses it: rounding is done on integers everywhere.
-// - gemm_block_* accumulate in float32, in no specified order. With u = 2^-24, and sums that neither overflow nor
-//   underflow, |c - exact| <= (k + 2) u / (1 - (k + 2) u) (|a| |b| + |c0|); products of two bf16 values are exact in float32.
-//   Infinities and NaN come out as the sum of products has them; which NaN is not specified.
-// - gemm_block_bf16 of avx512_bf16 and amx reads subnormal values of a and b as zero and flushes subnormal sums to zero,
-//   as VDPBF16PS and TDPBF16PS do, whatever the MXCSR says; amx reads subnormal values of c as zero too. The others follow
-//   the thread's MXCSR or FPCR.
+// - attention_bf16 of avx512_bf16 and amx reads subnormal bf16 values as zero and flushes subnormal sums to zero, as VDPBF16PS
+//   and TDPBF16PS do, whatever the MXCSR says. The others follow the thread's MXCSR or FPCR.
 // - speed: rows that begin at multiples of 64 bytes are read faster, by up to a third with amx.
 #pragma once
 
@@ -30,24 +26,17 @@
 
 // name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
 // Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
-//   bf16_to_f32, f32_to_bf16: n values.
+//   f32_to_bf16: n values.
 //   pack_b_bf16: b[k][n] to packed[(k + 1) / 2][n][2], pairs of consecutive k (the layout called VNNI); an odd k is padded
 //     with zeros.
-//   gemm_block_bf16: c[m][n] += a[m][k] b[k][n] with b as pack_b_bf16 writes it.
-//   gemm_block_f32: the same with b[k][n] as it is.
 //   transpose_words: keys by rows, `pitch` words apart, to a tile out[words][attention::kKeys] (attention/block.hpp); what lies
 //     beyond the last key is left as it is.
 //   attention_*: a block of queries (attention/forward.hpp). attention_cells_*: rows, `pitch` elements apart, as cells, which are of
 //     the ISA's own kind; attention_backward_*: rows against a tile of keys (attention/backward.hpp).
 //   attend_decode: one part of attention with few queries; see attention/decode_task.hpp and decode.hpp.
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
-    KERNEL(bf16_to_f32, (const uint16_t* in, float* out, int64_t n))                                                   \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
     KERNEL(pack_b_bf16, (const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, int64_t k))                      \
-    KERNEL(gemm_block_bf16, (const uint16_t* a, int64_t lda, const uint16_t* b_packed, float* c, int64_t ldc, int64_t m,\
-                             int64_t n, int64_t k))                                                                    \
-    KERNEL(gemm_block_f32, (const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,\
-                            int64_t n, int64_t k))                                                                    \
     KERNEL(transpose_words, (const uint32_t* rows, int64_t pitch, int64_t keys, int64_t words, uint32_t* out))         \
     KERNEL(attention_f32, (const attention::Block& block))                                                             \
     KERNEL(attention_bf16, (const attention::Block& block))                                                            \
@@ -62,7 +51,7 @@ namespace opkit::isa {
 struct Table {
     const char* name = nullptr;
     const char* features[8] = {};         // names of cpu_features.hpp that must all be usable; a null pointer ends them
-    bool (*permitted)() = nullptr;        // asks the operating system, once, where features do not tell all
+    bool (*permitted)() = nullptr;        // asks the operating system, once, where CPU features are not enough
     int64_t pair_rows = 0;                // that attention_bf16 computes together; 0: as the next narrower ISA
 #define OPKIT_ISA_MEMBER(kernel, parameters) void(*kernel) parameters = nullptr;
     OPKIT_ISA_KERNELS(OPKIT_ISA_MEMBER)

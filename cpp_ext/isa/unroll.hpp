@@ -1,4 +1,4 @@
-// OPKIT_UNROLL, before a loop of a constant number of turns: all of them are written out.
+// OPKIT_UNROLL, before a loop with a constant number of iterations: it is fully unrolled.
 #pragma once
 
 #if defined(__clang__)

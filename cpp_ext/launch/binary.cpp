@@ -92,10 +92,10 @@ Attributes Binary::attributes(int32_t device) const {
 
 std::vector<size_t> Binary::parameter_sizes(int32_t device) const {
     std::vector<size_t> sizes;
-    const auto ask = driver_->parameter_info.pointer;
+    const auto query = driver_->parameter_info.pointer;
     void* loaded = function(device);
     size_t offset, size;
-    while (ask != nullptr && ask(loaded, sizes.size(), &offset, &size) == 0) sizes.push_back(size);
+    while (query != nullptr && query(loaded, sizes.size(), &offset, &size) == 0) sizes.push_back(size);
     return sizes;
 }
 

@@ -127,7 +127,7 @@ void bind_launcher(py::module_& m) {
 
 }  // namespace
 
-Description read_description(const py::dict& given);  // description.cpp
+Description read_description(const py::dict& fields);  // description.cpp
 
 void bind(py::module_& m) {
     bind_entries(m);

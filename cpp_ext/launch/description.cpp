@@ -26,7 +26,7 @@ int32_t number_of(const std::string& name, const char* const (&names)[N], const 
     throw std::invalid_argument("\"" + name + "\" is no " + what);
 }
 
-GivenShape shape(const py::dict& given, const std::vector<std::string>& names) {
+ShapeDescription shape(const py::dict& fields, const std::vector<std::string>& names) {
     const auto number = [&](const py::handle& size) {  // as opk_shape has it
         if (size.is_none()) return int32_t{OPK_ANY};
         if (py::isinstance<py::int_>(size)) return OPK_LITERAL(size.cast<int32_t>());
@@ -35,36 +35,36 @@ GivenShape shape(const py::dict& given, const std::vector<std::string>& names) {
             if (names[i] == name) return static_cast<int32_t>(i);
         throw std::invalid_argument("\"" + name + "\" is not among the names of sizes");
     };
-    GivenShape result{{}, {}, OPK_NO_NAME};
-    for (const py::handle size : given["before"]) result.before.push_back(number(size));
-    for (const py::handle size : given["after"]) result.after.push_back(number(size));
-    const py::object variadic = given["variadic"];
+    ShapeDescription result{{}, {}, OPK_NO_NAME};
+    for (const py::handle size : fields["before"]) result.before.push_back(number(size));
+    for (const py::handle size : fields["after"]) result.after.push_back(number(size));
+    const py::object variadic = fields["variadic"];
     if (!variadic.is_none())
         result.variadic = variadic.cast<std::string>().empty() ? int32_t{OPK_UNNAMED} : number(variadic);
     return result;
 }
 
-GivenArgument argument(const py::dict& given, const std::vector<std::string>& names) {
-    GivenArgument result{given["name"].cast<std::string>(),
-                         number_of(given["kind"].cast<std::string>(), kKinds, "kind of an argument"),
-                         given["optional"].cast<bool>(), given["written"].cast<bool>(), std::nullopt};
-    const py::object annotated = given["shape"];
+ArgumentDescription argument(const py::dict& fields, const std::vector<std::string>& names) {
+    ArgumentDescription result{fields["name"].cast<std::string>(),
+                         number_of(fields["kind"].cast<std::string>(), kKinds, "kind of an argument"),
+                         fields["optional"].cast<bool>(), fields["written"].cast<bool>(), std::nullopt};
+    const py::object annotated = fields["shape"];
     if (!annotated.is_none()) result.shape = shape(annotated, names);
     return result;
 }
 
-GivenOutput output(const py::dict& given) {
-    const py::object alias = given["alias"];
-    return {given["name"].cast<std::string>(), alias.is_none() ? -1 : alias.cast<int32_t>()};
+OutputDescription output(const py::dict& fields) {
+    const py::object alias = fields["alias"];
+    return {fields["name"].cast<std::string>(), alias.is_none() ? -1 : alias.cast<int32_t>()};
 }
 
-GivenSource source(const py::sequence& given) {
-    GivenSource result{number_of(given[0].cast<std::string>(), kSources, "source"),
-                       given[1].cast<int32_t>(),
-                       given[2].cast<int32_t>(),
-                       given[3].cast<int32_t>(),
+SourceDescription source(const py::sequence& fields) {
+    SourceDescription result{number_of(fields[0].cast<std::string>(), kSources, "source"),
+                       fields[1].cast<int32_t>(),
+                       fields[2].cast<int32_t>(),
+                       fields[3].cast<int32_t>(),
                        {}};
-    const py::object constant = given[4];
+    const py::object constant = fields[4];
     result.constant.i = 0;
     if (py::isinstance<py::float_>(constant))
         result.constant.f = constant.cast<double>();
@@ -75,19 +75,19 @@ GivenSource source(const py::sequence& given) {
 
 }  // namespace
 
-Description read_description(const py::dict& given) {
-    Description result{given["operator"].cast<std::string>(),
-                       given["kernel"].cast<std::string>(),
-                       given["schema"].cast<std::string>(),
-                       given["cuda"].cast<bool>(),
+Description read_description(const py::dict& fields) {
+    Description result{fields["operator"].cast<std::string>(),
+                       fields["kernel"].cast<std::string>(),
+                       fields["schema"].cast<std::string>(),
+                       fields["cuda"].cast<bool>(),
                        {},
                        {},
-                       given["size_names"].cast<std::vector<std::string>>(),
+                       fields["size_names"].cast<std::vector<std::string>>(),
                        {}};
-    for (const py::handle each : given["arguments"])
+    for (const py::handle each : fields["arguments"])
         result.arguments.push_back(argument(each.cast<py::dict>(), result.size_names));
-    for (const py::handle each : given["outputs"]) result.outputs.push_back(output(each.cast<py::dict>()));
-    for (const py::handle each : given["sources"]) result.sources.push_back(source(each.cast<py::sequence>()));
+    for (const py::handle each : fields["outputs"]) result.outputs.push_back(output(each.cast<py::dict>()));
+    for (const py::handle each : fields["sources"]) result.sources.push_back(source(each.cast<py::sequence>()));
     return result;
 }
 

@@ -69,10 +69,10 @@ int32_t Driver::loaded_version() const {
 }
 
 bool Driver::is_captured(void* stream) {
-    IsCapturing ask = is_capturing.load();
-    if (ask == nullptr) ask = find_capturing();
+    IsCapturing query = is_capturing.load();
+    if (query == nullptr) query = find_capturing();
     int32_t status = 0;
-    return ask != nullptr && ask(stream, &status) == 0 && status != 0;
+    return query != nullptr && query(stream, &status) == 0 && status != 0;
 }
 
 void Driver::fail(const char* function, int32_t error) const {

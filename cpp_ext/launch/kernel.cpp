@@ -6,28 +6,28 @@
 namespace opkit::launch {
 namespace {
 
-void require(const Description& given, bool holds, const std::string& message) {
-    if (!holds) throw std::invalid_argument(given.operator_name + ", kernel " + given.kernel_name + ": " + message);
+void require(const Description& description, bool holds, const std::string& message) {
+    if (!holds) throw std::invalid_argument(description.operator_name + ", kernel " + description.kernel_name + ": " + message);
 }
 
 // Everything that an opk_kernel points to.
 class Described {
 public:
-    Described(Description given, std::shared_ptr<Launcher> launcher);
+    Described(Description description, std::shared_ptr<Launcher> launcher);
     const opk_kernel& kernel() const { return kernel_; }
 
 private:
-    void check_numbers(const GivenSource& source) const;
+    void check_numbers(const SourceDescription& source) const;
     void add_arguments();
     void add_sources();
     void add_lengths();
-    void add_parameter(const char* name, const GivenSource& source);
-    const std::string& name_of(const GivenSource& source) const;
-    bool new_output(const GivenSource& source) const;
-    void tell(const GivenSource& source, Source& told) const;
+    void add_parameter(const char* name, const SourceDescription& source);
+    const std::string& name_of(const SourceDescription& source) const;
+    bool new_output(const SourceDescription& source) const;
+    void complete(const SourceDescription& source, Source& target) const;
     void finish();
 
-    Description given_;
+    Description description_;
     std::shared_ptr<Launcher> launcher_;
     std::vector<opk_argument> arguments_;
     std::vector<std::vector<int32_t>> dims_;
@@ -58,39 +58,39 @@ bool of_outputs(int32_t source) {
     return of_tensor(source) || source == OPK_FROM_DATA || (source >= OPK_FROM_NUMEL && source <= OPK_FROM_STRIDE);
 }
 
-Described::Described(Description given, std::shared_ptr<Launcher> launcher)
-    : given_(std::move(given)), launcher_(std::move(launcher)) {
-    require(given_, launcher_->sources.size() == given_.sources.size(),
-            "it has " + std::to_string(given_.sources.size()) + " sources, and the launcher " +
+Described::Described(Description description, std::shared_ptr<Launcher> launcher)
+    : description_(std::move(description)), launcher_(std::move(launcher)) {
+    require(description_, launcher_->sources.size() == description_.sources.size(),
+            "it has " + std::to_string(description_.sources.size()) + " sources, and the launcher " +
                 std::to_string(launcher_->sources.size()) + " roles");
-    require(given_, launcher_->value_count == 0, "its launcher is that of another kernel already");
-    require(given_, launcher_->cuda() == given_.cuda, "its launcher is for another device");
-    for (const GivenSource& source : given_.sources) check_numbers(source);
+    require(description_, launcher_->value_count == 0, "its launcher is that of another kernel already");
+    require(description_, launcher_->cuda() == description_.cuda, "its launcher is for another device");
+    for (const SourceDescription& source : description_.sources) check_numbers(source);
     add_arguments();
     opk_value itself;
     itself.p = launcher_.get();
     add_parameter("launcher", {OPK_FROM_INT_CONSTANT, -1, 0, OPK_ANY_DTYPE, itself});
     add_sources();
     add_lengths();
-    if (given_.cuda) add_parameter("stream", {OPK_FROM_STREAM, -1, 0, OPK_ANY_DTYPE, integer(0)});
+    if (description_.cuda) add_parameter("stream", {OPK_FROM_STREAM, -1, 0, OPK_ANY_DTYPE, integer(0)});
     finish();
 }
 
-void Described::check_numbers(const GivenSource& source) const {
+void Described::check_numbers(const SourceDescription& source) const {
     const auto below = [](int32_t number, size_t count) { return number >= 0 && static_cast<size_t>(number) < count; };
     if (source.source == OPK_FROM_NAMED_SIZE)
-        require(given_, below(source.detail, given_.size_names.size()), "a source asks for a size that has no name");
+        require(description_, below(source.detail, description_.size_names.size()), "a source asks for a size that has no name");
     else if (of_argument(source.source))
         require(
-            given_,
-            below(source.argument, given_.arguments.size() + (of_outputs(source.source) ? given_.outputs.size() : 0)),
+            description_,
+            below(source.argument, description_.arguments.size() + (of_outputs(source.source) ? description_.outputs.size() : 0)),
             "a source asks for the argument " + std::to_string(source.argument) + ", which is not there");
 }
 
 void Described::add_arguments() {
-    dims_.reserve(given_.arguments.size());
-    shapes_.reserve(given_.arguments.size());
-    for (const GivenArgument& each : given_.arguments) {
+    dims_.reserve(description_.arguments.size());
+    shapes_.reserve(description_.arguments.size());
+    for (const ArgumentDescription& each : description_.arguments) {
         const opk_shape* shape = nullptr;
         if (each.shape) {
             std::vector<int32_t>& dims = dims_.emplace_back(each.shape->before);
@@ -101,72 +101,72 @@ void Described::add_arguments() {
         }
         arguments_.push_back({each.name.c_str(), each.kind, each.optional, each.written, shape});
     }
-    for (const GivenOutput& each : given_.outputs) outputs_.push_back({each.name.c_str(), each.alias});
-    for (const std::string& name : given_.size_names) size_names_.push_back(name.c_str());
+    for (const OutputDescription& each : description_.outputs) outputs_.push_back({each.name.c_str(), each.alias});
+    for (const std::string& name : description_.size_names) size_names_.push_back(name.c_str());
 }
 
-void Described::add_parameter(const char* name, const GivenSource& source) {
+void Described::add_parameter(const char* name, const SourceDescription& source) {
     parameters_.push_back({name, source.source, source.argument, source.detail, source.dtype, source.constant});
 }
 
 void Described::add_sources() {
-    for (size_t i = 0; i < given_.sources.size(); i++) {
-        const GivenSource& source = given_.sources[i];
-        tell(source, launcher_->sources[i]);
+    for (size_t i = 0; i < description_.sources.size(); i++) {
+        const SourceDescription& source = description_.sources[i];
+        complete(source, launcher_->sources[i]);
         add_parameter(name_of(source).c_str(), source);
     }
 }
 
-// The length of each list, which its pointer does not tell.
+// The length of each list, which its pointer does not say.
 void Described::add_lengths() {
-    launcher_->value_count = given_.sources.size();
-    for (size_t i = 0; i < given_.sources.size(); i++) {
+    launcher_->value_count = description_.sources.size();
+    for (size_t i = 0; i < description_.sources.size(); i++) {
         if (launcher_->sources[i].role != Role::kInts) continue;
         launcher_->sources[i].length = launcher_->value_count++;
-        GivenSource length = given_.sources[i];
+        SourceDescription length = description_.sources[i];
         length.source = OPK_FROM_LENGTH;
         add_parameter(name_of(length).c_str(), length);
     }
 }
 
-const std::string& Described::name_of(const GivenSource& source) const {
+const std::string& Described::name_of(const SourceDescription& source) const {
     static const std::string constant = "a constant";
-    if (source.source == OPK_FROM_NAMED_SIZE) return given_.size_names[static_cast<size_t>(source.detail)];
+    if (source.source == OPK_FROM_NAMED_SIZE) return description_.size_names[static_cast<size_t>(source.detail)];
     if (!of_argument(source.source)) return constant;
-    const size_t number = static_cast<size_t>(source.argument), count = given_.arguments.size();
-    return number < count ? given_.arguments[number].name : given_.outputs[number - count].name;
+    const size_t number = static_cast<size_t>(source.argument), count = description_.arguments.size();
+    return number < count ? description_.arguments[number].name : description_.outputs[number - count].name;
 }
 
-bool Described::new_output(const GivenSource& source) const {
-    const int64_t output = source.argument - static_cast<int64_t>(given_.arguments.size());
-    return output >= 0 && given_.outputs[static_cast<size_t>(output)].alias < 0;
+bool Described::new_output(const SourceDescription& source) const {
+    const int64_t output = source.argument - static_cast<int64_t>(description_.arguments.size());
+    return output >= 0 && description_.outputs[static_cast<size_t>(output)].alias < 0;
 }
 
-// What the launcher has to know of a source beside its role.
-void Described::tell(const GivenSource& source, Source& told) const {
-    told.name = name_of(source);
-    require(given_, told.tensor() == of_tensor(source.source),
-            told.name + (told.tensor() ? " has a tensor's role and is none" : " is a tensor and has another's role"));
-    told.output = told.tensor() && new_output(source);
+// Fill in what the launcher has to know of a source in addition to its role.
+void Described::complete(const SourceDescription& source, Source& target) const {
+    target.name = name_of(source);
+    require(description_, target.tensor() == of_tensor(source.source),
+            target.name + (target.tensor() ? " has a tensor's role and is none" : " is a tensor and has another's role"));
+    target.output = target.tensor() && new_output(source);
     const size_t number = static_cast<size_t>(source.argument);
     const bool scalar = source.source == OPK_FROM_SCALAR || source.source == OPK_FROM_SCALAR_POINTER;
-    if (scalar) told.kind = given_.arguments[number].kind;
-    if (source.source == OPK_FROM_SCALAR_POINTER) told.pointer = told.kind;
-    if (source.source == OPK_FROM_FLOAT_CONSTANT) told.kind = OPK_KIND_FLOAT;
-    const bool list = source.source == OPK_FROM_VALUES && given_.arguments[number].kind == OPK_KIND_INTS;
-    require(given_,
-            (told.role == Role::kInts) == (source.source == OPK_FROM_VALUES) && (list || told.role != Role::kInts),
-            told.name + ": the role \"ints\" is for lists of ints");
-    require(given_, (told.role == Role::kText) == (source.source == OPK_FROM_STRING),
-            told.name + ": the role \"text\" is for strings");
+    if (scalar) target.kind = description_.arguments[number].kind;
+    if (source.source == OPK_FROM_SCALAR_POINTER) target.pointer = target.kind;
+    if (source.source == OPK_FROM_FLOAT_CONSTANT) target.kind = OPK_KIND_FLOAT;
+    const bool list = source.source == OPK_FROM_VALUES && description_.arguments[number].kind == OPK_KIND_INTS;
+    require(description_,
+            (target.role == Role::kInts) == (source.source == OPK_FROM_VALUES) && (list || target.role != Role::kInts),
+            target.name + ": the role \"ints\" is for lists of ints");
+    require(description_, (target.role == Role::kText) == (source.source == OPK_FROM_STRING),
+            target.name + ": the role \"text\" is for strings");
 }
 
 void Described::finish() {
     kernel_.version = OPK_ABI_VERSION;
-    kernel_.operator_name = given_.operator_name.c_str();
-    kernel_.kernel_name = given_.kernel_name.c_str();
-    kernel_.schema = given_.schema.c_str();
-    kernel_.cuda = given_.cuda;
+    kernel_.operator_name = description_.operator_name.c_str();
+    kernel_.kernel_name = description_.kernel_name.c_str();
+    kernel_.schema = description_.schema.c_str();
+    kernel_.cuda = description_.cuda;
     kernel_.argument_count = static_cast<int32_t>(arguments_.size());
     kernel_.output_count = static_cast<int32_t>(outputs_.size());
     kernel_.parameter_count = static_cast<int32_t>(parameters_.size());

@@ -9,24 +9,24 @@
 
 namespace opkit::launch {
 
-struct GivenShape {
+struct ShapeDescription {
     std::vector<int32_t> before, after;
     int32_t variadic;
 };
 
-struct GivenArgument {
+struct ArgumentDescription {
     std::string name;
     int32_t kind;
     bool optional, written;
-    std::optional<GivenShape> shape;
+    std::optional<ShapeDescription> shape;
 };
 
-struct GivenOutput {
+struct OutputDescription {
     std::string name;
     int32_t alias;
 };
 
-struct GivenSource {
+struct SourceDescription {
     int32_t source, argument, detail, dtype;
     opk_value constant;
 };
@@ -34,10 +34,10 @@ struct GivenSource {
 struct Description {
     std::string operator_name, kernel_name, schema;
     bool cuda;
-    std::vector<GivenArgument> arguments;
-    std::vector<GivenOutput> outputs;
+    std::vector<ArgumentDescription> arguments;
+    std::vector<OutputDescription> outputs;
     std::vector<std::string> size_names;
-    std::vector<GivenSource> sources;
+    std::vector<SourceDescription> sources;
 };
 
 // The kernel, ready to be registered. It and the launcher stay as long as the process lives: a call may still be running.

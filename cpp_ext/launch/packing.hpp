@@ -27,7 +27,7 @@ enum class Kind : uint8_t {
 };
 
 struct Parameter {
-    const char* name;  // of the kind, as it was given
+    const char* name;  // of the kind, as it was written
     Kind kind;
     int32_t bytes;
     int64_t source, detail;
@@ -50,7 +50,7 @@ struct Packed {
     EncodedMap maps[kMostMaps];
 };
 
-struct Memory {  // what a launch is given beside its arguments
+struct Memory {  // what a launch receives in addition to its arguments
     void* scratch;
     void* profile_scratch;
 };

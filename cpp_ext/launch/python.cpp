@@ -66,7 +66,7 @@ std::string line_of(const py::object& trace) {
     return line;
 }
 
-std::shared_ptr<const Entry> ask(const py::object& function, const std::shared_ptr<PythonCall>& call) {
+std::shared_ptr<const Entry> make_entry(const py::object& function, const std::shared_ptr<PythonCall>& call) {
     try {
         const py::object answer = function(call);
         if (answer.is_none()) return nullptr;
@@ -87,7 +87,7 @@ std::string text_of(const py::error_already_set& error) {
         if (text.size() > kMost) text = text.substr(0, kMost) + "...";
         return std::string(py::str(error.type().attr("__name__"))) + (text.empty() ? "" : ": ") + text +
                line_of(error.trace());
-    } catch (py::error_already_set&) {  // its text cannot be had
+    } catch (py::error_already_set&) {  // its text cannot be read
         return error.what();
     }
 }
@@ -101,7 +101,7 @@ Launcher::Miss ask_python(py::object function) {
             PythonCall& call;
             ~End() { call.end(); }
         } end{*call};
-        return ask(function, call);
+        return make_entry(function, call);
     };
 }
 

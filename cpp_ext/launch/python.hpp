@@ -1,4 +1,4 @@
-// What a launcher asks of Python: an entry for a call that it has none for.
+// Calls of a launcher into Python: to make an entry for a call that no entry serves.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -9,7 +9,7 @@
 
 namespace opkit::launch {
 
-// What of a source's value a launcher tells calls apart by; see Launcher in opkit/_core.pyi.
+// By what of its value a source distinguishes calls; see Launcher in opkit/_core.pyi.
 enum class Role : uint8_t {
     kTensor,
     kAnyTensor,

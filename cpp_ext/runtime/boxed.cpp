@@ -52,7 +52,7 @@ public:
 
     const opk_input* inputs() { return inputs_.data(); }
 
-    // The layout that was given; null where there is none. Throws std::runtime_error where it is not one.
+    // The layout that was passed; null where there is none. Throws std::runtime_error where it is not one.
     const int64_t* layout() const {
         if (!given_) return nullptr;
         const size_t words = layout_.size() - 1;

@@ -27,11 +27,11 @@ bool points(int32_t source) {
 
 bool takes_tensor(int32_t source) { return source <= OPK_FROM_TENSOR_LIST || source == OPK_FROM_PACKED_TENSOR; }
 
-// Whether the strides follow from the sizes and from those strides that the kernel is told.
-bool packed(const View& view, uint32_t told) {
+// Whether the strides follow from the sizes and from those strides that the kernel receives.
+bool packed(const View& view, uint32_t passed) {
     int64_t expected = 1;
     for (int64_t d = view.rank; d-- > 0;) {
-        const bool free = (told >> d & 1) != 0 || (told >> (15 + view.rank - d) & 1) != 0;
+        const bool free = (passed >> d & 1) != 0 || (passed >> (15 + view.rank - d) & 1) != 0;
         if (!free && view.sizes[d] != 1 && view.strides[d] != expected) return false;
         if (free || view.sizes[d] != 1) expected = view.strides[d];
         expected *= view.sizes[d];
@@ -176,9 +176,9 @@ bool Call::bind_variadic(const opk_argument& argument, const View& view) {
 
 // ---- which instance, and what it writes ---------------------------------------------------------------------------------
 
-bool Call::find_layout(const int64_t* given) {
-    layout_ = given;
-    if (given != nullptr) return true;
+bool Call::find_layout(const int64_t* layout) {
+    layout_ = layout;
+    if (layout != nullptr) return true;
     const Arguments call{&kernel_, inputs_, views_.data(), first_.data()};
     if (!lay_out(call, made_layout_)) return refuse("the sizes of its outputs are not known for arguments like these");
     layout_ = made_layout_.words();
@@ -253,10 +253,10 @@ void Call::mark_operands() {
         const int32_t tensor = tensor_of(parameter, &count);
         const int32_t output = parameter.argument - kernel_.argument_count;
         const bool written = output >= 0 || kernel_.arguments[parameter.argument].written;
-        const uint32_t told = parameter.source == OPK_FROM_PACKED_TENSOR ? static_cast<uint32_t>(parameter.detail) : 0;
+        const uint32_t passed = parameter.source == OPK_FROM_PACKED_TENSOR ? static_cast<uint32_t>(parameter.detail) : 0;
         for (int64_t j = 0; j < count; j++) {
             Operand& operand = operands_[tensor + j];
-            if (points(parameter.source)) operand.told = operand.pointed ? operand.told & told : told;
+            if (points(parameter.source)) operand.passed_strides = operand.pointed ? operand.passed_strides & passed : passed;
             operand.pointed |= points(parameter.source);
             operand.written |= written;
         }
@@ -282,7 +282,7 @@ void Call::allocate_outputs() {
             check(shim().aoti_torch_empty_strided(view.rank, view.sizes, view.strides, view.dtype,
                                                   kernel_.cuda ? kCuda : kCpu, device_index_, &view.handle),
                   "allocating an output");
-            if (kernel_.cuda && device_index_ < 0)  // no argument told: it is on torch's current device
+            if (kernel_.cuda && device_index_ < 0)  // no argument says so: it is on torch's current device
                 check(shim().aoti_torch_get_device_index(view.handle, &device_index_), "asking for an output's device");
             operands_[argument_tensors_ + i].owned = view.handle;
         }
@@ -294,8 +294,8 @@ void Call::make_contiguous() {
         Operand& operand = operands_[i];
         const View& view = views_[i];
         if (!operand.pointed || view.handle == nullptr) continue;
-        // torch calls contiguous what has any stride along dimensions of one element, and those may be told
-        if ((operand.told == 0 ? view.contiguous : packed(view, operand.told)) || shares_copy(i)) continue;
+        // torch calls contiguous what has any stride along dimensions of one element, and those may be passed
+        if ((operand.passed_strides == 0 ? view.contiguous : packed(view, operand.passed_strides)) || shares_copy(i)) continue;
         int64_t* strides = arena_.take<int64_t>(view.rank);
         for (int64_t d = view.rank, stride = 1; d-- > 0; stride *= view.sizes[d]) strides[d] = stride;
         Handle copy;
@@ -309,7 +309,7 @@ void Call::make_contiguous() {
     }
 }
 
-// A tensor that is given twice is copied once, so that what is written through one argument is not lost.
+// A tensor that is passed twice is copied once, so that what is written through one argument is not lost.
 bool Call::shares_copy(size_t tensor) {
     const View& view = views_[tensor];
     for (size_t i = 0; i < tensor; i++) {

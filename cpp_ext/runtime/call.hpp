@@ -1,5 +1,5 @@
 // The state of one call of a kernel while it is prepared, run and finished; see execute.cpp for the order of steps.
-// call.cpp: what the arguments are, and memory; values.cpp: what the C function is given.
+// call.cpp: what the arguments are, and memory; values.cpp: what the C function receives.
 #pragma once
 
 #include "program.hpp"
@@ -29,16 +29,16 @@ inline void check(int32_t error, const char* doing) {
     if (error != 0) throw TorchError{doing};
 }
 
-// What is made of a tensor for the C function; its View lies beside it.
+// What is made of a tensor for the C function; its View lies next to it.
 struct Operand {
-    Handle owned = nullptr;   // a new output, until it is given to the caller
-    Handle copied = nullptr;  // a contiguous copy, which the kernel is given instead
+    Handle owned = nullptr;   // a new output, until it is returned to the caller
+    Handle copied = nullptr;  // a contiguous copy, which the kernel receives instead
     const int64_t* copied_strides = nullptr;
     bool shared = false;  // the copy is that of an operand before it
     opk_tensor described;
     bool written = false;
     bool pointed = false;  // a parameter takes its elements one after another, so it must be contiguous
-    uint32_t told = 0;     // ... but for the strides of these dimensions, which it is told; see OPK_FROM_PACKED_TENSOR
+    uint32_t passed_strides = 0;  // ... except for the strides of these dimensions, which it receives; see OPK_FROM_PACKED_TENSOR
 };
 
 class Call {
@@ -51,7 +51,7 @@ public:
     // Each says whether the kernel takes the call; if not, `message` has the reason.
     bool read_tensors();
     bool bind_sizes();
-    bool find_layout(const int64_t* given);
+    bool find_layout(const int64_t* layout);
     bool choose_instance();
 
     void allocate_outputs();   // throws TorchError

@@ -9,14 +9,14 @@
 
 namespace opkit {
 
-// The functions that every kernel is given.
+// The functions that every kernel receives.
 const opk_runtime& runtime();
 
 // A kernel's shared library. It stays loaded as long as the process lives: the dispatcher may hold its functions.
 struct KernelLibrary {
     const opk_kernel* kernel;
     BoxedKernel boxed, boxed_with_layout;
-    std::shared_ptr<void> lease = nullptr;  // of the functions, where they are lent; kept while a dispatcher may hold them
+    std::shared_ptr<void> lease = nullptr;  // of the functions, where they are lent; alive while a dispatcher may hold them
 };
 
 // Loads a kernel that opkit built, with the programs of its outputs' sizes that it was built with: others that were added

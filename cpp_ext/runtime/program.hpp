@@ -38,11 +38,11 @@ bool lay_out(const Arguments& call, Layout& layout);
 // The outputs that are new tensors, no argument returned.
 int32_t new_outputs(const opk_kernel& kernel);
 
-// Appends a program to the kernel's. It is kept as long as the process lives.
+// Appends a program to the kernel's. It lives as long as the process.
 // Throws std::invalid_argument where the words are no program.
 void add_program(const opk_kernel& kernel, std::vector<int64_t> words);
 
-// From now on calls of the kernel find no program. Other threads may still be reading those there were: they are kept.
+// From now on calls of the kernel find no program. Other threads may still be reading the old ones: they stay.
 void forget_programs(const opk_kernel& kernel);
 
 }  // namespace opkit

@@ -86,7 +86,7 @@ void* Call::pointer(int32_t tensor) {
     return memory(operand.copied != nullptr ? operand.copied : views_[tensor].handle, operand.written);
 }
 
-// Asked for to be written, memory that tensors share until one is written to becomes the tensor's own.
+// Where it is to be written, memory that tensors share until one is written to becomes the tensor's own.
 void* Call::memory(Handle handle, bool written) {
     void* data = nullptr;
     const void* constant = nullptr;

@@ -2,7 +2,7 @@
 
 Forward: ``total = x + residual``, and ``total * rsqrt(mean(total**2) + eps) * weight``. The sum is rounded to its dtype once
 and normalised as it was stored, so that the gradients fit it. 4 elements of memory traffic for each of ``x`` (two read, two
-written), 8 bytes in bfloat16: 250 us for 32768 rows of 4096 at 4.3 TB/s. An addition and a norm in turn take 5.
+written), 8 bytes in bfloat16: 250 us for 32768 rows of 4096 at 4.3 TB/s. A separate addition and norm take 5.
 
 Backward: the gradient of ``x`` and that of ``residual`` are the same, that of the norm (see ``rms_norm.py``) and that of the
 sum added. 4 elements of memory traffic for each of ``x`` again::
@@ -190,15 +190,15 @@ add_rms_norm.register_autograd(_gradients, setup_context=_save)
 def main() -> None:
     """Compare the sum, the norm and their gradients with torch's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((512, 1000), (512, 1000), (1000,))]
-    x, residual, weight = given
+    inputs = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((512, 1000), (512, 1000), (1000,))]
+    x, residual, weight = inputs
     ours = add_rms_norm(x, residual, weight)
     total = x + residual
     theirs = total, torch.nn.functional.rms_norm(total, [1000], weight, 1e-6)
     torch.testing.assert_close(ours, theirs)
     grads = [torch.randn_like(x), torch.randn_like(x)]
     torch.testing.assert_close(
-        torch.autograd.grad(ours, given, grads), torch.autograd.grad(theirs, given, grads), rtol=1e-4, atol=1e-4
+        torch.autograd.grad(ours, inputs, grads), torch.autograd.grad(theirs, inputs, grads), rtol=1e-4, atol=1e-4
     )
     print(add_rms_norm.select(x, residual, weight))
 

@@ -68,8 +68,8 @@ def dropout(x: Float[Tensor, "*shape"], p: float, seed: int) -> Float[Tensor, "*
     Returns:
         The shape and dtype of ``x``.
     """
-    kept = _sixteen_bits(x, seed).float() >= p * 65536
-    return torch.where(kept, rows.wide(x) * _scale(p), 0.0).to(x.dtype)
+    survives = _sixteen_bits(x, seed).float() >= p * 65536
+    return torch.where(survives, rows.wide(x) * _scale(p), 0.0).to(x.dtype)
 
 
 # A thread has eight neighbours, the 16 bytes of one load in bfloat16, and joins its own numbers in their order: the words

@@ -65,7 +65,7 @@ def geglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Flo
 def swiglu_backward(
     grad: Float[Tensor, "*batch d"], gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]]:
-    """The gradients of ``gate`` and ``up``, given that of :data:`swiglu`; all of one shape and dtype."""
+    """The gradients of ``gate`` and ``up`` from that of :data:`swiglu`; all of one shape and dtype."""
     x = _wide(gate)
     share = torch.sigmoid(x)
     slope = share * (1 + x * (1 - share))
@@ -76,7 +76,7 @@ def swiglu_backward(
 def geglu_backward(
     grad: Float[Tensor, "*batch d"], gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]]:
-    """The gradients of ``gate`` and ``up``, given that of :data:`geglu`; all of one shape and dtype."""
+    """The gradients of ``gate`` and ``up`` from that of :data:`geglu`; all of one shape and dtype."""
     x = _wide(gate)
     share = torch.sigmoid(_SLOPE * (x + _CUBIC * x**3))
     slope = share + x * share * (1 - share) * _SLOPE * (1 + 3 * _CUBIC * x.square())
@@ -106,7 +106,7 @@ def _gradients(grad, x, up, GELU: tl.constexpr):
     return grad * up * (share + active * (1 - share) * slope_of_u), grad * active
 
 
-# A program takes TILE elements, COLUMNS of each row; programs that follow one another take tiles beside one another.
+# A program takes TILE elements, COLUMNS of each row; programs that follow one another take neighbouring tiles.
 @triton.jit
 def _tile(batch, d, TILE: tl.constexpr, COLUMNS: tl.constexpr):
     ROWS: tl.constexpr = TILE // COLUMNS

@@ -7,8 +7,8 @@ for 32768 rows of 4096 at 4.3 TB/s.
 Backward: with ``n = (x - mean) * rstd`` and ``h = grad * weight``, the gradient of ``x`` is
 ``(h - mean(h) - n * mean(n * h)) * rstd``, that of ``weight`` the sum of ``grad * n`` over rows and that of ``bias`` the sum of
 ``grad``. All four sums over a row come from one reduction, for which each row is first shifted by its first element: without
-a shift, ``mean(x**2) - mean(x)**2`` would lose what is small beside the mean. 3 elements of memory traffic for each of ``x``, 6
-bytes in bfloat16 (187 us), and the partial sums of two gradients (see ``rows.py``)::
+a shift, ``mean(x**2) - mean(x)**2`` would lose what is small compared with the mean. 3 elements of memory traffic for each of
+``x``, 6 bytes in bfloat16 (187 us), and the partial sums of two gradients (see ``rows.py``)::
 
     python examples/kernels/layer_norm.py
 
@@ -130,7 +130,7 @@ def _layer_norm_backward(
     total_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     if HELD:
         w = tl.load(weight + column, mask=column < d, other=0.0).to(tl.float32)
-    following = program + tl.arange(0, ROWS) * programs  # the first element of a row is asked for a step ahead
+    following = program + tl.arange(0, ROWS) * programs  # the first element of a row is loaded a step ahead
     next_shift = tl.load(x + following * d, mask=following < batch, other=0.0).to(tl.float32)
     for first in tl.range(program, batch, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS) * programs
@@ -214,13 +214,13 @@ layer_norm.register_autograd(_gradients, setup_context=_save)
 def main() -> None:
     """Compare the norm and its gradients with torch's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    given = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((512, 1000), (1000,), (1000,))]
-    x, weight, bias = given
+    inputs = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((512, 1000), (1000,), (1000,))]
+    x, weight, bias = inputs
     ours, theirs = layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, [1000], weight, bias)
     torch.testing.assert_close(ours, theirs)
     grad = torch.randn_like(x)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), rtol=1e-4, atol=1e-4
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), rtol=1e-4, atol=1e-4
     )
     print(layer_norm.select(x, weight, bias))
 

@@ -1,6 +1,6 @@
-"""Cross-entropy in Triton: of given logits, and of a linear layer whose logits are never all in memory.
+"""Cross-entropy in Triton: of logits, and of a linear layer whose logits are never all in memory.
 
-**Of logits.** The forward reads each row once, keeping a running maximum and sum for each of a thread's columns, and merges
+**Of logits.** The forward reads each row once, with a running maximum and sum for each of a thread's columns, and merges
 them at the end: 2 bytes a logit in bfloat16, so 8192 rows of 32,000 take 122 us at 4.3 TB/s. It returns each row's
 log-sum-exp too; with it the backward is elementwise, ``(exp(logit - lse) - (class == target)) * grad / count``: 2 bytes
 read and 2 written, 244 us.
@@ -42,18 +42,18 @@ def _wide(x: Tensor) -> Tensor:
 
 def _row_losses(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """The losses of all rows, 0 for ignored ones; the rows' log-sum-exps; how many rows count."""
-    kept = targets != ignore_index
+    valid = targets != ignore_index
     lse = _wide(logits).logsumexp(-1)
-    picked = _wide(logits).gather(-1, torch.where(kept, targets, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(kept, lse - picked, 0.0), lse, kept.sum()
+    picked = _wide(logits).gather(-1, torch.where(valid, targets, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(valid, lse - picked, 0.0), lse, valid.sum()
 
 
 def _gradient(logits: Tensor, lse: Tensor, targets: Tensor, count: Tensor, ignore_index: int) -> Tensor:
     """The gradient of the mean loss, in float32 or wider."""
-    kept = (targets != ignore_index).unsqueeze(-1)
+    valid = (targets != ignore_index).unsqueeze(-1)
     classes = torch.arange(logits.shape[-1], device=logits.device)
     shares = (_wide(logits) - lse.unsqueeze(-1)).exp() - (classes == targets.unsqueeze(-1)).to(lse.dtype)
-    return torch.where(kept, shares / count, 0.0)
+    return torch.where(valid, shares / count, 0.0)
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def cross_entropy_backward(
     count: Float[Tensor, ""],
     ignore_index: int,
 ) -> Float[Tensor, "n classes"]:
-    """The gradient of ``logits``, given that of the loss; ``lse`` and ``count`` are :data:`cross_entropy`'s results."""
+    """The gradient of ``logits`` from that of the loss; ``lse`` and ``count`` are :data:`cross_entropy`'s results."""
     return (_gradient(logits, lse, targets, count, ignore_index) * grad).to(logits.dtype)
 
 
@@ -100,7 +100,7 @@ def linear_cross_entropy_parts(
     with_hidden: bool,
     with_weight: bool,
 ) -> tuple[Float[Tensor, ""], Tensor, Tensor]:
-    """What :func:`linear_cross_entropy` returns, and the gradients of ``hidden`` and ``weight`` where they are asked for.
+    """What :func:`linear_cross_entropy` returns, and the gradients of ``hidden`` and ``weight`` where they are needed.
 
     A gradient that is not has no elements. In half precision both are those of logits that are rounded to it, and so is
     the gradient of the logits: in float16, what is below 6e-8 of it is lost, before any scaling of the loss.
@@ -131,8 +131,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
-# A tile is PIECES x THREADS x VECTOR elements of a row, and a thread has its vector of all pieces. Maxima and sums are kept
-# for each thread, in powers of 2, so that threads have nothing to tell each other until the end.
+# A tile is PIECES x THREADS x VECTOR elements of a row, and a thread has its vector of all pieces. Each thread has maxima
+# and sums of its own, in powers of 2, so that threads exchange nothing until the end.
 @triton.jit
 def _log_sum_exp(
     row, classes, PIECES: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr
@@ -161,20 +161,20 @@ def _losses(
     row = logits + n * logits_stride_0
     target = tl.load(targets + n).to(tl.int32)
     found = _log_sum_exp(row, classes, PIECES, THREADS, VECTOR, "evict_first")
-    kept = target != ignore_index
+    valid = target != ignore_index
     picked = tl.load(row + target, mask=(target >= 0) & (target < classes), other=float("nan")).to(tl.float32)
     tl.store(lse + n, found)
-    tl.store(losses + n, tl.where(kept, found - picked, 0.0))
+    tl.store(losses + n, tl.where(valid, found - picked, 0.0))
 
 
 @triton.jit
 def _mean(losses, targets, loss, count, n, ignore_index, BLOCK: tl.constexpr):
-    total, kept = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    total, valid = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(losses + at, mask=at < n, other=0.0)
-        kept += (tl.load(targets + at, mask=at < n, other=ignore_index) != ignore_index).to(tl.int32)
-    rows = tl.sum(kept, 0).to(tl.float32)
+        valid += (tl.load(targets + at, mask=at < n, other=ignore_index) != ignore_index).to(tl.int32)
+    rows = tl.sum(valid, 0).to(tl.float32)
     tl.store(count, rows)
     tl.store(loss, tl.sum(total, 0) / rows)
 
@@ -203,13 +203,13 @@ def _losses_and_gradients(
     n = tl.program_id(0)
     row = logits + n * classes
     target = tl.load(targets + n).to(tl.int32)
-    kept = target != ignore_index
+    valid = target != ignore_index
     picked = tl.load(row + target, mask=(target >= 0) & (target < classes), other=float("nan")).to(tl.float32)
     found = _log_sum_exp(row, classes, PIECES, THREADS, VECTOR, "evict_last" if GRADIENTS else "evict_first")
-    tl.store(losses + n, tl.where(kept, found - picked, 0.0))
+    tl.store(losses + n, tl.where(valid, found - picked, 0.0))
     if GRADIENTS:
         tl.debug_barrier()  # all has been read that is overwritten: picked, too
-        scale = tl.where(kept, 1.0, 0.0) / tl.load(count)
+        scale = tl.where(valid, 1.0, 0.0) / tl.load(count)
         for start in range(0, classes, PIECES * THREADS * VECTOR):
             column = start + tl.arange(0, PIECES * THREADS * VECTOR)
             x = tl.load(row + column, mask=column < classes).to(tl.float32)

@@ -206,7 +206,7 @@ def _converts(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
-def _quantizer(dtype: torch.dtype, **given: Any):
+def _quantizer(dtype: torch.dtype, **options: Any):
     return opkit.triton_kernel(
         _quantize,
         grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
@@ -220,18 +220,18 @@ def _quantizer(dtype: torch.dtype, **given: Any):
         enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer, as in torch
         outputs=("q", "scales"),
         examples=[{"x": f"bf16[{rows}, {d}]"} for rows, d in SHAPES],
-        **given,
+        **options,
     )
 
 
-def _dequantizer(kind: str, **given: Any):
+def _dequantizer(kind: str, **options: Any):
     return opkit.triton_kernel(
         _dequantize,
         grid=lambda batch, d, TILE, BLOCK: triton.cdiv(batch, TILE // BLOCK) * triton.cdiv(d, BLOCK),
         BLOCK=lambda d, TILE: min(_power(d), TILE),
         configs=DEQUANTIZING,
         examples=[{"q": f"{kind}[{rows}, {d}]", "scales": f"fp32[{rows}]", "dtype": "bf16"} for rows, d in SHAPES],
-        **given,
+        **options,
     )
 
 

@@ -1,12 +1,12 @@
 """RMS norm and its gradients in Triton: each row is read once and written once.
 
-Forward: ``x * rsqrt(mean(x**2) + eps) * weight`` over the last dimension. A program keeps a tile of whole rows in registers
+Forward: ``x * rsqrt(mean(x**2) + eps) * weight`` over the last dimension. A program holds a tile of whole rows in registers
 between the reduction and the result, so the time is that of copying ``x``: 2 elements of memory traffic for each of its
 own, 4 bytes in bfloat16, which makes 125 us for 32768 rows of 4096 at 4.3 TB/s.
 
 Backward: with ``n = x * rstd`` and ``h = grad * weight``, the gradient of ``x`` is ``(h - n * mean(n * h)) * rstd`` and
 that of ``weight`` the sum of ``grad * n`` over rows. ``rstd`` is computed again: both means come from one reduction over a row
-that is read anyway, which is cheaper than to keep it. Memory traffic is 3 elements for each of ``x``, 6 bytes in
+that is read anyway, which is cheaper than storing it. Memory traffic is 3 elements for each of ``x``, 6 bytes in
 bfloat16 (187 us), and the partial sums of ``weight``'s gradient (see ``rows.py``), which are 1% of that::
 
     python examples/kernels/rms_norm.py
@@ -90,7 +90,7 @@ def _rms_norm(x, weight, out, x_stride_m2, batch, d: tl.constexpr, eps, BLOCK: t
 
 # tl.join puts two terms side by side, so that one reduction across warps makes both sums. STAGES - 1 tiles of both inputs
 # are on their way to shared memory while one is computed. Where registers do not hold a row of everything (BLOCK > 8192),
-# the weight is not kept, and the inputs are read again, from the cache, after the reduction.
+# the weight is not held, and the inputs are read again, from the cache, after the reduction.
 @triton.jit
 def _rms_norm_backward(
     grad, x, weight, dx, partial, batch, d, eps, programs,
@@ -175,12 +175,12 @@ def main() -> None:
     """Compare the norm and its gradients with torch's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, weight = torch.randn(512, 1000, device=device), torch.randn(1000, device=device)
-    given = [each.requires_grad_() for each in (x, weight)]
+    inputs = [each.requires_grad_() for each in (x, weight)]
     ours, theirs = rms_norm(x, weight), torch.nn.functional.rms_norm(x, [1000], weight, 1e-6)
     torch.testing.assert_close(ours, theirs)
     grad = torch.randn_like(x)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), rtol=1e-4, atol=1e-4
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(theirs, inputs, grad), rtol=1e-4, atol=1e-4
     )
     print(rms_norm.select(x, weight))
 

@@ -1,12 +1,12 @@
 """Rotary position embedding in Triton: queries and keys in one launch, each read once and written once.
 
-Feature ``i`` and feature ``i + head_dim / 2`` of a head are turned by one angle, as GPT-NeoX and Llama do it:
+Feature ``i`` and feature ``i + head_dim / 2`` of a head are rotated by one angle, as GPT-NeoX and Llama do it:
 ``y = x * cos + cat(-x2, x1) * sin``. Memory traffic is that of copying queries and keys: 4 bytes an element in bfloat16, so
 8192 tokens with 32 heads of queries and 8 of keys, 128 wide, take 39 us at 4.3 TB/s; ``cos`` and ``sin`` add a fortieth,
 which with several sequences comes from the cache. A program has one token: its angles are loaded once and serve all heads.
 
-The backward is the rotation back, by the transposed matrix: the same kernel with other signs. All tensors may lie in memory
-anyhow: queries and keys within one projection, or heads before positions, are not copied first::
+The backward is the rotation back, by the transposed matrix: the same kernel with other signs. Tensors may have any
+strides: queries and keys within one projection, or heads before positions, are not copied first::
 
     python examples/kernels/rotary.py
 
@@ -73,7 +73,7 @@ def rotary(q: Queries, k: Keys, cos: Angles, sin: Angles) -> tuple[Queries, Keys
 
 @opkit.custom_op("kernels::rotary_backward")
 def rotary_backward(grad_q: Queries, grad_k: Keys, cos: Angles, sin: Angles) -> tuple[Queries, Keys]:
-    """The gradients of ``q`` and ``k``, given those of :data:`rotary`'s results; arguments as its."""
+    """The gradients of ``q`` and ``k`` from those of :data:`rotary`'s results; the other arguments are the same."""
     return _turned_back(grad_q, cos, sin), _turned_back(grad_k, cos, sin)
 
 
@@ -183,12 +183,12 @@ rotary.register_autograd(_backward, setup_context=_save)
 
 def angles(seq: int, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """``cos`` and ``sin`` of Llama's angles for positions 0 to ``seq``, each ``(seq, head_dim)`` in float32."""
-    turns = torch.outer(torch.arange(seq), base ** -(torch.arange(0, head_dim, 2) / head_dim))
-    return torch.cat((turns, turns), -1).cos(), torch.cat((turns, turns), -1).sin()
+    phases = torch.outer(torch.arange(seq), base ** -(torch.arange(0, head_dim, 2) / head_dim))
+    return torch.cat((phases, phases), -1).cos(), torch.cat((phases, phases), -1).sin()
 
 
 def main() -> None:
-    """Rotations keep lengths, products depend on distances alone, and the backward undoes the forward."""
+    """Rotations preserve lengths, products depend on distances alone, and the backward undoes the forward."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cos, sin = (angle.to(device) for angle in angles(16, 64))
     q, k = (torch.randn(1, 1, heads, 64, device=device).expand(2, 16, heads, 64) for heads in (4, 2))

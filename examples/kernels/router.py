@@ -6,7 +6,7 @@ instructions, so the selection is arranged to need few:
 
 - A logit and its expert become one integer, the *key*: the float's bits, put in the order of the numbers, above the
   expert's number. One maximum yields both, and equal logits go to the first expert.
-- Nothing is crossed out. With ``best`` the last key found, the next is the largest ``key - best`` in unsigned arithmetic:
+- No key is removed. With ``best`` the last key found, the next is the largest ``key - best`` in unsigned arithmetic:
   what is not below ``best`` wraps around to small numbers.
 - A thread has several pieces of one row (the tile is pieces x rows x columns), so most of a maximum is found without
   talking to other threads.
@@ -74,7 +74,7 @@ def router_backward(
     index: Int64[Tensor, "*batch k"],
     renormalize: bool,
 ) -> Float[Tensor, "*batch experts"]:
-    """The gradient of ``logits``, given that of the weights; ``weights`` and ``index`` are :data:`router`'s results."""
+    """The gradient of ``logits`` from that of the weights; ``weights`` and ``index`` are :data:`router`'s results."""
     mean = (_wide(grad) * weights).sum(-1, keepdim=True)
     if renormalize:
         return torch.zeros_like(logits).scatter(-1, index, (weights * (grad - mean)).to(logits.dtype))
@@ -87,7 +87,7 @@ def router_backward(
 
 @triton.jit
 def _reversed(keys):
-    """Negative floats are ordered by their bits the other way round: turn those above the expert's around, or back."""
+    """Negative floats are ordered by their bits the other way round: reverse those above the expert's, or restore them."""
     BITS: tl.constexpr = keys.dtype.primitive_bitwidth
     return keys ^ ((keys >> (BITS - 1)) & (0x7FFFFFFF00000000 if BITS == 64 else 0x7FFF0000))
 
@@ -205,7 +205,7 @@ def _fitting(configs: list[dict[str, int]], logits: Any, experts: int) -> list[d
     return [c for c in configs if c["COLUMNS"] <= max(_power(experts), 8) and words * experts <= 128 * c["COLUMNS"]]
 
 
-def _kernel(function: triton.JITFunction, **given: Any):
+def _kernel(function: triton.JITFunction, **options: Any):
     return opkit.triton_kernel(
         function,
         grid=lambda batch, ROWS: triton.cdiv(batch, ROWS),
@@ -213,13 +213,13 @@ def _kernel(function: triton.JITFunction, **given: Any):
         K=lambda k: k,
         SLOTS=lambda k: _power(k),
         RENORMALIZE=lambda renormalize: renormalize,
-        **given,
+        **options,
     )
 
 
 def _example(rows: int, experts: int, k: int, renormalize: bool, *choices: str) -> dict[str, Any]:
-    given = {name: f"{'i64' if name == 'index' else 'bf16'}[{rows}, {k}]" for name in choices}
-    return {**given, "logits": f"bf16[{rows}, {experts}]", "renormalize": renormalize, **({} if choices else {"k": k})}
+    chosen = {name: f"{'i64' if name == 'index' else 'bf16'}[{rows}, {k}]" for name in choices}
+    return {**chosen, "logits": f"bf16[{rows}, {experts}]", "renormalize": renormalize, **({} if choices else {"k": k})}
 
 
 router.register_kernel(

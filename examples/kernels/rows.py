@@ -51,7 +51,7 @@ def fitting(configs: list[dict[str, int]], d: int, *least: int) -> list[dict[str
 
 
 def chunked(tiles: tuple[tuple[int, int], ...] = ((4096, 16), (8192, 16), (2048, 8))) -> list[dict[str, int]]:
-    """Configs for kernels that go over a row twice: tiles of so many elements, of which a thread has so many."""
+    """Configs for kernels that read a row twice: tiles of so many elements, of which a thread has so many."""
     sizes = [(tile, tile // share // LANES, 16 << power) for tile, share in tiles for power in range(10)]
     return [{"BLOCK": b, "ROWS": tile // b, "num_warps": warps} for tile, warps, b in sizes if b <= tile]
 

@@ -1,7 +1,7 @@
 """Softmax over the last dimension and its gradient in Triton: short rows once over memory, long rows online.
 
 Forward: ``exp(x - max) / sum(exp(x - max))``. A row of at most 32768 elements stays in registers: 2 elements of memory traffic
-for each of ``x``, 4 bytes in bfloat16, which makes 125 us for 32768 rows of 4096 at 4.3 TB/s. A longer row is gone over twice:
+for each of ``x``, 4 bytes in bfloat16, which makes 125 us for 32768 rows of 4096 at 4.3 TB/s. A longer row is read twice:
 first for the maximum and the sum together, where the sum is scaled down each time that the maximum grows, then, from its
 end to its beginning, for the result. What was read last is read first the second time, from the cache; memory traffic is
 between 2 and 3 elements for each of ``x``.
@@ -150,12 +150,12 @@ def _softmax_backward_long(grad, y, out, d: tl.constexpr, BLOCK: tl.constexpr, B
 
 
 def _long(function, names, configs):
-    """A kernel for rows that are gone over in chunks."""
+    """A kernel for rows that are read in chunks."""
     examples = [dict.fromkeys(names, f"bf16[{n}, {d}]") for n, d in LONG]
     return opkit.triton_kernel(function, grid=lambda batch: batch, configs=configs, examples=examples)
 
 
-# Kernels that were registered later are asked first.
+# Kernels that were registered later are tried first.
 softmax.register_kernel("cuda", _long(_softmax_long, ["x"], CHUNKS), dtypes=rows.LOW)
 softmax.register_kernel(
     "cuda",

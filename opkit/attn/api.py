@@ -1,4 +1,4 @@
-"""``opkit.attention``: from what a user says to a call of the operator."""
+"""``opkit.attention``: check and convert the user's arguments, and call the operator ``opkit::attention``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from opkit.attn import arguments, float8, reference
 from opkit.attn.compat import torch_private
 from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import Mask, as_mask
-from opkit.attn.masks.lowering import Sizes
-from opkit.attn.masks.lowering import lower as lower_mask
+from opkit.attn.masks.algebra import lower as lower_mask
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.op import torch_private as private
-from opkit.op.dispatch.fastcall import undisturbed
-from opkit.op.dispatch.recent import Known, Recent, bind
+from opkit.op.dispatch.fastcall import no_active_modes
+from opkit.op.dispatch.guarded_cache import GuardedCache, GuardedResult, bind
 from opkit.op.dispatch.selection import REFERENCE, Selection
 from opkit.op.operator import use_kernel
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
-_Known = Known[tuple[Any, ...]]
-_RECENT: Recent[tuple[Any, ...]] = Recent()  # of a mask, the operator's program and numbers
+_Known = GuardedResult[tuple[Any, ...]]
+_RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the mask's program and the numbers of recent calls
 _MODULES = sys.modules
 _DTYPES = arguments.DTYPES | float8.DTYPES
 Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
@@ -94,21 +94,21 @@ def attention(
         k: keys, (batch, key heads, keys, d) of ``q``'s dtype. ``heads`` is a multiple of the key heads: as many
             consecutive query heads share a head of keys.
         v: values, (batch, key heads, keys, d_v) of ``q``'s dtype.
-        mask: which keys a query sees, of :mod:`opkit.masks`; or a tensor, as in ``opkit.masks.Dense``; or a ``CausalBias`` of
-            ``torch.nn.attention.bias``, as the diagonal that it stands for. None: all keys.
+        mask: says which keys a query sees: a mask of :mod:`opkit.masks`; a tensor, as in ``opkit.masks.Dense``; or a
+            ``CausalBias`` of ``torch.nn.attention.bias``, as the diagonal that it stands for. None: all keys.
         bias: is added to the logits: a floating tensor that broadcasts to (batch, heads, queries, keys), an
             ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``, or several of them in a list.
         scale: a factor of the logits; ``1 / sqrt(d)`` by default.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, before biases are added.
         sinks: (heads,), a further logit of every query of a head, which has no value.
         dropout_p: the share of probabilities set to zero; their seed comes from torch's generator.
-        descales: for float8 alone, what the numbers of q, k and v are to be multiplied by: three floats, or float32 tensors
-            that broadcast to (batch, key heads). None: ones.
-        return_lse: also give the logarithm of the sum of the exponentials of each row's logits.
+        descales: for float8 only, the factors of q, k and v: three floats, or float32 tensors that broadcast to (batch, key
+            heads). None: ones.
+        return_lse: also return the logarithm of the sum of the exponentials of each row's logits.
         layout: "bhsd" as above; "bshd", (batch, sequence, heads, head size); or "thd", (total, heads, head size) for
             sequences packed one after another. Masks and biases have queries and keys last in every layout, and the batch
             size 1 for "thd".
-        kernel: the name of a kernel to force, or "reference"; None: the best that takes the call.
+        kernel: the name of a kernel to force, or "reference"; None: the best that supports the call.
 
     Returns:
         The result, in ``layout`` and contiguous, of ``q``'s dtype, or bfloat16 for float8; with ``return_lse`` also the
@@ -117,8 +117,8 @@ def attention(
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
-        ArgumentError: within context parallelism of torch.distributed, where each rank has a part of the keys.
-        KernelError: there is no kernel of that name, or it does not take the call.
+        ArgumentError: context parallelism of torch.distributed is on, where each rank has a part of the keys.
+        KernelError: there is no kernel of that name, or it does not support the call.
 
     >>> import opkit, torch
     >>> from opkit.masks import Causal, SlidingWindow
@@ -129,27 +129,27 @@ def attention(
     Sources: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762; sinks: OpenAI, "gpt-oss
     model card", 2025, https://arxiv.org/abs/2508.10925; softcap: Gemma 2, 2024, https://arxiv.org/abs/2408.00118.
     """
-    if _distributed():
+    if _in_context_parallel():
         arguments.refuse_context_parallel()
-    known = go = flags = None
+    known = fn = flags = None
     plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
         flags = (mask, scale, softcap, layout, is_grad_enabled())
-        known = _known(q, k, v, flags)
-        go = None if known is None else known.go
-    if known is not None and go is not None and undisturbed():
-        program, *numbers = known.found
-        out, lse = go(*_heads_first(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
+        known = _find_recent(q, k, v, flags)
+        fn = None if known is None else known.fn
+    if known is not None and fn is not None and no_active_modes():
+        program, *numbers = known.result
+        out, lse = fn(*_as_bhsd(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
     else:
-        call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
-        if descales is not None or call[0].dtype in float8.DTYPES:
-            out, lse = _in_float8(kernel, call, descales)
-        else:
-            out, lse = _OPERATOR(*call) if kernel is None else _forced(kernel, call)
+        call = _lower(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
         if flags and call[0].dtype not in float8.DTYPES:
-            _note(q, k, v, flags, known, call)
+            _remember(q, k, v, flags, known, call)
+        if descales is not None or call[0].dtype in float8.DTYPES:
+            out, lse = _call_float8(kernel, call, descales)
+        else:
+            out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
     if layout != "bhsd":
-        out, lse = _in_layout(out, lse, layout)
+        out, lse = _from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
     return (out, lse) if return_lse else out
 
 
@@ -167,7 +167,7 @@ def select(
     descales: float8.Descales | None = None,
     layout: str = "bhsd",
 ) -> Selection:
-    """The kernel that :func:`opkit.attention` would run for these arguments, and why each other one was refused.
+    """Return the kernel that :func:`opkit.attention` would run for these arguments, and why each other one was refused.
 
     Args:
         q: and all others: see :func:`opkit.attention`.
@@ -177,46 +177,44 @@ def select(
     >>> select(q, q, q).operator
     'opkit::attention'
     """
-    call = _lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+    call = _lower(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
     if descales is not None or call[0].dtype in float8.DTYPES:
-        return _FLOAT8.select(*float8.of_call(call, descales))
+        return _FLOAT8.select(*float8.float8_call(call, descales))
     return _OPERATOR.select(*call)
 
 
-def _distributed() -> bool:
-    """Whether torch's context parallelism is on; compiled code is compiled again when that changes."""
+def _in_context_parallel() -> bool:
+    """Return whether torch's context parallelism is on; compiled code is compiled again when that changes."""
     if is_dynamo_compiling():
         return torch_private.context_parallel()
     return torch_private.CONTEXT_PARALLEL in _MODULES and torch_private.context_parallel()
 
 
-@private.untraced  # with _note, called where compilers give up on a function of the user's
-def _known(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
-    """What is known of calls like this one, which has no tensors beside q, k and v."""
+@private.untraced  # as _remember is, since both are called where compilers give up on one of the user's functions
+def _find_recent(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
+    """Return what is known about calls like this one, if it has no tensors but q, k and v."""
     if flags[0] is None or isinstance(flags[0], Mask):
-        for known in _RECENT.known:
+        for known in _RECENT.entries:
             if known.flags == flags and known.check(q, k, v):
                 return known
     return None
 
 
 @private.untraced
-def _note(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]) -> None:
-    """For the next call like this one: what the operator was given, and then what it ran."""
+def _remember(
+    q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]
+) -> None:
+    """Record for the next calls like this one the operator's arguments, and later the function that the operator runs."""
     mask, *numbers = flags[:3]
     static = mask is None or (isinstance(mask, Mask) and mask.static)
     if known is not None:
-        if known.go is None:
+        if known.fn is None:
             bind(_OPERATOR, known, *call)
-    elif static and _is_number(*numbers) and not _autocasts(q.device.type):
-        _RECENT.note((q, k, v), flags, (call[7], *call[9:]))
+    elif static and all(x is None or type(x) is float for x in numbers) and not _autocasts(q.device.type):
+        _RECENT.store((q, k, v), flags, (call[7], *call[9:]))
 
 
-def _is_number(*values: object) -> bool:
-    return all(value is None or type(value) is float for value in values)
-
-
-def _lowered(
+def _lower(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -228,18 +226,18 @@ def _lowered(
     dropout_p: float,
     layout: str,
 ) -> tuple[Any, ...]:
-    """The operator's arguments."""
-    q, k, v = _heads_first(q, k, v, layout)
+    """Return the operator's arguments, checked."""
+    q, k, v = _as_bhsd(q, k, v, layout)
     if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
-    sizes = _sizes(q, k, v, layout)
+    sizes = _check_sizes(q, k, v, layout)
     mask_program, mask_tensors, bias_program, bias_tensors = [], [], [], []
     if mask is not None:
-        hidden = lower_mask(as_mask(mask), sizes)
-        mask_program, mask_tensors = hidden.program, hidden.tensors
-        if hidden.moved:
+        lowered = lower_mask(as_mask(mask), sizes)
+        mask_program, mask_tensors = lowered.program, lowered.tensors
+        if lowered.moved:
             biases.refuse_moved(bias)
-        for tensor in hidden.additive:
+        for tensor in lowered.additive:
             bias_program += biases.lower(tensor, sizes, bias_tensors)
     if bias is not None:
         bias_program += biases.lower(bias, sizes, bias_tensors)
@@ -247,7 +245,10 @@ def _lowered(
         arguments.check_softcap(softcap)
     if sinks is not None:
         arguments.check_sinks(sinks, q, sizes.heads)
-    seed = None if dropout_p == 0 else _seed(dropout_p, q.device)
+    seed = None
+    if dropout_p != 0:
+        arguments.check_dropout(dropout_p)
+        seed = torch.randint(0, 2**32, (2,), dtype=torch.int64, device=q.device)
     return (
         q, k, v, mask_tensors, bias_tensors, sinks, seed, mask_program, bias_program,
         q.shape[3] ** -0.5 if scale is None else float(scale), 0.0 if softcap is None else float(softcap),
@@ -255,8 +256,8 @@ def _lowered(
     )  # fmt: skip
 
 
-def _heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Views (batch, heads, sequence, head size)."""
+def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views (batch, heads, sequence, head size)."""
     if layout == "bhsd":
         return q, k, v
     arguments.check_layout(layout)
@@ -271,7 +272,7 @@ _AUTOCASTING = frozenset(
     device
     for device in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu")
     if torch.amp.is_autocast_available(device)
-)  # asked here, since torch 2.11's compiler cannot ask it
+)  # computed at import, since torch 2.11's compiler cannot trace the query
 
 
 def _autocasts(device: str) -> bool:
@@ -279,19 +280,19 @@ def _autocasts(device: str) -> bool:
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype of autocast, float64 excepted, as ``scaled_dot_product_attention`` has them."""
+    """Cast tensors to autocast's dtype, except float64 and float8, as ``scaled_dot_product_attention`` does."""
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    kept = (torch.float64, *float8.DTYPES)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in kept else x for x in tensors)
+    unchanged = (torch.float64, *float8.DTYPES)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in unchanged else x for x in tensors)
 
 
-def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
+def _check_sizes(q: Any, k: Any, v: Any, layout: str) -> CallSizes:
     try:
         batch, heads, queries, d = q.shape
         batch_k, shared, keys, d_k = k.shape
         batch_v, shared_v, keys_v, _ = v.shape
         dtype, device = q.dtype, q.device
-        may = private.or_true  # of sizes that depend on data the kernel asks when the program runs
+        may = private.or_true  # sizes that depend on data are checked by the kernel when the program runs
         fits = (
             may(batch == batch_k) and may(batch == batch_v) and may(d == d_k) and may(keys == keys_v) and may(shared == shared_v)
             and may(d > 0) and may(shared > 0) and may(heads % shared == 0) and dtype is k.dtype and dtype is v.dtype
@@ -301,37 +302,27 @@ def _sizes(q: Any, k: Any, v: Any, layout: str) -> Sizes:
     except (AttributeError, RuntimeError, TypeError, ValueError):  # nested tensors have no shape
         fits = False
     if not fits:
-        arguments.explain(_as_given(q, layout), _as_given(k, layout), _as_given(v, layout), layout)
-    return Sizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
+        arguments.explain(_from_bhsd(q, layout), _from_bhsd(k, layout), _from_bhsd(v, layout), layout)
+    return CallSizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-def _as_given(x: Any, layout: str) -> Any:
+def _from_bhsd(x: Any, layout: str) -> Any:
+    """Return the view in the user's layout."""
     if layout == "bhsd":
         return x
     return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
 
 
-def _seed(dropout_p: float, device: torch.device) -> Tensor:
-    arguments.check_dropout(dropout_p)
-    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
-
-
-def _forced(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    if kernel == REFERENCE and torch.compiler.is_compiling():  # the compiler is to see it
+def _call_kernel(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    if kernel == REFERENCE and torch.compiler.is_compiling():  # so that the compiler sees its operations
         return reference.attention(*call)
     with use_kernel(_OPERATOR, kernel):
         return _OPERATOR(*call)
 
 
-def _in_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
-    given = float8.of_call(call, descales)
+def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
+    float8_call = float8.float8_call(call, descales)
     if kernel is None:
-        return _FLOAT8(*given)
+        return _FLOAT8(*float8_call)
     with use_kernel(_FLOAT8, kernel):
-        return _FLOAT8(*given)
-
-
-def _in_layout(out: Tensor, lse: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    if layout == "bshd":
-        return out.transpose(1, 2), lse
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+        return _FLOAT8(*float8_call)

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a call: looked for once it is known that something is."""
+"""Find what is wrong with the arguments of a call, once it is known that something is, and raise an error that says so."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ LAYOUTS = {
 
 
 def explain(q: Any, k: Any, v: Any, layout: str) -> None:
-    """Raise for the first thing that is wrong with queries, keys and values in the user's ``layout``.
+    """Raise for the first mistake in queries, keys and values in the user's ``layout``.
 
     Raises:
-        ArgumentTypeError: one is no tensor.
-        DtypeError: their dtypes differ, or there is no attention in them.
+        ArgumentTypeError: one is not a tensor.
+        DtypeError: their dtypes differ, or attention does not support them.
         ArgumentError: they are on different devices.
         ShapeError: their shapes contradict the layout or each other.
     """
-    given = {"q": q, "k": k, "v": v}
-    for name, tensor in given.items():
+    tensors = {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
         _check_tensor(name, tensor, q, layout)
-    sizes = {name: dict(zip(_names(layout), tensor.shape, strict=True)) for name, tensor in given.items()}
+    sizes = {name: dict(zip(_names(layout), tensor.shape, strict=True)) for name, tensor in tensors.items()}
     for left, right, what in (("q", "k", "batch"), ("q", "v", "batch"), ("q", "k", "head size"), ("k", "v", "heads"),
                               ("k", "v", "sequence"), ("k", "v", "total")):  # fmt: skip
         if sizes[left].get(what) != sizes[right].get(what):
             raise ShapeError(
-                f"opkit.attention: {left} of shape {tuple(given[left].shape)} and {right} of shape "
-                f"{tuple(given[right].shape)} must agree in {what}: {sizes[left][what]} and {sizes[right][what]}, in the layout "
-                f"{layout!r}, {LAYOUTS[layout]}."
+                f"opkit.attention: {left} of shape {tuple(tensors[left].shape)} and {right} of shape "
+                f"{tuple(tensors[right].shape)} must agree in {what}: {sizes[left][what]} and {sizes[right][what]}, in the "
+                f"layout {layout!r}, {LAYOUTS[layout]}."
             )
     heads, shared = sizes["q"]["heads"], sizes["k"]["heads"]
     if not shared or heads % shared:
@@ -91,7 +91,7 @@ def check_strided(name: str, tensor: Tensor, function: str = "opkit.attention") 
 
 
 def refuse_context_parallel() -> None:
-    """Raise: each rank has a part of the keys."""
+    """Raise, since each rank holds a part of the keys."""
     raise ArgumentError(
         "opkit.attention: torch.distributed's context parallelism is on, under which each rank holds a part of the sequence: the "
         "result would be of this rank's keys alone. Call torch.nn.functional.scaled_dot_product_attention, which it distributes, "
@@ -100,7 +100,7 @@ def refuse_context_parallel() -> None:
 
 
 def check_layout(layout: Any) -> None:
-    """Raise unless there is such a layout."""
+    """Raise unless ``layout`` exists."""
     if layout not in LAYOUTS:
         known = "; ".join(f"{name!r}: {sizes}" for name, sizes in LAYOUTS.items())
         raise ArgumentError(f"opkit.attention: layout={layout!r} is unknown. There are {known}.")
@@ -113,13 +113,13 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Raise unless ``dropout_p`` is a share."""
+    """Raise unless ``dropout_p`` is between 0 and 1."""
     if not 0 <= dropout_p <= 1:
         raise ArgumentError(f"opkit.attention: dropout_p={dropout_p!r} must be between 0 and 1.")
 
 
 def check_sinks(sinks: Any, q: Tensor, heads: int) -> None:
-    """Raise unless ``sinks`` are one floating number for each head, beside ``q``."""
+    """Raise unless ``sinks`` are one floating number for each head, on the device of ``q``."""
     if not isinstance(sinks, Tensor):
         raise ArgumentTypeError(f"opkit.attention: sinks must be a tensor, got {type(sinks).__name__}: {sinks!r}.")
     if not sinks.is_floating_point():

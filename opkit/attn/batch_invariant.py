@@ -1,4 +1,4 @@
-"""Kernels of which no row's result depends, to the last bit, on what is computed beside it.
+"""Kernels whose result for a row does not depend, to the last bit, on the rest of the batch.
 
 The tiles kernel is such a one: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches
 and threads there are. What breaks the rule elsewhere is the choice of another kernel for few queries, and a division of the keys
@@ -27,31 +27,31 @@ _FIRST = 2  # of priorities, above those of all kernels for processors
 
 
 def register(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
+    """Register the kernel of ``opkit::attention``: it runs where forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
     op.register_kernel("cpu", forward, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::paged_attention`` the kernel."""
+    """Register the kernel of ``opkit::paged_attention``."""
     op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
 def switched_on() -> bool:
-    """Whether the environment asks for batch invariance."""
+    """Return whether ``OPKIT_BATCH_INVARIANT`` is set."""
     return config.get().batch_invariant
 
 
 @PreparedKernel
-def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The tiles kernel, and nothing else.
+def forward(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Run the tiles kernel, and no other.
 
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*given)
+    call = Call(*arguments)
     if not cpu.takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
-    return cpu.forward.prepare(*given)
+    return cpu.forward.prepare(*arguments)
 
 
 def paged(
@@ -124,8 +124,8 @@ def _band(lower: int, upper: int, shift: int) -> list[int]:
     return [program.BAND, *ends]
 
 
-def _refuse(operator: str, told: str) -> None:
+def _refuse(operator: str, details: str) -> None:
     raise KernelError(
-        f"{operator}: no batch-invariant kernel takes {told}. It takes float32, bfloat16 and float16 without dropout, where "
+        f"{operator}: no batch-invariant kernel takes {details}. It takes float32, bfloat16 and float16 without dropout, where "
         "opkit's compiled core is there. Convert the call, or make it outside of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."
     )

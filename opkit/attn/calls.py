@@ -1,4 +1,4 @@
-"""Calls of ``opkit::attention`` and of the operators of its gradients: their arguments, in the operators' order."""
+"""Named tuples of the arguments of ``opkit::attention`` and of the operators of its gradients, in the operators' order."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Float8Call(NamedTuple):
 
     @property
     def plain(self) -> Call:
-        """The same as a call of ``opkit::attention``, without descales."""
+        """The same call of ``opkit::attention``, without descales."""
         return Call(
             self.q, self.k, self.v, self.mask_tensors, self.bias_tensors, self.sinks, None, self.mask, self.bias, self.scale,
             self.softcap, 0.0, self.heads_inside,
@@ -97,7 +97,7 @@ class Float8Call(NamedTuple):
 
 
 class AnyCall(Protocol):
-    """What all of them have but that to float8, which has no dropout."""
+    """The fields that all of them share, except :class:`Float8Call`, which has no dropout."""
 
     @property
     def q(self) -> Tensor: ...
@@ -122,7 +122,7 @@ class AnyCall(Protocol):
 
 
 def dtypes_and_shapes(tensors: Iterable[Tensor]) -> str:
-    """What errors say of a call's tensors.
+    """Return the dtypes and shapes of a call's tensors, for error messages.
 
     >>> import torch
     >>> dtypes_and_shapes([torch.ones(2, 3), torch.ones(4, dtype=torch.int32)])
@@ -131,21 +131,21 @@ def dtypes_and_shapes(tensors: Iterable[Tensor]) -> str:
     return ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
 
 
-def predicate(kind: Any, question: Callable[[Any], bool]) -> Callable[..., bool]:
-    """A question about a whole call, as ``register_kernel(when=)`` asks one: by the names of the operator's arguments.
+def predicate(kind: Any, condition: Callable[[Any], bool]) -> Callable[..., bool]:
+    """Turn a predicate of a call into one for ``register_kernel(when=)``, whose parameters are the operator's arguments.
 
     Args:
-        kind: which of the above the call is.
-        question: is given the call.
+        kind: the class of the call, one of the above.
+        condition: the predicate of a call.
 
     >>> when = predicate(Call, lambda call: call.dropout_p == 0)
     >>> list(inspect.signature(when).parameters)[:3]
     ['q', 'k', 'v']
     """
 
-    @functools.wraps(question)
+    @functools.wraps(condition)
     def when(**arguments: Any) -> bool:
-        return question(kind(**arguments))
+        return condition(kind(**arguments))
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kind._fields]
     when.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The kernels of ``opkit::attention`` for processors (``cpp_ext/attention``): what they take, and a call of them."""
+"""The CPU kernels of ``opkit::attention`` (``cpp_ext/attention``): which calls they support, and how they are called."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FEW = ((16, 256),)  #: rows of a head of keys, at most, and how many keys there are at least: these calls are decoded
-MORE = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
-"""The same where tiles have an instruction set with which both kernels were measured."""
+DECODED = ((16, 256),)  #: the most rows per head of keys, and the fewest keys: such calls go to `decode`
+DECODED_BY_ISA = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
+"""The same for instruction sets of the tiles kernel with which both kernels were measured."""
 _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 Run = Callable[..., Any]
 
 
 @PreparedKernel
-def forward(*given: Any) -> Run:
-    """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
+def forward(*arguments: Any) -> Run:
+    """Compute the operator's result and log-sum-exp, for the calls that :func:`takes` accepts.
 
-    The numbers do not depend on how many threads there are.
+    The numbers do not depend on the number of threads.
     """
     from opkit import _core
 
-    call = Call(*given)
-    _see_to(takes(call), "tiles", call)
+    call = Call(*arguments)
+    _check_supported(takes(call), "tiles", call)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if call.k.shape[2] == 0:
-        return lambda *given: (new[0]().zero_(), _of_sinks(new[1](), given[5]))
-    read = [dense_rows(each) for each in call[:3]]
-    kernel = _core.AttentionForward(None, **_shape(call, [*read, out]))
-    plain = _same(read, call[:3]) and call.sinks is None and not (call.mask_tensors or call.bias_tensors)
-    return (_plain if plain else _general)(kernel, *new)
+        return lambda *arguments: (new[0]().zero_(), _of_sinks(new[1](), arguments[5]))
+    inputs = [dense_rows(each) for each in call[:3]]
+    kernel = _core.AttentionForward(None, **_description(call, [*inputs, out]))
+    plain = _same(inputs, call[:3]) and call.sinks is None and not (call.mask_tensors or call.bias_tensors)
+    return (_run_plain if plain else _run_general)(kernel, *new)
 
 
-def _plain(kernel: Run, new_out: Run, new_lse: Run) -> Run:
-    """Calls with no other tensors than q, k and v, which are read as they lie."""
+def _run_plain(kernel: Run, new_out: Run, new_lse: Run) -> Run:
+    """Return a function for calls with no tensors but q, k and v, which are read in place."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         out, lse = new_out(), new_lse()
@@ -58,57 +58,63 @@ def _plain(kernel: Run, new_out: Run, new_lse: Run) -> Run:
     return run
 
 
-def _general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        call = Call(*given)
-        out, lse = found = new_out(), new_lse()
+def _run_general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+        call = Call(*arguments)
+        out, lse = results = new_out(), new_lse()
         sinks = _in_float32(call.sinks)
-        tensors = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v), out, lse  # held until they were read
+        tensors = (
+            dense_rows(call.q),
+            dense_rows(call.k),
+            dense_rows(call.v),
+            out,
+            lse,
+        )  # alive until the kernel has read them
         kernel(*_addresses(tensors), address(sinks), _addresses(call.mask_tensors), _addresses(call.bias_tensors))
-        return found
+        return results
 
     return run
 
 
 @PreparedKernel
-def backward(*given: Any) -> Run:
-    """The gradients of q, k and v, and delta: of each row the sum of result * gradient, less the gradient of its lse.
+def backward(*arguments: Any) -> Run:
+    """Compute the gradients of q, k and v, and delta: each row's sum of result * gradient, minus the gradient of its lse.
 
-    Its arguments are a :class:`GradientCall`; ``out`` and ``lse`` are what :func:`forward` gave.
+    The arguments are a :class:`GradientCall`; ``out`` and ``lse`` are the results of :func:`forward`.
     """
     from opkit import _core
 
-    call = GradientCall(*given)
-    _see_to(takes_gradients(call), "tiles", call)
+    call = GradientCall(*arguments)
+    _check_supported(takes_gradients(call), "tiles", call)
     results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
     new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
         return lambda *_: tuple([make().zero_() for make in new])
-    given = call.q, call.k, call.v, call.out, call.gradient
-    read = [dense_rows(each) for each in given]
-    kernel = _core.AttentionBackward(None, **_shape(call, [*read, *results]))
-    as_they_lie = _same(read, given) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
-    return _gradients(kernel, new, not as_they_lie)
+    tensors = call.q, call.k, call.v, call.out, call.gradient
+    inputs = [dense_rows(each) for each in tensors]
+    kernel = _core.AttentionBackward(None, **_description(call, [*inputs, *results]))
+    in_place = _same(inputs, tensors) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
+    return _run_backward(kernel, new, not in_place)
 
 
-def _gradients(kernel: Run, new: list[Run], copied: bool) -> Run:
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *rest = given
+def _run_backward(kernel: Run, new: list[Run], copied: bool) -> Run:
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *rest = arguments
         sinks = _in_float32(rest[7] if len(rest) > 7 else None)
         if copied:
             gradient, q, k, v, out = (dense_rows(each) for each in (gradient, q, k, v, out))
             lse, of_lse = lse.contiguous(), None if of_lse is None else of_lse.contiguous()
-        found = tuple([make() for make in new])
-        tensors = (q, k, v, out, lse, *found)
+        results = tuple([make() for make in new])
+        tensors = (q, k, v, out, lse, *results)
         of_masks, of_biases = _addresses(mask_tensors), _addresses(bias_tensors)
         kernel(address(gradient), address(of_lse), *_addresses(tensors), address(sinks), of_masks, of_biases)
-        return found
+        return results
 
     return run
 
 
 def register(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::attention`` and ``opkit::attention_backward`` their kernels for processors."""
+    """Register the CPU kernels of ``opkit::attention`` and ``opkit::attention_backward``."""
     op.register_kernel("cpu", forward, when=predicate(Call, takes), name="tiles", trusted=True)
     op.register_kernel("cpu", decode, when=predicate(Call, takes_few), name="decode", priority=1, trusted=True)
     when = predicate(GradientCall, takes_gradients)
@@ -116,35 +122,35 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether :func:`forward` takes a call: float32 or narrower, no dropout, and all that it names is there."""
-    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _all_there(call)
+    """Return whether :func:`forward` supports a call: float32 or narrower, no dropout, and tensors as its programs say."""
+    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _tensors_fit(call)
 
 
 def takes_gradients(call: GradientCall) -> bool:
-    """Whether :func:`backward` takes a call."""
-    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _all_there(call) and results_fit(call)
+    """Return whether :func:`backward` supports a call."""
+    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _tensors_fit(call) and results_fit(call)
 
 
-def _all_there(call: AnyCall) -> bool:
+def _tensors_fit(call: AnyCall) -> bool:
     if call.q.dtype not in NAMES or not shapes_fit(call.q, call.k, call.v) or not available():
         return False
     return all(each.dtype in _BIAS_NAMES for each in call.bias_tensors) and bias_fits(call) and mask_fits(call)
 
 
 def takes_few(call: Call) -> bool:
-    """Whether a call is for :func:`decode`: so few rows to a head of keys that reading these is what takes time."""
+    """Return whether a call is for :func:`decode`: so few rows per head of keys that reading the keys takes the time."""
     if not _decodes(call):
         return False
     (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
     rows = queries * heads // max(kv_heads, 1)
-    return any(rows <= most and keys >= least for most, least in _few(call.q.dtype))
+    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in _decoded(call.q.dtype))
 
 
-def _few(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     from opkit import _core
 
     tiles = _core.isa_table()["attention_bf16" if dtype == torch.bfloat16 else "attention_f32"]
-    return MORE.get(tiles, FEW)
+    return DECODED_BY_ISA.get(tiles, DECODED)
 
 
 def _decodes(call: Call) -> bool:
@@ -154,25 +160,25 @@ def _decodes(call: Call) -> bool:
     return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
 
 
-def _see_to(fits: bool, name: str, call: Call | GradientCall) -> None:
-    """A kernel that is forced is not asked whether it takes the call."""
-    if fits:
+def _check_supported(supported: bool, name: str, call: Call | GradientCall) -> None:
+    """Raise for a call that a forced kernel does not support: nothing checked this before."""
+    if supported:
         return
-    told = ", ".join(
+    details = ", ".join(
         f"{each}={getattr(call, each)}" for each in ("dropout_p", "mask", "bias") if getattr(call, each, None)
     )
     shapes = dtypes_and_shapes((call.q, call.k, call.v))
     raise KernelError(
-        f"opkit::attention: kernel {name!r} does not take q, k, v of {shapes}{', ' + told if told else ''}. Leave the choice to "
-        "opkit, which opkit.attn.api.select explains, or force kernel='reference'."
+        f"opkit::attention: kernel {name!r} does not take q, k, v of {shapes}{', ' + details if details else ''}. Leave the "
+        "choice to opkit, which opkit.attn.api.select explains, or force kernel='reference'."
     )
 
 
 @PreparedKernel
-def decode(*given: Any) -> Run:
-    """Few queries: keys and values are read as they lie, once for all heads that share them."""
-    call = Call(*given)
-    _see_to(_decodes(call), "decode", call)
+def decode(*arguments: Any) -> Run:
+    """Compute attention of few queries: keys and values are read in place, once for all heads that share them."""
+    call = Call(*arguments)
+    _check_supported(_decodes(call), "decode", call)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
     run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)
@@ -181,7 +187,7 @@ def decode(*given: Any) -> Run:
 
 @functools.cache
 def available() -> bool:
-    """Whether opkit's compiled core is there."""
+    """Return whether opkit's compiled core is installed."""
     try:
         import opkit._core
     except ImportError:  # opkit runs from a source tree that was not installed
@@ -189,16 +195,16 @@ def available() -> bool:
     return hasattr(opkit._core, "AttentionForward")
 
 
-def _same(read: Sequence[Tensor], given: Sequence[Any]) -> bool:
-    return all(each is known for each, known in zip(read, given, strict=True))
+def _same(inputs: Sequence[Tensor], tensors: Sequence[Any]) -> bool:
+    return all(one is other for one, other in zip(inputs, tensors, strict=True))
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [each.data_ptr() for each in tensors]
 
 
-def _shape(call: Call | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
-    """What a call has in common with those of the same shapes; ``tensors`` are those that it reads and writes."""
+def _description(call: Call | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
+    """Return what calls of the same shapes share; ``tensors`` are those that the kernel reads and writes."""
     (batch, heads, queries, head), (_, kv_heads, keys, columns) = call.q.shape, call.v.shape
     return {
         "dtype": NAMES[call.q.dtype],
@@ -218,9 +224,10 @@ def _in_float32(sinks: Tensor | None) -> Tensor | None:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """What is one element long is that for every index."""
+    """Return the strides, 0 for dimensions of size 1, which broadcast."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 def _of_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Fill the log-sum-exp of a call without keys."""
     return lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None].expand_as(lse))

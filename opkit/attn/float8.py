@@ -1,4 +1,4 @@
-"""``opkit::attention_float8``: attention to queries, keys and values in float8, with what they are to be multiplied by."""
+"""``opkit::attention_float8``: attention to queries, keys and values in float8, with factors by which they are multiplied."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attention_float8(
     """Attention in float32 to ``q``, ``k`` and ``v`` times their descales; the result in bfloat16, and the log-sum-exp.
 
     Args:
-        descales: three of float32, (batch, key heads): what the numbers of q, k and v are multiplied by.
+        descales: three of float32, (batch, key heads): the factors of q, k and v.
         q: and all others: those of :func:`opkit.attn.reference.attention`.
     """
     out, lse = reference.attention(
@@ -58,15 +58,15 @@ def attention_float8(
 
 
 def _wide(q: Tensor, k: Tensor, v: Tensor, descales: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the numbers stand for, in float32."""
+    """Return q, k and v times their descales, in float32."""
     q_by, k_by, v_by = (each[:, :, None, None] for each in descales)
     shared = q.to(torch.float32).unflatten(1, (k.shape[1], -1)) * q_by.unsqueeze(2)
     return shared.flatten(1, 2), k.to(torch.float32) * k_by, v.to(torch.float32) * v_by
 
 
-def in_float32(*given: Any) -> tuple[Tensor, Tensor]:
-    """On processors: ``opkit::attention`` in float32, by whatever kernel it has; the operator's own arguments."""
-    call = Float8Call(*given)
+def in_float32(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator on CPUs by ``opkit::attention`` in float32, with any kernel that it has."""
+    call = Float8Call(*arguments)
     q, k, v = _wide(call.q, call.k, call.v, call.descales)
     out, lse = attention_operator()(*call.plain._replace(q=q, k=k, v=v))
     return out.to(RESULT), lse
@@ -74,7 +74,7 @@ def in_float32(*given: Any) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """``opkit::attention_float8``, defined and given its kernels when it is first asked for."""
+    """Return ``opkit::attention_float8``; the first call defines it and registers its kernels."""
     from opkit.attn.gpu.hopper import float8_cuda
     from opkit.attn.gpu.portable import float8
 
@@ -85,12 +85,12 @@ def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     return op
 
 
-def of_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
-    """The operator's arguments, given those of ``opkit::attention`` and the user's descales.
+def float8_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
+    """Return the operator's arguments from those of ``opkit::attention`` and the user's descales.
 
     Raises:
         ArgumentError: the call has dropout, records a gradient, or is not in float8.
-        ArgumentTypeError, ShapeError: the descales are no three numbers or tensors that broadcast to (batch, key heads).
+        ArgumentTypeError, ShapeError: the descales are not three numbers or tensors that broadcast to (batch, key heads).
     """
     q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, _, heads_inside = call
     if q.dtype not in DTYPES:
@@ -105,33 +105,35 @@ def of_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
         raise ArgumentError(
             f"opkit.attention: there are no gradients in {q.dtype}. Call it under torch.no_grad(), or convert q, k and v."
         )
-    made = _descales(descales, (q.shape[0], k.shape[1]), q.device)
+    factors = _descales(descales, (q.shape[0], k.shape[1]), q.device)
     return Float8Call(
-        q, k, v, made, mask_tensors, bias_tensors, sinks, mask, bias, scale, softcap, heads_inside
+        q, k, v, factors, mask_tensors, bias_tensors, sinks, mask, bias, scale, softcap, heads_inside
     )  # fmt: skip
 
 
-def _descales(given: Descales | None, sizes: tuple[int, int], device: torch.device) -> list[Tensor]:
-    if given is None:
+def _descales(descales: Descales | None, sizes: tuple[int, int], device: torch.device) -> list[Tensor]:
+    if descales is None:
         return [torch.ones(sizes, dtype=torch.float32, device=device)] * 3
-    if not isinstance(given, (list, tuple)) or len(given) != 3:
-        raise ArgumentTypeError(f"opkit.attention: descales must be three, of q, k and v, got {given!r}.")
-    return [_descale(name, each, sizes, device) for name, each in zip("qkv", given, strict=True)]
+    if not isinstance(descales, (list, tuple)) or len(descales) != 3:
+        raise ArgumentTypeError(f"opkit.attention: descales must be three, of q, k and v, got {descales!r}.")
+    return [_descale(name, each, sizes, device) for name, each in zip("qkv", descales, strict=True)]
 
 
-def _descale(name: str, given: Tensor | float, sizes: tuple[int, int], device: torch.device) -> Tensor:
-    if isinstance(given, (int, float)):
-        return torch.full(sizes, float(given), dtype=torch.float32, device=device)
-    if not isinstance(given, Tensor):
-        raise ArgumentTypeError(f"opkit.attention: the descale of {name} must be a number or a tensor, got {given!r}.")
-    if given.device != device:
+def _descale(name: str, descale: Tensor | float, sizes: tuple[int, int], device: torch.device) -> Tensor:
+    if isinstance(descale, (int, float)):
+        return torch.full(sizes, float(descale), dtype=torch.float32, device=device)
+    if not isinstance(descale, Tensor):
+        raise ArgumentTypeError(
+            f"opkit.attention: the descale of {name} must be a number or a tensor, got {descale!r}."
+        )
+    if descale.device != device:
         raise ArgumentError(
-            f"opkit.attention: the descale of {name} is on {given.device}, q is on {device}. Move it there."
+            f"opkit.attention: the descale of {name} is on {descale.device}, q is on {device}. Move it there."
         )
     try:
-        return given.to(torch.float32).expand(sizes)
+        return descale.to(torch.float32).expand(sizes)
     except RuntimeError:
         raise ShapeError(
-            f"opkit.attention: the descale of {name} of shape {tuple(given.shape)} does not broadcast to (batch, key heads), "
+            f"opkit.attention: the descale of {name} of shape {tuple(descale.shape)} does not broadcast to (batch, key heads), "
             f"{sizes}."
         ) from None

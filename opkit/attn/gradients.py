@@ -1,4 +1,4 @@
-"""The gradients of attention: operators of their own, and the rule that gives them to ``opkit::attention``.
+"""The gradients of attention: their operators, and the autograd rule of ``opkit::attention`` that calls them.
 
 With P the probabilities, delta of each row the sum of its result times the result's gradient, less the gradient of its
 log-sum-exp, and dS = P (gradient v^T - delta): dq = dS k, dk = dS^T q, dv = P^T gradient, and dS is the gradient of biases
@@ -22,9 +22,9 @@ from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 
 _contact, _finite, _product = reference.contact, reference.finite, reference.product
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
-_NOTHING = (0, 0, False, False)  # beside q, k, v and the results: tensors of masks and of biases, sinks, a seed
-_NO_GRADIENTS = (None,) * 8  # of the sinks and of all that follows them
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+_NO_OPTIONAL = (0, 0, False, False)  # numbers of mask and bias tensors, whether there are sinks and a seed
+_NO_GRADIENTS = (None,) * 8  # for the sinks and all arguments after them
 
 
 def attention_backward(
@@ -46,11 +46,11 @@ def attention_backward(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of ``q``, ``k`` and ``v``, in their dtypes, and each row's delta, in the dtype of ``lse``.
+    """Return the gradients of ``q``, ``k`` and ``v``, in their dtypes, and each row's delta, in the dtype of ``lse``.
 
     Args:
-        gradient: that of ``out``, of its shape.
-        of_lse: that of ``lse``, or None.
+        gradient: the gradient of ``out``, of its shape.
+        of_lse: the gradient of ``lse``, or None.
         q: and what follows: the arguments and results of :func:`opkit.attn.reference.attention`.
         heads_inside: lay the gradients out as (batch, sequence, heads, head size) in memory.
     """
@@ -58,9 +58,9 @@ def attention_backward(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
         dropout_p, sinks,
     )  # fmt: skip
-    found, delta = formula(call)
-    laid = [reference.laid_out(each, heads_inside) for each in found]
-    return laid[0], laid[1], laid[2], delta
+    gradients, delta = reference_gradients(call)
+    of_q, of_k, of_v = (reference.laid_out(each, heads_inside) for each in gradients)
+    return of_q, of_k, of_v, delta
 
 
 def attention_bias_backward(
@@ -81,51 +81,51 @@ def attention_bias_backward(
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """The gradients of some of the tensors of a bias, each of its tensor's shape and dtype.
+    """Return the gradients of some of the tensors of a bias, each of its tensor's shape and dtype.
 
     Args:
-        gradient: that of the result of :func:`opkit.attn.reference.attention`, of its shape.
-        delta: what :func:`attention_backward` gave, (batch, heads, queries).
+        gradient: the gradient of the result of :func:`opkit.attn.reference.attention`, of its shape.
+        delta: the last result of :func:`attention_backward`, (batch, heads, queries).
         q: and what follows: the arguments and the log-sum-exp of :func:`opkit.attn.reference.attention`.
-        wanted: the numbers of the tensors, none of them twice.
+        wanted: the numbers of these tensors, none of them twice.
     """
     call = BiasCall(
         gradient, delta, q, k, v, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, wanted, seed, dropout_p, sinks
     )  # fmt: skip
-    found = program.bias_gradients(_slopes(call, delta).of_logits, bias, bias_tensors)
-    made: list[Tensor] = []
+    gradients = program.bias_gradients(_logit_gradients(call, delta).of_logits, bias, bias_tensors)
+    results: list[Tensor] = []
     for number in wanted:
-        one = found[number]
+        one = gradients[number]
         one = torch.zeros_like(bias_tensors[number]) if one is None else one
-        made.append(one.clone() if any(one is other for other in made) else one)
-    return made
+        results.append(one.clone() if any(one is other for other in results) else one)
+    return results
 
 
-def formula(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The gradients of ``q``, ``k`` and ``v``; and delta."""
+def reference_gradients(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return the gradients of ``q``, ``k`` and ``v``; and delta."""
     gradient, of_lse, q, k, v, out, lse = call[:7]
     dtype, heads = lse.dtype, q.shape[1]
     gradient = gradient.to(dtype)
     delta = (gradient * out.to(dtype)).sum(-1) - (0.0 if of_lse is None else of_lse)
-    slopes = _slopes(call, delta)
-    found = (
-        (slopes.of_products @ _finite(reference.spread(k.to(dtype), heads))).to(q.dtype),
-        _gathered(slopes.of_products.mT @ _finite(q.to(dtype)), k.shape[1]).to(k.dtype),
-        _gathered(slopes.kept.mT @ gradient, v.shape[1]).to(v.dtype),
+    _, of_products, weights = _logit_gradients(call, delta)
+    gradients = (
+        (of_products @ _finite(reference.spread(k.to(dtype), heads))).to(q.dtype),
+        _sum_shared_heads(of_products.mT @ _finite(q.to(dtype)), k.shape[1]).to(k.dtype),
+        _sum_shared_heads(weights.mT @ gradient, v.shape[1]).to(v.dtype),
     )
-    return found, delta
+    return gradients, delta
 
 
-class _Slopes(NamedTuple):
+class _LogitGradients(NamedTuple):
     """The gradients of the logits before the mask and of the products of queries and keys; the weights of the values."""
 
     of_logits: Tensor
     of_products: Tensor
-    kept: Tensor
+    weights: Tensor
 
 
-def _slopes(call: GradientCall | BiasCall, delta: Tensor) -> _Slopes:
-    """Of these, (batch, heads, queries, keys) each, in the dtype of the log-sum-exp."""
+def _logit_gradients(call: GradientCall | BiasCall, delta: Tensor) -> _LogitGradients:
+    """Return them, (batch, heads, queries, keys) each, in the dtype of the log-sum-exp."""
     q, lse, scale, softcap = call.q, call.lse, call.scale, call.softcap
     dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], call.k.shape[2], q.device)
     keys, values = (reference.spread(x.to(dtype), heads) for x in (call.k, call.v))
@@ -137,44 +137,44 @@ def _slopes(call: GradientCall | BiasCall, delta: Tensor) -> _Slopes:
     seen = seen if visible is None else seen & visible
     # Not exp(logits - lse): where logits are large, their maximum plus the logarithm of a sum is the maximum.
     weights = torch.where(seen, reference.softmax(logits, visible, call.sinks)[0], 0.0)
-    slopes = _product(call.gradient.to(dtype), values.mT, _finite(values).mT, _contact(values, visible))
-    kept = weights
+    of_weights = _product(call.gradient.to(dtype), values.mT, _finite(values).mT, _contact(values, visible))
+    retained = weights
     if call.dropout_p > 0 and call.seed is not None:
         factor = 0.0 if call.dropout_p >= 1 else 1 / (1 - call.dropout_p)
-        factor = philox.kept(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
-        slopes, kept = slopes * factor, weights * factor
-    of_logits = torch.where(seen, weights * (slopes - delta.unsqueeze(-1)), 0.0)
+        factor = philox.retained(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
+        of_weights, retained = of_weights * factor, weights * factor
+    of_logits = torch.where(seen, weights * (of_weights - delta.unsqueeze(-1)), 0.0)
     inner = of_logits * scale if capped is None else of_logits * (1 - capped.square()) * scale
-    return _Slopes(of_logits, torch.where(seen, inner, 0.0), kept)
+    return _LogitGradients(of_logits, torch.where(seen, inner, 0.0), retained)
 
 
-def _gathered(x: Tensor, kv_heads: int) -> Tensor:
-    """The sum over the query heads that share a head of keys."""
+def _sum_shared_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Return the sum over the query heads that share a head of keys."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-# ---- the rule --------------------------------------------------------------------------------------------------------
+# ---- the autograd rule --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def backward_operator() -> CustomOp[Any, _Four]:
-    """``opkit::attention_backward``, defined when it is first asked for."""
+def backward_operator() -> CustomOp[Any, _Results]:
+    """Return ``opkit::attention_backward``; the first call defines it."""
     return custom_op("opkit::attention_backward", mutates_args=(), inline=False)(attention_backward)
 
 
 @functools.cache
 def bias_backward_operator() -> CustomOp[Any, list[Tensor]]:
-    """``opkit::attention_bias_backward``, defined when it is first asked for."""
+    """Return ``opkit::attention_bias_backward``; the first call defines it."""
     return custom_op("opkit::attention_bias_backward", mutates_args=())(attention_bias_backward)
 
 
 def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what :func:`backward` reads."""
+    """Save what :func:`backward` reads."""
     q, k, v, mask_tensors, bias_tensors, sinks, seed = inputs[:7]
     ctx.rest = inputs[7:]
-    ctx.kept = len(mask_tensors), len(bias_tensors), sinks is not None, seed is not None
-    ctx.set_materialize_grads(False)  # of the log-sum-exp there is seldom a gradient
-    if ctx.kept == _NOTHING:
+    ctx.optional = len(mask_tensors), len(bias_tensors), sinks is not None, seed is not None
+    ctx.set_materialize_grads(False)  # the log-sum-exp seldom has a gradient
+    if ctx.optional == _NO_OPTIONAL:
         ctx.save_for_backward(q, k, v, *output)
         return
     optional = [each for each in (sinks, seed) if each is not None]
@@ -182,52 +182,54 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
 
 
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
-    """The gradients of the operator's arguments."""
+    """Return the gradients of the operator's arguments."""
     saved: Sequence[Tensor] = ctx.saved_tensors
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
     gradient = torch.zeros_like(saved[3]) if gradient is None else gradient
-    if ctx.kept != _NOTHING:
-        return _with_tensors(ctx, gradient, of_lse, saved)
+    if ctx.optional != _NO_OPTIONAL:
+        return _backward_with_optional(ctx, gradient, of_lse, saved)
     of_q, of_k, of_v, _ = backward_operator()(
         gradient, of_lse, *saved, [], [], mask, bias, scale, softcap, heads_inside, None, dropout_p
     )
     return of_q, of_k, of_v, [], [], *_NO_GRADIENTS
 
 
-def _with_tensors(ctx: Any, gradient: Tensor, of_lse: Tensor | None, saved: Sequence[Tensor]) -> tuple[Any, ...]:
-    """As :func:`backward`, of a call with tensors beside q, k, v and the results."""
+def _backward_with_optional(
+    ctx: Any, gradient: Tensor, of_lse: Tensor | None, saved: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    """Do the same for a call that saved more tensors than q, k, v and the results."""
     q, k, v, out, lse, *tensors = saved
-    masks, biases, sunk, dropped = ctx.kept
+    masks, biases, has_sinks, has_seed = ctx.optional
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
-    sinks = optional[0] if sunk else None
-    seed = optional[-1] if dropped else None
+    sinks = optional[0] if has_sinks else None
+    seed = optional[-1] if has_seed else None
     mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
     call = GradientCall(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
         dropout_p, sinks,
     )  # fmt: skip
-    *found, delta = backward_operator()(*call)
+    *gradients, delta = backward_operator()(*call)
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
     of_biases = _of_biases(call, delta, wanted) if wanted else [None] * biases
     of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
-    return (*found, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
+    return (*gradients, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
 
 
 def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Tensor | None]:
-    """The gradients of the tensors that are wanted, None for the others."""
-    made = bias_backward_operator()(
+    """Return the gradients of the tensors that are wanted, None for the others."""
+    computed = bias_backward_operator()(
         call.gradient, delta, call.q, call.k, call.v, call.lse, call.mask_tensors, call.bias_tensors, call.mask, call.bias,
         call.scale, call.softcap, wanted, call.seed, call.dropout_p, call.sinks,
     )  # fmt: skip
-    found: list[Tensor | None] = [None] * len(call.bias_tensors)
-    for number, one in zip(wanted, made, strict=True):
-        found[number] = one
-    return found
+    gradients: list[Tensor | None] = [None] * len(call.bias_tensors)
+    for number, one in zip(wanted, computed, strict=True):
+        gradients[number] = one
+    return gradients
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink has a probability and no value."""
+    """Return the gradient of the sinks, which have a probability and no value."""
     column = sinks.to(lse.dtype)[None, :, None]
-    alive = lse > -torch.inf
-    weights = torch.where(alive, torch.exp(column - torch.where(alive, lse, 0.0)), 0.0)
+    visible = lse > -torch.inf
+    weights = torch.where(visible, torch.exp(column - torch.where(visible, lse, 0.0)), 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)

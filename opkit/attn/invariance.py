@@ -1,4 +1,4 @@
-"""``opkit.batch_invariant``: a context in which attention's results do not depend on what is computed beside them."""
+"""``opkit.batch_invariant``: a context in which attention's results do not depend on the rest of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``opkit.merge_attention``: attention to all keys from attention to parts of them, as where sequences share a prefix."""
+"""``opkit.merge_attention``: combine attention to parts of the keys into attention to all, as where sequences share a prefix."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _LSES = (torch.float32, torch.float64)
 
 @functools.cache
 def merge_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """``opkit::merge_attention``, defined and given its kernel when it is first asked for."""
+    """Return ``opkit::merge_attention``; the first call defines it and registers its kernel."""
     op = custom_op("opkit::merge_attention", mutates_args=())(reference)
     on_gpu.register(op)
     return op
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """What attention to all keys gives, from what it gave for parts of them: each key is in one part.
+    """Return the result of attention to all keys, from its results for parts of them: each key is in one part.
 
     Sequences that share a prefix attend to it together, each to the rest of its own keys alone, and the two results are
     merged. Gradients reach all parts.
 
     Args:
-        parts: of each the result and the log-sum-exp, as ``return_lse=True`` gives them: (..., d_v), of one shape and dtype, and
-            (...), float32 or float64. Without a sink, or with it in one part alone.
+        parts: the result and the log-sum-exp of each, as ``return_lse=True`` returns them: (..., d_v), of one shape and dtype,
+            and (...), float32 or float64. Without a sink, or with it in one part alone.
 
     Returns:
         The result, of the parts' shape and dtype, and the log-sum-exp; zeros and minus infinity where no part sees a key.
-        A part that sees none counts for nothing, whatever its result holds. How many keys a part has is known by its
-        log-sum-exp alone: of logits so large that float32 rounds the logarithm of a sum away (``finfo.min`` throughout, as in
+        A part that sees none does not count, whatever its result holds. The number of a part's keys is known from its
+        log-sum-exp only: for logits so large that float32 rounds the logarithm of a sum away (``finfo.min`` throughout, as in
         padded rows), parts count alike.
 
     Raises:
         ArgumentError: there are no parts.
-        ShapeError, DtypeError: they do not fit each other.
+        ShapeError, DtypeError: the parts do not fit each other.
 
     >>> import opkit, torch
     >>> q, k, v = torch.randn(3, 1, 2, 6, 4)
@@ -77,12 +77,12 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
 
 
 def reference(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """What merging computes, in plain torch: the weights of the parts are the softmax of their log-sum-exps."""
+    """Merge in plain torch: the weights of the parts are the softmax of their log-sum-exps."""
     each = torch.stack(lses)
-    dead = (each == -torch.inf).all(0)
-    alive = torch.where(dead, 0.0, each)  # of minus infinity alone these have no derivative
-    lse, weights = alive.logsumexp(0), torch.where(dead, 0.0, alive.softmax(0)).unsqueeze(-1)
+    masked = (each == -torch.inf).all(0)
+    each = torch.where(masked, 0.0, each)  # with nothing but minus infinity these have no derivative
+    lse, weights = each.logsumexp(0), torch.where(masked, 0.0, each.softmax(0)).unsqueeze(-1)
     total = outs[0].new_zeros(outs[0].shape, dtype=torch.promote_types(lses[0].dtype, torch.float32))  # dense
     for out, weight in zip(outs, weights, strict=True):
         total = total + weight * torch.where(weight > 0, out.to(total.dtype), 0.0)
-    return total.to(outs[0].dtype), torch.where(dead, -torch.inf, lse)
+    return total.to(outs[0].dtype), torch.where(masked, -torch.inf, lse)

@@ -1,8 +1,8 @@
-"""``opkit::attention``, the operator behind :func:`opkit.attention`, and the kernels that are registered for it.
+"""Define ``opkit::attention``, the operator behind :func:`opkit.attention`, and register its kernels.
 
-A kernel has a file of its own, which :data:`KERNELS` names; its ``register(op)`` is called when the operator is first
-asked for, and calls ``op.register_kernel(device, function, when=..., dtypes=..., name=...)``. The function has the
-signature of :func:`opkit.attn.reference.attention`. ``op.select(...)`` says which kernel a call gets, and why not another.
+Each module in :data:`KERNELS` has kernels; its ``register(op)`` is called when the operator is first used, and calls
+``op.register_kernel(device, function, when=..., dtypes=..., name=...)``. The function has the signature of
+:func:`opkit.attn.reference.attention`. ``op.select(...)`` says which kernel a call gets, and why not another.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from opkit.op.rules import vmap
 NAME = "opkit::attention"
 
 KERNELS: tuple[str, ...] = ("opkit.attn.cpu", "opkit.attn.batch_invariant", "opkit.attn.gpu.kernels")
-"""Modules with kernels, in the order of registration: of those that take a call, the last is chosen."""
+"""Modules with kernels, in the order of registration: the last of those that support a call is chosen."""
 
-# What has a batch size first, which a mapped dimension can be folded into; the sinks and the seed have none.
+# Arguments whose first dimension is the batch, into which vmap folds the mapped dimension; sinks and seed have none.
 _BATCHED = (0, 1, 2, 3, 4)
 
 
 @functools.cache
 def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """The operator, defined and given its kernels when it is first asked for.
+    """Return the operator; the first call defines it and registers its kernels.
 
     >>> import torch
     >>> q = torch.ones(1, 2, 3, 4)
@@ -49,9 +49,9 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     return op
 
 
-def _fake(*given: Any) -> tuple[Tensor, Tensor]:
-    """The results' sizes and strides; the reference's operations would ask sizes that depend on data whether they are 0."""
-    call = Call(*given)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return empty results; the reference's operations would compare sizes that depend on data with 0."""
+    call = Call(*arguments)
     (batch, heads, queries, _), columns = call.q.shape, call.v.shape[3]
     if call.heads_inside:
         out = call.q.new_empty((batch, queries, heads, columns)).transpose(1, 2)
@@ -61,24 +61,21 @@ def _fake(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-    """One call with the mapped dimension folded into the batch; a call for each index with mapped sinks, or dropout."""
+    """Make one call with the mapped dimension folded into the batch; or, with mapped sinks or dropout, a call for each index."""
     sinks, seed = args[5:7]
     if seed is not None or (sinks is not None and in_dims[5] is not None):
         return vmap.loop(attention_operator(), info, in_dims, args, {})
     folded = list(args)
-    batch = _batch(args[0], in_dims[0])
+    q, dim = args[0], in_dims[0]
+    batch = (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
     for i in _BATCHED:
         folded[i] = _folded(args[i], in_dims[i], info.batch_size, batch)
     out, lse = attention_operator()(*folded)
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
 
 
-def _batch(q: Tensor, dim: int | None) -> int:
-    return (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
-
-
 def _folded(value: Any, dims: Any, size: int, batch: int) -> Any:
-    """Tensors, some with a mapped dimension, with ``size * batch`` in place of the batch; in lists a batch of 1 may stay."""
+    """Return tensors with ``size * batch`` in place of the batch; in lists a batch of 1 stays where no dimension is mapped."""
     if isinstance(value, (list, tuple)):
         each = zip(value, dims or [None] * len(value), strict=True)
         return [v if d is None and v.shape[0] == 1 else _folded(v, d, size, batch) for v, d in each]

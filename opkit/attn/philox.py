@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: Philox-4x32-10 of their positions, in torch's integers, the same on every device.
+"""Choose the probabilities that dropout retains: Philox-4x32-10 of their positions, in torch's integers, alike on every device.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011,
 https://doi.org/10.1145/2063384.2063405.
@@ -18,7 +18,7 @@ _ROUNDS = 10
 
 
 def words(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four 32-bit words, in int64, of counters and a key of 32-bit words in int64.
+    """Return the four 32-bit words, in int64, of counters and a key of 32-bit words in int64.
 
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> [f"{int(word):08x}" for word in words((zero,) * 4, (zero,) * 2)]
@@ -35,16 +35,16 @@ def words(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Ten
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower word of a product of two words, without leaving int64."""
+    """Return the upper and the lower word of a product of two words, without leaving int64."""
     left, right = word * (multiplier >> 16), word * (multiplier & 0xFFFF)
     middle = left + (right >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (right & 0xFFFF)
 
 
-def kept(seed: Tensor, dropout_p: float, batch: int, heads: int, grid: Grid) -> Tensor:
-    """Which probabilities stay: bool, (batch, heads, queries, keys).
+def retained(seed: Tensor, dropout_p: float, batch: int, heads: int, grid: Grid) -> Tensor:
+    """Return which probabilities dropout retains: bool, (batch, heads, queries, keys).
 
-    That of (b, h, i, j) does where word ``j % 4`` of the counter ``(j // 4, i, b * heads + h, 0)``, divided by 2**32, is
+    That of (b, h, i, j) is retained where word ``j % 4`` of the counter ``(j // 4, i, b * heads + h, 0)``, divided by 2**32, is
     not below ``dropout_p``. The key is the lower 32 bits of each of the two numbers in ``seed``, int64 (2,).
     """
     key = (seed[0] & _WORD, seed[1] & _WORD)

@@ -1,4 +1,4 @@
-"""Attention whose probabilities the caller wants: they are as large as the logits, so no kernel keeps them."""
+"""Attention that returns its probabilities too: they are as large as the logits, so no kernel stores them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from opkit.attn import reference
 from opkit.attn.masks import biases, program
-from opkit.attn.masks.algebra import Mask, as_mask
-from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.algebra import Mask, as_mask, lower
 from opkit.attn.masks.program import Grid
+from opkit.attn.masks.program_builder import CallSizes
 
 
 def with_probabilities(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None = None, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The result of attention and the probabilities by which values were weighted, in torch operations.
+    """Return the result of attention and the probabilities by which the values were weighted, in torch operations.
 
     Args:
         q: queries, (batch, heads, queries, d).
@@ -44,8 +44,8 @@ def with_probabilities(
 
 
 def _logits(q: Tensor, keys: Tensor, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The logits, minus infinity where the mask hides, and what it shows."""
-    seen, added = spelled_out(mask, q, keys)
+    """Return the logits, minus infinity where the mask hides, and which of them are visible."""
+    seen, added = mask_as_tensors(mask, q, keys)
     product = reference.product(q, keys.mT, reference.finite(keys).mT, reference.contact(keys, seen))
     logits = product * q.shape[-1] ** -0.5
     logits = logits if added is None else logits + added.to(logits.dtype)
@@ -53,21 +53,21 @@ def _logits(q: Tensor, keys: Tensor, mask: Mask | Tensor | None) -> tuple[Tensor
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Zeros for a row of nothing but minus infinity, of which a softmax is NaN."""
-    dead = (logits == -torch.inf).all(-1, keepdim=True)
-    return torch.where(dead, 0.0, torch.where(dead, 0.0, logits).softmax(-1))
+    """Return the softmax, zeros for a fully masked row, whose softmax is NaN."""
+    masked = (logits == -torch.inf).all(-1, keepdim=True)
+    return torch.where(masked, 0.0, torch.where(masked, 0.0, logits).softmax(-1))
 
 
-def spelled_out(mask: Mask | Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """A mask as tensors of 4 dimensions that broadcast to the logits: which keys are seen, and what is added to logits."""
+def mask_as_tensors(mask: Mask | Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask as tensors of 4 dimensions that broadcast to the logits: which keys are visible, and what is added."""
     if mask is None:
         return None, None
-    sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    found = lower(as_mask(mask), sizes)
-    seen = program.visible(found.program, found.tensors, Grid(sizes.queries, sizes.keys, q.device))
-    if not found.additive:
+    sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    lowered = lower(as_mask(mask), sizes)
+    seen = program.visible(lowered.program, lowered.tensors, Grid(sizes.queries, sizes.keys, q.device))
+    if not lowered.additive:
         return seen, None
     tensors: list[Tensor] = []
-    words = [word for each in found.additive for word in biases.lower(each, sizes, tensors)]
+    words = [word for each in lowered.additive for word in biases.lower(each, sizes, tensors)]
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     return seen, program.biased(zero, words, tensors, Grid(sizes.queries, sizes.keys, q.device))

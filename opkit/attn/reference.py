@@ -1,8 +1,8 @@
-"""What the attention operator computes, in torch operations on any device, differentiable any number of times.
+"""The reference of the attention operator, in torch operations on any device, differentiable any number of times.
 
 A key or value that a query does not see must not reach its result or its gradient, not even as ``0 * NaN``. So each
-product with keys or values is made twice: once over keys and values whose rows with NaN or infinity are zero, for the
-queries that see no such row, and once over all of them, for the queries that do and shall have what arithmetic gives.
+product with keys or values is computed twice: once with keys and values whose rows with NaN or infinity are zeroed, for the
+queries that see no such row, and once with all of them, for the queries that do and must get what arithmetic gives.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def attention(
         q: (batch, heads, queries, d), any floating dtype, any strides.
         k: (batch, key heads, keys, d) of ``q``'s dtype; ``heads`` is a multiple of the key heads.
         v: (batch, key heads, keys, d_v) of ``q``'s dtype.
-        mask_tensors: what ``mask`` refers to.
-        bias_tensors: what ``bias`` refers to.
+        mask_tensors: the tensors that ``mask`` refers to.
+        bias_tensors: the tensors that ``bias`` refers to.
         sinks: (heads,), one more logit for each row, which has no value.
-        seed: int64 (2,), of dropout; needed where ``dropout_p`` is not 0.
+        seed: int64 (2,), for dropout; needed where ``dropout_p`` is not 0.
         mask: a program of :mod:`opkit.attn.masks.program`; empty: every query sees every key.
         bias: a program of biases; empty: none.
         scale: a factor of the logits.
@@ -63,27 +63,27 @@ def attention(
     seen = program.visible(mask, mask_tensors, grid)
     logits = _logits(q.to(dtype), keys, seen, scale, softcap)
     logits = program.biased(logits, bias, bias_tensors, grid)
-    weights, alive, dead = softmax(logits, seen, sinks)
-    lse = torch.where(dead.squeeze(-1), -math.inf, alive.logsumexp(-1))
+    weights, logits, masked = softmax(logits, seen, sinks)
+    lse = torch.where(masked.squeeze(-1), -math.inf, logits.logsumexp(-1))
     weights = _dropped(weights, seed, dropout_p, grid)
     out = product(weights, values, finite(values), contact(values, seen)).to(q.dtype)
     return laid_out(out, heads_inside), lse
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
-    """Keys or values, repeated for the query heads that share a head of theirs."""
+    """Return keys or values, repeated for the query heads that share a head of theirs."""
     if heads == x.shape[1]:
         return x
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def contact(x: Tensor, seen: Tensor | None) -> Tensor | None:
-    """Which queries see a row of ``x`` that is not finite, (batch, heads, queries, 1); None where each sees all rows."""
+    """Return which queries see a row of ``x`` that is not finite, (batch, heads, queries, 1); None where each sees all rows."""
     return None if seen is None else (seen & ~x.isfinite().all(-1).unsqueeze(-2)).any(-1, keepdim=True)
 
 
 def product(left: Tensor, right: Tensor, clean: Tensor, contact: Tensor | None) -> Tensor:
-    """``left @ right``, and ``left @ clean`` for the rows of ``left`` without ``contact``."""
+    """Return ``left @ right``, and ``left @ clean`` for the rows of ``left`` without ``contact``."""
     if contact is None:
         return left @ right
     without = torch.where(contact, 0.0, left) @ clean
@@ -91,6 +91,7 @@ def product(left: Tensor, right: Tensor, clean: Tensor, contact: Tensor | None) 
 
 
 def finite(x: Tensor) -> Tensor:
+    """Return ``x`` with each row that has NaN or infinity zeroed."""
     return torch.where(x.isfinite().all(-1, keepdim=True), x, 0.0)
 
 
@@ -100,25 +101,28 @@ def _logits(q: Tensor, keys: Tensor, seen: Tensor | None, scale: float, softcap:
 
 
 def softmax(logits: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The probabilities of what each row sees, without the sink's; all logits of a row, 0 where it sees nothing; such rows."""
+    """Return the probabilities without the sink's; all logits, 0 in fully masked rows; and which rows are fully masked."""
     if seen is not None:
         logits = torch.where(seen, logits, -math.inf)
     if sinks is not None:
         column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat((logits, column), dim=-1)
-    dead = (logits == -math.inf).all(-1, keepdim=True)
-    alive = torch.where(dead, 0.0, logits)  # a softmax of nothing but minus infinity is NaN, and so are its derivatives
-    weights = torch.where(dead, 0.0, alive.softmax(-1))
+    masked = (logits == -math.inf).all(-1, keepdim=True)
+    logits = torch.where(
+        masked, 0.0, logits
+    )  # a softmax of nothing but minus infinity is NaN, and so are its derivatives
+    weights = torch.where(masked, 0.0, logits.softmax(-1))
     weights = weights if sinks is None else weights[..., :-1]
-    return weights if seen is None else torch.where(seen, weights, 0.0), alive, dead
+    return weights if seen is None else torch.where(seen, weights, 0.0), logits, masked
 
 
 def _dropped(weights: Tensor, seed: Tensor | None, dropout_p: float, grid: Grid) -> Tensor:
     if dropout_p == 0 or seed is None:
         return weights
-    kept = philox.kept(seed, dropout_p, weights.shape[0], weights.shape[1], grid)
-    return torch.where(kept, weights * (0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)), 0.0)
+    retained = philox.retained(seed, dropout_p, weights.shape[0], weights.shape[1], grid)
+    return torch.where(retained, weights * (0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)), 0.0)
 
 
 def laid_out(out: Tensor, heads_inside: bool) -> Tensor:
+    """Return ``out`` laid out in memory as (batch, queries, heads, d_v) if ``heads_inside``, else contiguous."""
     return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else out.contiguous()

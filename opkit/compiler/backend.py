@@ -1,6 +1,7 @@
-"""``torch.compile(model, backend="opkit")``: Dynamo and AOTAutograd capture, and each graph is compiled to C.
+"""The backend of ``torch.compile(model, backend="opkit")``.
 
-A graph that is not compiled runs in eager mode, with a warning in the log, so that a training never dies of it.
+Dynamo and AOTAutograd capture graphs, and this module compiles each of them to C. A graph that cannot be compiled runs in eager
+mode, with a warning in the log, so that the compiler never ends a training run.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from typing import Any
 from torch import fx
 
 from opkit import config
-from opkit.compiler import logs, warm
-from opkit.compiler.capture import conversion, reproduction, saving
+from opkit.compiler import graph_cache, logs
+from opkit.compiler.capture import conversion, partition, reproduction
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.capture.decompositions import DECOMPOSITIONS
-from opkit.compiler.compiled import Compiled, Stages
+from opkit.compiler.compiled_graph import CompiledGraph, Stages
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.lower.target import Target
-from opkit.compiler.run import arena, stored
-from opkit.compiler.run.assemble import Runner, Surroundings
-from opkit.compiler.run.plan import Plan
+from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.run import arena, plan_cache
+from opkit.compiler.run.graph_constants import GraphConstants
+from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.runner import Runner
 from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
@@ -38,44 +40,44 @@ from opkit.op.core import inlining, knows_lowerings
 Boxed = Callable[[list[Any]], Any]
 
 
-observer: contextvars.ContextVar[Callable[[Compiled], None] | None] = contextvars.ContextVar(
+observer: contextvars.ContextVar[Callable[[CompiledGraph], None] | None] = contextvars.ContextVar(
     "opkit_observer", default=None
 )
-"""Who is told of each graph that is compiled. While there is somebody, no plan comes from the disk."""
+"""A function that is called with each graph that is compiled. While it is set, no plan is read from the disk."""
 
 _KINDS = ("forward", "backward", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What ``torch.compile(..., options={...})`` takes.
+class CompileOptions:
+    """The options of ``torch.compile(..., options={...})``.
 
     Attributes:
-        strict: raise where a graph, or the body of a control flow operator, is not compiled, rather than running it in eager
-            mode.
-        inline: True: see through opkit operators, also where they have a kernel; False: call them; None: each as defined, and
-            by the rule of ``register_lowering`` where it has one.
+        strict: raise an error if a graph, or the body of a control flow operator, cannot be compiled, instead of running it in
+            eager mode.
+        inline: True: trace through opkit operators, also through those with a kernel; False: call them; None: treat each
+            operator as it is defined, and use its ``register_lowering`` rule if it has one.
     """
 
     strict: bool = False
     inline: bool | None = None
 
 
-def options(given: Mapping[str, Any] | None) -> Options:
-    """The options of a call of torch.compile.
+def options(values: Mapping[str, Any] | None) -> CompileOptions:
+    """Return the options of a call of torch.compile.
 
     Raises:
-        ArgumentError: one that does not exist, or of the wrong type.
+        ArgumentError: an option does not exist, or has the wrong type.
     """
-    known = [field.name for field in dataclasses.fields(Options)]
-    for name, value in (given or {}).items():
+    known = [field.name for field in dataclasses.fields(CompileOptions)]
+    for name, value in (values or {}).items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(f"backend='opkit' has no option {name!r}; it has {', '.join(map(repr, known))}.{hint}")
         if not isinstance(value, bool) and not (name == "inline" and value is None):
             raise ArgumentError(f"backend='opkit': options[{name!r}]={value!r} must be True or False.")
-    return Options(**{"strict": config.get().strict, **(given or {})})
+    return CompileOptions(**{"strict": config.get().strict, **(values or {})})
 
 
 def opkit_backend(
@@ -85,40 +87,42 @@ def opkit_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend: what Dynamo calls with each graph that it captured."""
+    """Compile a graph that Dynamo captured: Dynamo calls this function with each of them."""
     if mode is not None:
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     logs.set_up()
     chosen = _options(options)
     if private.is_saving():
-        from opkit.compiler.saved import SavedFunction  # no other call needs it
+        from opkit.compiler.saved_function import SavedFunction  # no other call needs it
 
-        recording = warm.Recording(None, example_inputs, is_saving=True)
+        recording = graph_cache.Recording(None, example_inputs, is_saving=True)
         with private.without_autograd_cache():
-            return SavedFunction(_captured_anew(module, example_inputs, chosen, recording), recording)
-    entry = warm.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
-    found = None if entry is None or _is_watched() else warm.find(entry)
-    return found or _captured_anew(module, example_inputs, chosen, warm.Recording(entry, example_inputs))
+            return SavedFunction(_compile_with_aot_autograd(module, example_inputs, chosen, recording), recording)
+    entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
+    cached = None if entry is None or _is_observed() else graph_cache.find(entry)
+    return cached or _compile_with_aot_autograd(
+        module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs)
+    )
 
 
-def _captured_anew(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, recording: warm.Recording
+def _compile_with_aot_autograd(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, recording: graph_cache.Recording
 ) -> Callable[..., Any]:
-    """What runs Dynamo's graph, by way of AOTAutograd."""
+    """Return a function that runs Dynamo's graph; AOTAutograd calls ``compile_fx_graph`` with the graphs that it makes of it."""
     compilers = {
-        kind: functools.partial(compile_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
+        kind: functools.partial(compile_fx_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
     }
     make = private.aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=saving.partition,
+        partition_fn=partition.partition,
         decompositions=DECOMPOSITIONS,  # few: there are rules for composite operators, and fewer nodes take less time
         keep_inference_input_mutations=True,
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
-        return recording.shortened(make(module, example_inputs))
+        return recording.without_aot_autograd(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])
@@ -130,54 +134,53 @@ _options = options
 # ---- one graph -------------------------------------------------------------------------------------------------------
 
 
-def compile_graph(
+def compile_fx_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     kind: str,
-    options: Options = Options(),
-    recording: warm.Recording | None = None,
+    options: CompileOptions = CompileOptions(),
+    recording: graph_cache.Recording | None = None,
 ) -> Boxed:
-    """A function for a graph of AOTAutograd's: it takes a list of inputs, which it empties. ``recording`` is told of it.
+    """Return a function for a graph of AOTAutograd's: it takes a list of inputs, which it empties.
+
+    ``recording`` collects what the entry of the graph cache needs.
 
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph, recording = _Graph(module, kind, options), recording or warm.Recording(None, ())
+    graph, recording = _GraphCompilation(module, kind, options), recording or graph_cache.Recording(None, ())
     if kind == "forward":
-        private.donate_nothing()
-    made = graph.attempt(lambda: graph.begun(example_inputs, functools.partial(recording.note, kind)))
-    recording.keep(kind, made)
-    return made
+        private.disable_donated_buffers()
+    function = graph.attempt(lambda: graph.start(example_inputs, functools.partial(recording.add_graph, kind)))
+    recording.set_function(kind, function)
+    return function
 
 
-def _tell(what: Compiled) -> None:
-    told = observer.get()
-    if told is not None:
-        told(what)
+def _notify_observer(graph: CompiledGraph) -> None:
+    notify = observer.get()
+    if notify is not None:
+        notify(graph)
 
 
-def _told(what: Compiled) -> tuple[Plan, tuple[str, ...]]:
-    _tell(what)
-    assert what.plan is not None
-    return what.plan, what.texts
+class _GraphCompilation:
+    """A graph on its way through the stages.
 
+    The C compiler runs in the background while AOTAutograd continues: the last stages run at the first call.
+    """
 
-class _Graph:
-    """A graph on its way through the stages. gcc works while AOTAutograd goes on: the last stages wait for the first call."""
-
-    def __init__(self, module: fx.GraphModule, kind: str, options: Options) -> None:
-        self.module, self.kind, self.name, self.options = module, kind, warm.numbered(kind), options
-        self.spare = kind != "inference"  # memory: what a forward keeps meets the backward's peak
+    def __init__(self, module: fx.GraphModule, kind: str, options: CompileOptions) -> None:
+        self.module, self.kind, self.name, self.options = module, kind, graph_cache.next_name(kind), options
+        self.save_memory = kind != "inference"  # what a forward saves adds to the backward's peak
         self.stages = Stages()
 
-    def attempt(self, make: Callable[[], Boxed]) -> Boxed:
-        """What ``make`` returns; the graph in eager mode if it fails.
+    def attempt(self, stage: Callable[[], Boxed]) -> Boxed:
+        """Return what ``stage`` returns, or a function that runs the graph in eager mode if it fails.
 
         Raises:
             CompileError, ToolchainError: it failed, and ``options.strict`` holds.
         """
         try:
-            return make()
+            return stage()
         except Unsupported as error:
             reason = str(error)
             if self.options.strict:
@@ -192,120 +195,132 @@ class _Graph:
             if self.stages.now == "bodies":  # one of them was reported
                 raise
             reason = f"{type(error).__name__}: {error}"
-            _report(self.module, self.name, self.stages.now, error, self.options.strict)
-        _tell(Compiled(self.name, reason))
+            _report_failure(self.module, self.name, self.stages.now, error, self.options.strict)
+        _notify_observer(CompiledGraph(self.name, reason))
         return eager(self.module)
 
-    def begun(self, inputs: Sequence[Any], note: Callable[[str, Plan, Sequence[str], Surroundings], None]) -> Boxed:
-        """A function that finishes the graph when it is called."""
-        from opkit.compiler import given, making  # a process that finds all its graphs on the disk lowers nothing
+    def start(
+        self, inputs: Sequence[Any], add_graph: Callable[[str, ExecutionPlan, Sequence[str], GraphConstants], None]
+    ) -> Boxed:
+        """Run all stages but the last, and return a function that finishes the graph when it is first called."""
+        # imported here because a process that finds all its graphs in the cache lowers nothing
+        from opkit.compiler import pipeline, user_lowerings
 
         run, is_body = self.stages.run, self.kind == "body"
-        of_user = None if is_body else private.results_of_the_user()
-        captured = run("capture", conversion.capture, self.module, self.name, inputs, of_user, is_body)
-        self._note_left(captured)
-        lowered = given.operators(captured.targets) if self.options.inline is None else {}
+        user_results = None if is_body else private.user_result_count()
+        captured = run("capture", conversion.capture, self.module, self.name, inputs, user_results, is_body)
+        self._log_uncompiled_parts(captured)
+        operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
         target = _target()
-        identity = run("look-up", stored.key, f"{target} {self.spare} {captured.key} {given.identity(lowered)}")
-        found = None if _is_watched() else stored.find(identity)
-        planned, texts = found or _told(
-            making.made(captured, target, self.stages, lowered, self.options.strict, self.spare)
-        )
-        surroundings = run("bodies", self._surroundings, captured)
-        build = run("build", warm.build, planned, texts, self.name)
+        key_text = f"{target} {self.save_memory} {captured.key} {user_lowerings.identity(operators)}"
+        plan_key = run("look-up", plan_cache.key, key_text)
+        cached = None if _is_observed() else plan_cache.find(plan_key)
+        if cached is None:
+            compiled = pipeline.compile_graph(
+                captured, target, self.stages, operators, self.options.strict, self.save_memory
+            )
+            _notify_observer(compiled)
+            assert compiled.plan is not None
+            plan, texts = compiled.plan, compiled.texts
+        else:
+            plan, texts = cached
+        constants = run("bodies", self._graph_constants, captured)
+        build = run("build", graph_cache.build, plan, texts, self.name)
         if not is_body:
-            private.report_strides(map(_strides, planned.outputs))
-        note(identity, planned, texts, surroundings)
-        keep = functools.partial(stored.store, identity, planned, texts) if found is None else None
-        return _Awaited(lambda: self.attempt(lambda: self.finished(build, surroundings, keep)))
+            private.report_strides(map(_strides, plan.outputs))
+        add_graph(plan_key, plan, texts, constants)
+        store = functools.partial(plan_cache.store, plan_key, plan, texts) if cached is None else None
+        return _LazyFunction(lambda: self.attempt(lambda: self.finish(build, constants, store)))
 
-    def _note_left(self, captured: Captured) -> None:
-        """Log which parts of the graph torch runs.
+    def _log_uncompiled_parts(self, captured: Captured) -> None:
+        """Log the parts of the graph that torch runs.
 
         Raises:
-            Unsupported: there are some, and ``options.strict`` holds.
+            Unsupported: there are such parts, and ``options.strict`` holds.
         """
-        if captured.left and self.options.strict:
-            raise Unsupported("; ".join(captured.left))
-        for reason in captured.left:
+        if captured.uncompiled and self.options.strict:
+            raise Unsupported("; ".join(captured.uncompiled))
+        for reason in captured.uncompiled:
             logs.compiler.warning("%s: %s. torch runs it.", self.name, reason)
 
-    def _surroundings(self, captured: Captured) -> Surroundings:
-        """What the graph uses of torch, and its bodies, which are compiled."""
-        bodies = {text: compile_graph(body, (), "body", self.options) for text, body in captured.bodies.items()}
-        return Surroundings(
+    def _graph_constants(self, captured: Captured) -> GraphConstants:
+        """Compile the bodies of control flow operators, and return them with the graph's other constants."""
+        bodies = {text: compile_fx_graph(body, (), "body", self.options) for text, body in captured.bodies.items()}
+        return GraphConstants(
             captured.constants, captured.targets, {**captured.opaques, **bodies}, captured.computed, captured.resolved
         )
 
-    def finished(self, build: warm.Build, surroundings: Surroundings, keep: Callable[[], None] | None) -> Boxed:
-        """The function of a plan whose C is being compiled; ``keep`` is called once it is."""
-        runner = self.stages.run("build", build.loaded, surroundings)
-        if keep is not None:
-            keep()
-        return _checked(runner, self.module)
+    def finish(
+        self, build: graph_cache.PlanBuild, constants: GraphConstants, store: Callable[[], None] | None
+    ) -> Boxed:
+        """Wait for the C compiler and return the function of the plan; ``store`` then writes the plan to the disk."""
+        runner = self.stages.run("build", build.load, constants)
+        if store is not None:
+            store()
+        return _with_negative_fallback(runner, self.module)
 
 
-class _Awaited:
-    """A function that is made when it is called first."""
+class _LazyFunction:
+    """A function that is built when it is first called."""
 
-    def __init__(self, make: Callable[[], Boxed]) -> None:
+    def __init__(self, build: Callable[[], Boxed]) -> None:
         self._boxed_call = True  # torch hands over the only references to the inputs
         self._lock = threading.Lock()
-        self._make: Callable[[], Boxed] | None = make
+        self._build: Callable[[], Boxed] | None = build
         self._run: Boxed | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        return (self._run or self._made())(inputs)
+        return (self._run or self._built())(inputs)
 
-    def _made(self) -> Boxed:
+    def _built(self) -> Boxed:
         with self._lock:
             if self._run is None:
-                assert self._make is not None
-                self._run, self._make = self._make(), None
+                assert self._build is not None
+                self._run, self._build = self._build(), None
             return self._run
 
 
-def _is_watched() -> bool:
-    """Whether somebody wants to know which kernels there are, and why: a stored plan does not say."""
+def _is_observed() -> bool:
+    """Return whether an observer or the log needs details of fusion, which a stored plan does not contain."""
     return observer.get() is not None or logs.fusion.isEnabledFor(logging.DEBUG)
 
 
-def _target() -> Target:
-    return Target.of(frozenset(isa.cpu_features()), isa.last_cache())
+def _target() -> LoweringTarget:
+    return LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:
-    """The strides of a result, where they are numbers."""
-    found = [s.constant for s in output.strides] if isinstance(output, Strided) else [None]
-    return None if None in found else tuple(s for s in found if s is not None)
+    """Return the strides of a result, or None if they are not all numbers."""
+    strides = [s.constant for s in output.strides] if isinstance(output, Strided) else [None]
+    return None if None in strides else tuple(s for s in strides if s is not None)
 
 
-def _checked(runner: Runner, module: fx.GraphModule) -> Boxed:
-    """The runner; where it takes integers, which can be negative, those that stand for no size go to the graph itself."""
+def _with_negative_fallback(runner: Runner, module: fx.GraphModule) -> Boxed:
+    """Return the runner; if it takes integers, the graph itself runs in eager mode for negative ones, which are no sizes."""
     if not runner.plan.sizes:
         return runner
-    otherwise = eager(module)
+    fallback = eager(module)
 
     def run(inputs: list[Any]) -> Any:
-        return runner(inputs) if min(runner.sizes(inputs)) >= 0 else otherwise(inputs)
+        return runner(inputs) if min(runner.sizes(inputs)) >= 0 else fallback(inputs)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
 def eager(module: fx.GraphModule) -> Boxed:
-    """The graph itself, as torch runs it."""
+    """Return a function that runs the graph in eager mode."""
 
     def run(inputs: list[Any]) -> Any:
-        given = list(inputs)
+        arguments = list(inputs)
         inputs.clear()
-        return module(*given)
+        return module(*arguments)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -313,11 +328,11 @@ def _warn_no_compiler(reason: str) -> None:
     warnings.warn(f"torch.compile(backend='opkit') runs in eager mode: {reason}", NoCompilerWarning, stacklevel=2)
 
 
-def _report(module: fx.GraphModule, name: str, stage: str, error: Exception, strict: bool) -> None:
+def _report_failure(module: fx.GraphModule, name: str, stage: str, error: Exception, strict: bool) -> None:
     path = reproduction.write(module, stage, error)
     node = _node_of(error)
     where = "" if node is None else f" at the node {node.name} ({node.target}, {node.origin or 'of no known line'})"
-    again = "" if path is None else f" {path} shows it again."
+    again = "" if path is None else f" {path} reproduces the failure."
     message = (
         f"opkit's compiler failed on {name} in the stage {stage!r}{where}: {type(error).__name__}: {error}.{again}"
     )
@@ -327,9 +342,9 @@ def _report(module: fx.GraphModule, name: str, stage: str, error: Exception, str
 
 
 def _node_of(error: Exception) -> Node | None:
-    """The node that was worked on: the innermost one that a frame of the traceback holds."""
-    held = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((node for node in reversed(held) if isinstance(node, Node)), None)
+    """Return the node that was being compiled: the innermost local variable ``node`` of the traceback's frames."""
+    nodes = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((node for node in reversed(nodes) if isinstance(node, Node)), None)
 
 
 opkit_backend.reset = arena.release  # pyright: ignore[reportFunctionMemberAccess]

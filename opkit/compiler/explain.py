@@ -1,4 +1,4 @@
-"""``opkit.explain``: what ``torch.compile(backend="opkit")`` makes of a model, form by form."""
+"""This module implements ``opkit.explain``: it shows what ``torch.compile(backend="opkit")`` makes of a model, form by form."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from opkit import page
 from opkit.compiler import explain_page, explain_text
 from opkit.compiler.backend import observer, opkit_backend
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.compiled import Compiled
-from opkit.compiler.explained import Explained, explained
+from opkit.compiler.compiled_graph import CompiledGraph
+from opkit.compiler.explained_graph import GraphExplanation, explain_graph
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Compile ``model`` and call it once with these arguments, and tell what became of it.
+    """Compile ``model``, call it once with these arguments, and return an explanation of what was compiled.
 
-    Where results require grad, their gradients with respect to the arguments and the model's parameters are computed too
-    (no ``.grad`` is written to), so that the backward is told as well. Everything that Dynamo had compiled is forgotten, as
+    If results require grad, their gradients with respect to the arguments and the model's parameters are computed too (no
+    ``.grad`` is written), so that the explanation includes the backward. Everything that Dynamo compiled before is dropped, as
     by :func:`torch.compiler.reset`.
 
     >>> import torch
@@ -35,42 +35,44 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanat
     [('aten.tanh.default', 'aten._softmax.default')]
     """
     private.reset()
-    found = Explanation(model)
-    found.call(*args, **kwargs)
-    return found
+    explanation = Explanation(model)
+    explanation.call(*args, **kwargs)
+    return explanation
 
 
 @dataclasses.dataclass
 class Explanation:
-    """What became of a model; ``str()`` is a report, :meth:`to_html` the same with every form in full.
+    """The compiled graphs of a model; ``str()`` is a report, :meth:`to_html` writes it with every form in full.
 
     Attributes:
-        model: what was compiled.
-        graphs: in the order in which they were compiled.
-        guards: what must hold for compiled code to be used again, a list for each graph that Dynamo captured.
-        recompiles: why Dynamo compiled a function again, at :meth:`call`.
-        breaks: why Dynamo ended a graph before its function did.
-        result: of the latest call.
+        model: the function or module that was compiled.
+        graphs: its graphs, in the order in which they were compiled.
+        guards: the conditions under which compiled code is used again, a list for each graph that Dynamo captured.
+        recompiles: the reasons why Dynamo compiled a function again in :meth:`call`.
+        breaks: the reasons for graph breaks.
+        result: the result of the latest call.
     """
 
     model: Callable[..., Any]
-    graphs: list[Explained] = dataclasses.field(default_factory=list[Explained])
+    graphs: list[GraphExplanation] = dataclasses.field(default_factory=list[GraphExplanation])
     guards: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
     recompiles: list[str] = dataclasses.field(default_factory=list[str])
     breaks: list[str] = dataclasses.field(default_factory=list[str])
     result: Any = None
 
     def __post_init__(self) -> None:
-        self._compiled = private.watched(self.model, opkit_backend, self.guards.append, self.recompiles.append)
+        self._compiled = private.watch_compilation(
+            self.model, opkit_backend, self.guards.append, self.recompiles.append
+        )
 
     @property
     def kernels(self) -> int:
-        """How many kernels run, all graphs together: a kernel counts each time that it is launched."""
+        """The number of kernel launches of all graphs together."""
         return sum(kernel.launches for graph in self.graphs for kernel in graph.kernels)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled model again, with other sizes for example; what is compiled for it is told too."""
-        token = observer.set(self._note)
+        """Call the compiled model again, for example with other sizes, and add what is compiled for that call."""
+        token = observer.set(self._add_graph)
         try:
             self.result = self._compiled(*args, **kwargs)
             _backward(self.result, _leaves(self.model, (args, kwargs)))
@@ -79,17 +81,17 @@ class Explanation:
         self.breaks = private.graph_breaks()
         return self.result
 
-    def _note(self, compiled: Compiled) -> None:
-        if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after it was planned
+    def _add_graph(self, compiled: CompiledGraph) -> None:
+        if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
         else:
-            self.graphs.append(explained(compiled))
+            self.graphs.append(explain_graph(compiled))
 
     def __str__(self) -> str:
         return explain_text.report(self.graphs, self.guards, self.recompiles, self.breaks)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a page that loads nothing: the report, and every graph's forms in full."""
+        """Write a self-contained page: the report, and every graph's forms in full."""
         body = explain_page.body(self.graphs, self.guards, self.recompiles, self.breaks)
         written = Path(path)
         written.write_text(page.document(explain_text.title(self.graphs), body), encoding="utf-8")
@@ -99,10 +101,10 @@ class Explanation:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _leaves(model: Any, given: Any) -> list[torch.Tensor]:
-    """The tensors that gradients are asked for."""
-    held: Iterable[Any] = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    return [t for t in [*pytree.tree_leaves(given), *held] if isinstance(t, torch.Tensor) and t.requires_grad]
+def _leaves(model: Any, arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors to compute gradients for."""
+    parameters: Iterable[Any] = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return [t for t in [*pytree.tree_leaves(arguments), *parameters] if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def _backward(result: Any, leaves: Sequence[torch.Tensor]) -> None:

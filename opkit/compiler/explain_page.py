@@ -1,4 +1,4 @@
-"""An explanation as the body of a page: the table, and for each graph its kernels and every form in full."""
+"""This module writes an explanation as HTML: the table of graphs, and for each its kernels and every form in full."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from opkit.compiler import explain_text
-from opkit.compiler.explained import Explained, KernelText
+from opkit.compiler.explained_graph import GraphExplanation, KernelText
 
 
 def body(
-    graphs: Sequence[Explained], guards: Sequence[Sequence[str]], recompiles: Sequence[str], breaks: Sequence[str]
+    graphs: Sequence[GraphExplanation],
+    guards: Sequence[Sequence[str]],
+    recompiles: Sequence[str],
+    breaks: Sequence[str],
 ) -> list[str]:
-    """HTML."""
+    """Return the lines of the page's body."""
     lines = [f"<h1>{escape(explain_text.title(graphs))}</h1>", *_table(graphs)]
     lines += [line for number, graph in enumerate(graphs) for line in _graph(number, graph)]
     for number, each in enumerate(guards):
@@ -20,7 +23,7 @@ def body(
     return [*lines, *_listed("Compiled again", recompiles), *_listed("Graph breaks", breaks)]
 
 
-def _table(graphs: Sequence[Explained]) -> Iterator[str]:
+def _table(graphs: Sequence[GraphExplanation]) -> Iterator[str]:
     headings = "".join(f'<th scope="col">{heading}</th>' for heading in explain_text.HEADINGS)
     yield f'<div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>'
     for number, graph in enumerate(graphs):
@@ -30,7 +33,7 @@ def _table(graphs: Sequence[Explained]) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _graph(number: int, graph: Explained) -> Iterator[str]:
+def _graph(number: int, graph: GraphExplanation) -> Iterator[str]:
     anchor = f"graph-{number}"
     yield f'<section aria-labelledby="{anchor}">\n<h2 id="{anchor}">{escape(graph.name)}</h2>'
     if graph.reason:

@@ -1,32 +1,35 @@
-"""An explanation as a report: a table of the graphs, then for each its kernels, calls, refusals and memory."""
+"""This module writes an explanation as a report: a table of the graphs, then the kernels, calls, refusals and memory of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opkit.compiler.explained import Explained, KernelText, Place
+from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText
 
 HEADINGS = ("graph", "operators", "kernels", "calls", "not fused", "arena")
-_MOST = 12  # lines of a kind, after which the report says how many more there are
+_MAX_LINES = 12  # lines of a kind; after them the report says how many more there are
 
 
-def title(graphs: Sequence[Explained]) -> str:
-    """How much there is of what."""
+def title(graphs: Sequence[GraphExplanation]) -> str:
+    """Return the numbers of graphs, kernels and calls."""
     kernels = sum(graph.launches for graph in graphs)
     calls = sum(len(graph.calls) for graph in graphs)
     return f"{_count(len(graphs), 'graph')}, {_count(kernels, 'kernel')}, {_count(calls, 'call')} of torch's operators"
 
 
-def row(graph: Explained) -> tuple[str, ...]:
-    """A graph's line of the table."""
+def row(graph: GraphExplanation) -> tuple[str, ...]:
+    """Return a graph's row of the table."""
     numbers = (graph.nodes, graph.launches, len(graph.calls), len(graph.refusals))
     return (graph.name, *map(str, numbers), f"{graph.arena:,} B")
 
 
 def report(
-    graphs: Sequence[Explained], guards: Sequence[Sequence[str]], recompiles: Sequence[str], breaks: Sequence[str]
+    graphs: Sequence[GraphExplanation],
+    guards: Sequence[Sequence[str]],
+    recompiles: Sequence[str],
+    breaks: Sequence[str],
 ) -> str:
-    """All of it."""
+    """Return the whole report."""
     lines = [title(graphs), "", *_table(graphs)]
     for graph in graphs:
         lines += ["", graph.name, *(f"  {line}" for line in _graph(graph))]
@@ -35,13 +38,13 @@ def report(
     return "\n".join(lines)
 
 
-def _table(graphs: Sequence[Explained]) -> list[str]:
+def _table(graphs: Sequence[GraphExplanation]) -> list[str]:
     rows = [HEADINGS, *map(row, graphs)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADINGS))]
     return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
 
 
-def _graph(graph: Explained) -> Iterator[str]:
+def _graph(graph: GraphExplanation) -> Iterator[str]:
     if graph.reason:
         yield f"runs in eager mode: {graph.reason}"
     yield from _shortened([_kernel(kernel) for kernel in graph.kernels], "kernels")
@@ -57,16 +60,16 @@ def _kernel(kernel: KernelText) -> str:
     return f"{kernel.name}{times}: {', '.join(dict.fromkeys(kernel.operators))}"
 
 
-def place_text(place: Place) -> str:
-    """Where a buffer lies."""
+def place_text(place: BufferPlace) -> str:
+    """Return a line that says where a buffer lies."""
     reuses = f", where {', '.join(place.reuses)} was" if place.reuses else ""
     end = place.begin + place.nbytes
     return f"memory {place.begin:,} to {end:,}: {place.buffer}, steps {place.first} to {place.last}{reuses}"
 
 
 def _shortened(lines: Sequence[str], kind: str) -> list[str]:
-    more = len(lines) - _MOST
-    return [*lines[:_MOST], *([f"... and {more} more {kind}"] if more > 0 else [])]
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], *([f"... and {more} more {kind}"] if more > 0 else [])]
 
 
 def _listed(heading: str, lines: Sequence[str]) -> list[str]:

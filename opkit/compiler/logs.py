@@ -1,4 +1,4 @@
-"""What the compiler tells: a logger a topic, which ``OPKIT_LOG`` sends to the terminal."""
+"""The compiler's loggers, one for each topic, which ``OPKIT_LOG`` sends to the terminal."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Whether an operator keeps its contract: what is drawn, what is asked of it, how a failure is made small and shown.
+"""This package searches for arguments on which an operator breaks its contract, shrinks them, and reports them.
 
 ======================================  ===============================================================================
-modules                                 what they hold
+modules                                 contents
 ======================================  ===============================================================================
 the operator and the rules
-``subject``                             what is checked: its arguments, its reference, what the dispatcher has of it
-``prop`` ``properties/``                what a property is; all of them, one file a group
+``subject``                             the operator under test: its arguments, reference and overload
+``prop`` ``properties/``                the definition of a property; all properties, in groups
 the search
-``checking`` ``run`` ``budget``         :func:`opkit.check`, all properties as time allows
+``checking`` ``run`` ``budget``         :func:`opkit.check`: all properties, in the time that there is
 ``search``                              one property: its first cases, then Hypothesis
 ``calls/``                              a call as data, and strategies for sizes, layouts, numbers, whole calls
-what properties are made of
-``observed/``                           what a call did; what it may depend on, and must leave as it was; threads
-``compare/``                            the reference in float64, how near is near enough, what extremes leave open
+the parts of properties
+``observed/``                           outcomes of calls, global state, random numbers, threads
+``compare/``                            the reference in float64, tolerances, extreme numbers
 ``memory/``                             guard pages, red zones, fresh memory, leaks
-``processes/``                          calls that crash, and first ones; properties beside each other
+``processes/``                          calls that crash, first calls, properties in parallel
 ``traced/``                             fake tensors, symbolic sizes, compiled programs, gradients
-what a person sees
-``told/``                               text, HTML, JSON, progress, a script for each failure, docs/contract.md
-``packages`` ``plugin`` ``strategies``  the operators of a package, pytest items, people's own tests
+the output
+``report/``                             text, HTML, JSON, progress, a script for each failure, docs/contract.md
+``packages`` ``plugin`` ``strategies``  the operators of a package, pytest items, strategies for users' tests
 ======================================  ===============================================================================
 """

@@ -1,4 +1,4 @@
-"""A budget of seconds, divided among the properties that are still to be asked."""
+"""This module divides a budget of seconds among the properties that remain to be checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from opkit.contract.prop import Property
-from opkit.contract.search import Found
+from opkit.contract.search import SearchResult
 
 _COMPILES = "compile"
 _COMPILER = "torch._inductor.compile_fx"
@@ -15,7 +15,7 @@ _IMPORTING = 3.0  # seconds, once in a process, before anything is compiled
 
 
 class Budget:
-    """Seconds that are left, and what one case of a property is expected to take of them."""
+    """The seconds that are left, and the expected seconds of a property's cases."""
 
     def __init__(self, seconds: float | None, max_examples: int) -> None:
         self._end = time.monotonic() + (float("inf") if seconds is None else seconds)
@@ -24,27 +24,27 @@ class Budget:
         self._excess = 0.0
 
     def left(self) -> float:
-        """Seconds until the end."""
+        """Return the seconds until the end."""
         return self._end - time.monotonic()
 
-    def spent(self, prop: Property, found: Found) -> None:
-        """Note what a property's cases took, to learn by how much this operator is slower than others."""
-        cases = len(found.tried)
+    def spent(self, prop: Property, result: SearchResult) -> None:
+        """Record the time of a property's cases, to learn by how much this operator is slower than others."""
+        cases = len(result.tried)
         self._cases += cases
-        self._excess += cases * max(0.0, found.case_seconds - prop.cost)
+        self._excess += cases * max(0.0, result.case_seconds - prop.cost)
 
     def case(self, prop: Property) -> float:
-        """Seconds that one case is expected to take: the property's own, what this operator adds, and imports."""
+        """Return the expected seconds of one case: the property's cost, what this operator adds, and imports."""
         slow = self._excess / self._cases if self._cases else 0.0
         cold = _IMPORTING if prop.group == _COMPILES and _COMPILER not in sys.modules else 0.0
         return prop.cost + slow + cold
 
     def need(self, prop: Property) -> float:
-        """Seconds that all cases of a property are expected to take."""
+        """Return the expected seconds of all cases of a property."""
         return self.case(prop) * max(prop.least, round(self._max_examples * prop.share))
 
     def share(self, rest: Sequence[Property]) -> float:
-        """Seconds for the first of ``rest``: its part, by need, of what is left; 0 where not one case would end in time."""
+        """Return the seconds for the first of ``rest``: its part by need of what is left; 0 if no case would end in time."""
         left = self.left()
         possible = [prop for prop in rest if self.case(prop) <= left]
         if left == float("inf"):

@@ -1,4 +1,4 @@
-"""opkit.check: what it takes, and what it returns. What it does is in ``run``, which is imported at the first call."""
+"""This module declares :func:`opkit.check`. The work is in ``run``, which is imported at the first call."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def check(
 ) -> Report:
     """Search for arguments on which an operator breaks its contract.
 
-    On Linux, on the CPU, and once the operator is known to survive, properties that need neither threads nor a compiler are asked
-    in forked processes, as many as there are cores, four at most: a call that crashes there is a failure like any other.
+    On Linux, on the CPU, and once the operator is known to survive, properties that need neither threads nor a compiler are
+    checked in forked processes, as many as there are cores, four at most: a call that crashes there is a failure like any other.
 
     Args:
         op: an operator of opkit's or of ``torch.library``'s, an ``OpOverload``, or any callable.
         args: for each positional argument a :func:`opkit.testing.tensor`, a list of these, a Hypothesis strategy, or a value. By
             default what the operator's annotations, or else its schema, say.
         kwargs: the same for keyword arguments.
-        reference: a function that says what ``op`` computes; an operator of opkit's has its own. Without one, only properties
-            that need none are asked.
+        reference: a function that computes what ``op`` should; an operator of opkit's has its own. Without one, only properties
+            that need none are checked.
         max_examples: how many examples a cheap property is tried on; those that compile take a share.
-        seed: of the search. Equal seeds search alike.
+        seed: the seed of the search. Equal seeds search alike.
         properties: only these: names such as "numbers.reference", or groups such as "numbers".
         exclude: none of these.
-        budget: seconds for everything; the search ends in time, with what it has, and what could not be asked is skipped.
-        device: where tensors are.
-        database: keep failing examples in opkit's cache directory, or in this folder, and try them first the next time.
-        progress: True for a bar on the terminal (stderr), or a function that is called with the name of a property that is asked,
-            and the share of the work that is done, as the check goes on. By default nothing is shown.
+        budget: seconds for everything; the search ends in time, with what it has, and properties without time are skipped.
+        device: the device of the tensors.
+        database: store failing examples in opkit's cache directory, or in this folder, and try them first the next time.
+        progress: True for a bar on the terminal (stderr), or a function that is called with the name of the property that is
+            checked, and the share of the work that is done, as the check goes on. By default nothing is shown.
 
     Raises:
-        ArgumentError: ``op`` is nothing to check, its arguments cannot be inferred, or a property is unknown.
+        ArgumentError: ``op`` cannot be checked, its arguments cannot be inferred, or a property is unknown.
 
     >>> import opkit, torch
     >>> from opkit.testing import tensor

@@ -1,4 +1,4 @@
-"""Finding the operators of a module or of a whole package, whoever registered them, and what its author says of them."""
+"""This module finds the operators of a module or a whole package, and reads how their author wants them checked."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -26,19 +26,19 @@ from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
 
 DECLARATION = "OPKIT_CHECKS"
-"""The dict in which a module says how its operators are checked."""
+"""The name of the dict in which a module says how its operators are checked."""
 
 _OPTIONS = frozenset(inspect.signature(checking.check).parameters) - {"op", "progress"}
 _OPERATORS = (CustomOp, private.CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SOURCE = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
-_BRIEF = 200  # characters of what a module raised
+_MAX_ERROR = 200  # characters of what a module raised
 _TORCH = str(Path(torch.__file__).parent)
-_BY_NAME = str(Path(_TORCH, "library.py"))  # the place of what torch.library.define registered for whomever
+_BY_NAME = str(Path(_TORCH, "library.py"))  # the file of everything that torch.library.define registered
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """An operator to check, and the arguments of :func:`opkit.check` that its module gives for it."""
+class CheckTarget:
+    """An operator to check, and the arguments of :func:`opkit.check` that its module declares for it."""
 
     name: str
     op: Any
@@ -47,27 +47,27 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """What a module has: operators to check, and what is left out, with the reason."""
+    """The operators of a module to check, and those that are left out, with the reasons."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[CheckTarget, ...]
     left_out: Mapping[str, str]
 
     def named(self, module: str, names: Iterable[str]) -> Listing:
-        """These operators alone, by their names, unqualified names or attributes of the module.
+        """Return these operators alone, by their names, unqualified names or attributes of the module.
 
         Raises:
-            ArgumentError: there is none of a name.
+            ArgumentError: there is no operator of a name.
         """
         return Listing(tuple(self._named(module, name) for name in dict.fromkeys(names)), {})
 
-    def _named(self, module: str, name: str) -> Target:
+    def _named(self, module: str, name: str) -> CheckTarget:
         options = {target.name: target.options for target in self.targets}
         of_name = [t for t in self.targets if name in (t.name, t.name.split("::")[-1], t.name.removesuffix(".default"))]
         if len(of_name) == 1:
             return of_name[0]
         found = getattr(sys.modules[module], name, None)
         if isinstance(found, _OPERATORS) or callable(found):
-            return Target(_name_of(found, name), found, options.get(_name_of(found, name), {}))
+            return CheckTarget(_name_of(found, name), found, options.get(_name_of(found, name), {}))
         if name in self.left_out:
             raise ArgumentError(f"{name} is left out: {self.left_out[name]}")
         known = ", ".join(target.name for target in self.targets) or "none"
@@ -76,39 +76,33 @@ class Listing:
 
 
 def registered() -> frozenset[str]:
-    """The names of everything that the dispatcher has now."""
+    """Return the names of all operators that are registered with the dispatcher now."""
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def import_submodules(module: str) -> dict[str, str]:
-    """Import what is below a package, but programs (``__main__``); for each module that cannot be imported, the reason."""
+    """Import the modules below a package, except ``__main__``. Return the reason for each one that cannot be imported."""
     failed: dict[str, str] = {}
     path = getattr(sys.modules[module], "__path__", None)
     for found in pkgutil.walk_packages(path, f"{module}.", lambda name: failed.setdefault(name, "")) if path else ():
         if found.name.rpartition(".")[2] != "__main__" and found.name not in failed:
             try:
                 importlib.import_module(found.name)
-            except (
-                Exception,
-                SystemExit,
-            ) as error:  # anything can go wrong in a module; others are checked all the same
-                failed[found.name] = f"it cannot be imported: {type(error).__name__}: {_brief(str(error))}"
+            except (Exception, SystemExit) as error:  # the other modules are checked all the same
+                text = textwrap.shorten(str(error), _MAX_ERROR, placeholder=" ...")
+                failed[found.name] = f"it cannot be imported: {type(error).__name__}: {text}"
     return {name: reason or "it cannot be imported" for name, reason in failed.items()}
 
 
-def _brief(text: str) -> str:
-    return textwrap.shorten(text, _BRIEF, placeholder=" ...")
-
-
 def listing(module: str, before: frozenset[str]) -> Listing:
-    """The operators of a module that was imported, and of the modules below it.
+    """Return the operators of an imported module, and of the modules below it.
 
     Args:
         module: its name.
-        before: what was registered before it was imported.
+        before: the operators that were registered before it was imported.
 
     Raises:
-        ArgumentError: an ``OPKIT_CHECKS`` declares what there is not, or what opkit.check does not take.
+        ArgumentError: an ``OPKIT_CHECKS`` names an unknown operator, or an argument that opkit.check does not take.
     """
     found: dict[str, Any] = {}
     for name, op in [*_of_opkit(module), *_of_custom_op(module), *_of_dispatcher(module, before)]:
@@ -124,10 +118,10 @@ def listing(module: str, before: frozenset[str]) -> Listing:
             else:
                 found.setdefault(name, op)
                 options[name] = value
-    return Listing(tuple(Target(name, op, options.get(name, {})) for name, op in found.items()), left_out)
+    return Listing(tuple(CheckTarget(name, op, options.get(name, {})) for name, op in found.items()), left_out)
 
 
-# ---- who registered what ---------------------------------------------------------------------------------------------
+# ---- registered operators --------------------------------------------------------------------------------------------
 
 
 def _of_opkit(module: str) -> Iterator[tuple[str, Any]]:
@@ -143,7 +137,7 @@ def _of_custom_op(module: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_dispatcher(module: str, before: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Operators that were defined in the module's files, or, by other means than Python, while it was imported."""
+    """Yield operators that the module's files define, or that were defined while it was imported, but not in Python."""
     files = {str(Path(file)) for file in (getattr(each, "__file__", None) for each in _modules(module)) if file}
     ours = {op.name for op in registry.operators()} | set(private.custom_ops.OPDEFS)
     for full in sorted(registered()):
@@ -155,7 +149,7 @@ def _of_dispatcher(module: str, before: frozenset[str]) -> Iterator[tuple[str, A
 
 
 def _registered_at(full: str) -> str:
-    """The file that defined an operator; torch 2.11 to 2.13 say it in this dump alone."""
+    """Return the file that defined an operator; torch 2.11 to 2.13 have it in this dump alone."""
     match = _SOURCE.search(torch._C._dispatch_dump(full))
     return match[1] if match else _TORCH + ".py"  # without a schema there is nothing to check
 
@@ -174,7 +168,7 @@ def _modules(module: str) -> list[ModuleType]:
     return [each for name, each in sorted(sys.modules.items()) if _inside(name, module) and each is not None]
 
 
-# ---- what authors say ------------------------------------------------------------------------------------------------
+# ---- OPKIT_CHECKS ----------------------------------------------------------------------------------------------------
 
 
 def _declared(source: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -196,7 +190,7 @@ def _declared(source: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(source: ModuleType, key: str, found: Mapping[str, Any]) -> tuple[str, Any]:
-    """The name and the operator that a declaration's key means: an operator's name, or an attribute of the module."""
+    """Return the name and the operator for a declaration's key: an operator's name, or an attribute of the module."""
     if key in found:
         return key, found[key]
     attribute = getattr(source, key, None)

@@ -1,4 +1,4 @@
-"""One test item for each property of an operator: parametrised tests, so pytest needs no plugin for them."""
+"""This module makes a pytest item for each property of an operator, as a parametrised test: pytest needs no plugin."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _METHOD = "test_contract"
 def contract(
     op: Any, *, properties: Iterable[str] | None = None, exclude: Iterable[str] = (), **options: Any
 ) -> Callable[..., Any]:
-    """A test with one item for each property, such as ``test_scale[numbers.reference]``.
+    """Return a test with one item for each property, such as ``test_scale[numbers.reference]``.
 
-    It is assigned to a name, or decorates a function, whose body is then run first in each item, with its fixtures, or a
-    class, which is given a method ``test_contract``. Nothing of the operator is run until the items are.
+    Assign it to a name, or decorate a function with it, whose body then runs first in each item, with its fixtures, or
+    a class, which gets a method ``test_contract``. Nothing of the operator runs until the items do.
 
     Args:
         op: the operator, as for :func:`opkit.check`.
         properties: only these, or these groups.
         exclude: none of these.
-        options: what else :func:`opkit.check` takes, ``args`` and ``reference`` above all; a budget is one property's.
+        options: the other arguments of :func:`opkit.check`, such as ``args`` and ``reference``; a budget is for one property.
 
     Raises:
         ArgumentError: a property is unknown.
@@ -42,42 +42,42 @@ def contract(
 
     names = [prop.name for prop in run.chosen(properties, exclude)]
     parametrized = pytest.mark.parametrize(_ARGUMENT, names, ids=names)
-    ask = functools.partial(_ask, op, options, {})
+    check_one = functools.partial(_check_one, op, options, {})
 
     @parametrized
     def test(opkit_property: Any) -> Any:
         if isinstance(opkit_property, type):
-            return _on_class(opkit_property, parametrized, ask)
+            return _on_class(opkit_property, parametrized, check_one)
         if callable(opkit_property):
-            return parametrized(_on_function(opkit_property, ask))
-        return ask(opkit_property)
+            return parametrized(_on_function(opkit_property, check_one))
+        return check_one(opkit_property)
 
     return test
 
 
-def _on_class(decorated: type, parametrized: Callable[..., Any], ask: Callable[[str], None]) -> type:
+def _on_class(decorated: type, parametrized: Callable[..., Any], check_one: Callable[[str], None]) -> type:
     def test_contract(self: Any, opkit_property: str) -> None:
-        ask(opkit_property)
+        check_one(opkit_property)
 
     setattr(decorated, _METHOD, parametrized(test_contract))
     return decorated
 
 
-def _on_function(decorated: Callable[..., Any], ask: Callable[[str], None]) -> Callable[..., Any]:
+def _on_function(decorated: Callable[..., Any], check_one: Callable[[str], None]) -> Callable[..., Any]:
     signature = inspect.signature(decorated)
 
     @functools.wraps(decorated)
     def test(*args: Any, **fixtures: Any) -> None:
         name = fixtures.pop(_ARGUMENT)
         decorated(*args, **fixtures)
-        ask(name)
+        check_one(name)
 
     added = inspect.Parameter(_ARGUMENT, inspect.Parameter.KEYWORD_ONLY)
     test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
     return test
 
 
-def _ask(op: Any, options: dict[str, Any], crashed: dict[str, bool], name: str) -> None:
+def _check_one(op: Any, options: dict[str, Any], crashed: dict[str, bool], name: str) -> None:
     """Check one property; fail or skip as the report says. After a crash, the properties that would crash pytest are skipped."""
     import pytest
 
@@ -90,10 +90,7 @@ def _ask(op: Any, options: dict[str, Any], crashed: dict[str, bool], name: str) 
     if name == _CRASHES and report.failures:
         crashed[name] = True
     for failure in report.failures:
-        pytest.fail(f"{report.name} breaks {failure}{_script(failure.repro)}", pytrace=False)
+        script = f"\n\nThis script shows it:\n\n{failure.repro}" if failure.repro else ""
+        pytest.fail(f"{report.name} breaks {failure}{script}", pytrace=False)
     for skipped in report.skipped:
         pytest.skip(skipped.reason)
-
-
-def _script(repro: str) -> str:
-    return f"\n\nThis script shows it:\n\n{repro}" if repro else ""

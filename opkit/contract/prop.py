@@ -1,27 +1,32 @@
-"""What a property is: a rule of the contract, the defect it is there for, and how it is asked of one case."""
+"""This module defines a property: one rule of the contract, the defect that it catches, and the function that checks one case.
+
+The tables of all properties are in :mod:`opkit.contract.properties`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hypothesis.strategies import SearchStrategy
+from opkit.contract.calls.sweep import Sweep
 
 if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
     from opkit.contract.calls.cases import Case
-    from opkit.contract.calls.sweep import Sweep
+    from opkit.contract.calls.specs import Drawing
     from opkit.contract.subject import Subject
 
 
 class Violation(Exception):
-    """The operator breaks the property on this case. The message says what was seen, and what was expected."""
+    """The operator breaks the property on this case. The message says what was observed and what was expected."""
 
 
-class Refusal(Exception):
-    """The operator raised: whether it may is a question for ``numbers.accepts``; other properties pass the case over.
+class CallRefused(Exception):
+    """The operator raised. ``numbers.accepts`` checks whether it may; other properties pass over the case.
 
-    ``error`` is what it raised.
+    ``error`` is the exception that it raised.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -30,21 +35,31 @@ class Refusal(Exception):
 
 
 class Remark(Exception):
-    """Worth telling, and no failure: a difference that the contract allows."""
+    """A difference that the contract allows and that the report mentions."""
 
 
 class NotApplicable(Exception):
-    """The property cannot be asked of this operator; the message says why. Raised on any case, it ends the search."""
+    """The property cannot be checked for this operator; the message says why. Raised on any case, it ends the search."""
 
 
 def always(subject: Subject) -> str:
-    """No reason to skip."""
+    """Return no reason to skip."""
     return ""
 
 
 def plain_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Contiguous arguments with ordinary numbers."""
+    """Draw contiguous arguments with ordinary numbers."""
     return subject.spec.cases()
+
+
+def drawn(how: Drawing) -> Callable[[Subject], SearchStrategy[Case]]:
+    """Return a property's ``cases``: those that ``how`` describes."""
+    return lambda subject: subject.spec.cases(how)
+
+
+def swept(how: Drawing, **sizes: Any) -> Callable[[Subject], Sweep]:
+    """Return a property's ``first``: the fixed list of cases that ``how`` describes."""
+    return lambda subject: Sweep(subject.spec, how, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +68,17 @@ class Property:
 
     Attributes:
         name: ``group.rule``.
-        rule: what holds of a right operator, in one sentence.
-        defect: what goes wrong where it does not.
-        check: raises :class:`Violation` where a case breaks the rule; returning, it passes.
-        cases: the strategy that cases are drawn from.
-        share: of ``max_examples``; a property that compiles takes few.
-        cost: seconds that one case takes, roughly: cheap properties run first.
-        skip: why the property does not apply to this operator, or "".
-        least: how many cases are tried at least, whatever ``max_examples`` is.
+        rule: one sentence that is true of a correct operator.
+        defect: what goes wrong where the rule is broken.
+        check: raises :class:`Violation` where a case breaks the rule; the case passes if it returns.
+        cases: the strategy that draws cases.
+        share: the part of ``max_examples`` that the property takes; one that compiles takes few.
+        cost: the approximate seconds of one case; cheap properties run first.
+        skip: returns why the property does not apply to this operator, or "".
+        least: the number of cases that are tried at least, whatever ``max_examples`` is.
         first: a fixed list of cases that are tried before the search; see ``sweep``.
-        forked: it may be asked in a forked process, beside others; see ``lanes``.
-        backward: it runs autograd's backward, which not every forked process can; see ``child.runs_backward``.
+        forked: whether it may be checked in a forked process, in parallel with others; see ``fork_pool``.
+        backward: whether it runs autograd's backward, which not every forked process can; see ``child.runs_backward``.
     """
 
     name: str
@@ -76,7 +91,7 @@ class Property:
     skip: Callable[[Subject], str] = always
     least: int = 1
     first: Callable[[Subject], Sweep] | None = None
-    forked: bool = False
+    forked: bool = True
     backward: bool = False
 
     @property

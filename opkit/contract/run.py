@@ -1,4 +1,4 @@
-"""Every property of the contract, asked of one operator: in what order, for how long, and what comes of it."""
+"""This module checks all properties of one operator: it chooses their order and their time, and builds the report."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,29 +18,29 @@ from opkit import config
 from opkit.contract import properties as table
 from opkit.contract.budget import Budget
 from opkit.contract.observed import global_state
-from opkit.contract.processes import fork_pool as lanes
+from opkit.contract.processes import fork_pool
 from opkit.contract.prop import Property
 from opkit.contract.report.bar import progress_of
 from opkit.contract.report.report import Failure, Passed, Progress, Report, Skipped
 from opkit.contract.report.repro import script
-from opkit.contract.search import Found, search, warm_up
+from opkit.contract.search import SearchResult, search, warm_up
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 
 _DATABASE = "check"
 _CRASHES = "memory.crash"
-_UNSAFE = {  # asked first, in child processes; where one does not hold, nothing calls the operator in this process
+_UNSAFE = {  # checked first, in child processes; where one fails, nothing calls the operator in this process
     _CRASHES: "a call ends the process",
     "memory.guard": "a call leaves its arguments' memory",
     "memory.allocations": "a call leaves the memory that it allocated",
 }
 _OUT_OF_TIME = "out of time"
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 class Interrupted(KeyboardInterrupt):
-    """A check was interrupted from the keyboard. ``report`` has what was found until then."""
+    """A check was interrupted from the keyboard. ``report`` has the results until then."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -61,34 +61,34 @@ def run(
     database: bool | Path,
     progress: Progress | bool | None,
 ) -> Report:
-    """See :func:`opkit.check`."""
+    """Check an operator; see :func:`opkit.check` for the arguments."""
     seconds = Budget(budget, max_examples)
     started = time.monotonic()
-    asked = chosen(properties, exclude)
+    wanted = chosen(properties, exclude)
     subject = subject_of(op, args, kwargs, reference, device)
     if isinstance(op, private.CustomOpDef):
-        importlib.import_module("torch._dynamo")  # as torch does in its first call, which would seem a slow operator's
+        importlib.import_module("torch._dynamo")  # torch imports it in the first call, which would seem slow otherwise
     if budget is not None:
         warm_up()
     folder = config.get().cache_dir / _DATABASE if database is True else database or None
-    found: dict[Property, Found] = {}
-    with _undisturbed(), progress_of(progress, subject.name) as tell:
+    results: dict[Property, SearchResult] = {}
+    with _global_state_restored(), progress_of(progress, subject.name) as show:
         try:
-            for prop, each in _answers(asked, _Asking(subject, seconds, max_examples, seed, folder), tell):
-                found[prop] = each
+            for prop, result in _check_all(wanted, _Checker(subject, seconds, max_examples, seed, folder), show):
+                results[prop] = result
         except KeyboardInterrupt as interrupt:
-            rest = dict.fromkeys(asked, Found((), skipped="interrupted"))
-            report = _report(subject, rest | found, time.monotonic() - started, seed)
+            rest = dict.fromkeys(wanted, SearchResult((), skipped="interrupted"))
+            report = _report(subject, rest | results, time.monotonic() - started, seed)
             raise Interrupted(report) from interrupt
-    ordered = {prop: found[prop] for prop in asked}
+    ordered = {prop: results[prop] for prop in wanted}
     return _report(subject, ordered, time.monotonic() - started, seed)
 
 
 def chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Property]:
-    """The properties that were asked for, the cheap ones first; what a crash would end comes after what finds crashes.
+    """Return the chosen properties, the cheap ones first; those that a crash would end come after those that find crashes.
 
     Raises:
-        ArgumentError: one of the names is no property, and no group of properties.
+        ArgumentError: one of the names is neither a property nor a group of properties.
     """
     wanted, left_out = None if wanted is None else set(wanted), set(exclude)
     names = {name for prop in table.PROPERTIES for name in (prop.name, prop.group)}
@@ -96,15 +96,15 @@ def chosen(wanted: Iterable[str] | None, exclude: Iterable[str]) -> list[Propert
     if unknown:
         known = ", ".join(prop.name for prop in table.PROPERTIES)
         raise ArgumentError(f"opkit.check: there is no property {unknown[0]!r}. There are: {known}.")
-    kept = [p for p in table.PROPERTIES if wanted is None or {p.name, p.group} & wanted]
-    places = [*_UNSAFE]
-    remaining = [p for p in kept if not {p.name, p.group} & left_out]
-    return sorted(remaining, key=lambda p: (places.index(p.name) if p.name in _UNSAFE else len(places), p.cost))
+    selected = [p for p in table.PROPERTIES if wanted is None or {p.name, p.group} & wanted]
+    remaining = [p for p in selected if not {p.name, p.group} & left_out]
+    unsafe = [*_UNSAFE]
+    return sorted(remaining, key=lambda p: (unsafe.index(p.name) if p.name in _UNSAFE else len(unsafe), p.cost))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asking:
-    """What every property of one check is asked with."""
+class _Checker:
+    """Checks properties of one operator, each in its part of the budget."""
 
     subject: Subject
     budget: Budget
@@ -112,77 +112,80 @@ class _Asking:
     seed: int
     folder: Path | None
 
-    def ask(self, prop: Property, rest: Sequence[Property]) -> Found:
-        """Look for a case that breaks the property, in its part of the time that is left for it and ``rest``."""
+    def check(self, prop: Property, rest: Sequence[Property]) -> SearchResult:
+        """Search for a case that breaks the property, in its part of the time that is left for it and ``rest``."""
         seconds = self.budget.share([prop, *rest])
         if seconds <= 0:
-            return Found((), skipped=_OUT_OF_TIME)
+            return SearchResult((), skipped=_OUT_OF_TIME)
         left = self.budget.left()
-        found = search(prop, self.subject, self.max_examples, self.seed, seconds, self.folder, left)
-        self.budget.spent(prop, found)
-        return Found((), skipped=_OUT_OF_TIME, seconds=found.seconds) if found.cut_short and not found.tried else found
+        result = search(prop, self.subject, self.max_examples, self.seed, seconds, self.folder, left)
+        self.budget.spent(prop, result)
+        none_tried = result.cut_short and not result.tried
+        return SearchResult((), skipped=_OUT_OF_TIME, seconds=result.seconds) if none_tried else result
 
-    def why_not(self, prop: Property) -> str:
-        """Why the property does not apply."""
+    def reason_to_skip(self, prop: Property) -> str:
+        """Return why the property does not apply, or ""."""
         try:
             return prop.skip(self.subject)
-        except Exception as error:  # of an operator that raises where it is looked at
-            return f"could not be asked: {type(error).__name__}: {error}"
+        except Exception as error:  # the operator raises where its attributes are read
+            return f"could not be checked: {type(error).__name__}: {error}"
 
 
-def _answers(asked: Sequence[Property], asking: _Asking, tell: Progress) -> Generator[tuple[Property, Found]]:
-    """What is found of each property, as it is found."""
+def _check_all(
+    wanted: Sequence[Property], checker: _Checker, show: Progress
+) -> Generator[tuple[Property, SearchResult]]:
+    """Yield the result of each property as soon as it is known."""
     survives = False
-    while asked and asked[0].name in _UNSAFE:
-        prop, asked = asked[0], asked[1:]
-        tell(prop.name, 0.0)
-        found = asking.ask(prop, asked)
-        yield prop, found
-        if found.failure:
-            yield from ((each, Found((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in asked)
+    while wanted and wanted[0].name in _UNSAFE:
+        prop, wanted = wanted[0], wanted[1:]
+        show(prop.name, 0.0)
+        result = checker.check(prop, wanted)
+        yield prop, result
+        if result.failure:
+            yield from ((each, SearchResult((), skipped=f"{_UNSAFE[prop.name]}: see {prop.name}")) for each in wanted)
             return
-        survives |= prop.name == _CRASHES and bool(found.tried) and not found.skipped
-    reasons = {prop.name: asking.why_not(prop) for prop in asked}
-    yield from ((prop, Found((), skipped=reasons[prop.name])) for prop in asked if reasons[prop.name])
-    remaining = [prop for prop in asked if not reasons[prop.name]]
-    total, done = sum(map(asking.budget.need, remaining)) or 1.0, list[Property]()
+        survives |= prop.name == _CRASHES and bool(result.tried) and not result.skipped
+    reasons = {prop.name: checker.reason_to_skip(prop) for prop in wanted}
+    yield from ((prop, SearchResult((), skipped=reasons[prop.name])) for prop in wanted if reasons[prop.name])
+    remaining = [prop for prop in wanted if not reasons[prop.name]]
+    total, done = sum(map(checker.budget.need, remaining)) or 1.0, list[Property]()
 
-    def telling(prop: Property) -> None:
-        tell(prop.name, min(sum(map(asking.budget.need, done)) / total, 1.0))
+    def show_share(prop: Property) -> None:
+        show(prop.name, min(sum(map(checker.budget.need, done)) / total, 1.0))
 
-    for prop, found in _found(remaining, asking, survives, telling):
+    for prop, result in _check_in_parallel(remaining, checker, survives, show_share):
         done.append(prop)
-        yield prop, found
+        yield prop, result
 
 
-def _found(
-    asked: Sequence[Property], asking: _Asking, survives: bool, tell: Callable[[Property], None]
-) -> Generator[tuple[Property, Found]]:
-    """Ask some in processes beside this one, where the operator is known to survive, and the others here meanwhile."""
-    beside = lanes.askable([prop for prop in asked if prop.forked and survives])
-    here = [prop for prop in asked if prop not in beside]
-    shared = lanes.Lanes(beside, asking.ask)
+def _check_in_parallel(
+    wanted: Sequence[Property], checker: _Checker, survives: bool, show: Callable[[Property], None]
+) -> Generator[tuple[Property, SearchResult]]:
+    """Check some properties in forked processes, if the operator is known to survive, and meanwhile the others here."""
+    forked = fork_pool.forkable([prop for prop in wanted if prop.forked and survives])
+    here = [prop for prop in wanted if prop not in forked]
+    pool = fork_pool.ForkPool(forked, checker.check)
     for number, prop in enumerate(here):
-        tell(prop)
-        yield prop, asking.ask(prop, here[number + 1 :])
-        while answer := shared.poll(0.0):
+        show(prop)
+        yield prop, checker.check(prop, here[number + 1 :])
+        while answer := pool.poll(0.0):
             yield answer
-    while shared.left:
-        tell(shared.left[0])
-        if answer := shared.poll():
+    while pool.left:
+        show(pool.left[0])
+        if answer := pool.poll():
             yield answer
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Generator[None]:
-    """What a check changes of torch's global state is put back."""
+def _global_state_restored() -> Generator[None]:
+    """Restore torch's global state afterwards, whatever the check changes."""
     with global_state.preserved(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield
 
 
-def _report(subject: Subject, found: Mapping[Property, Found], seconds: float, seed: int) -> Report:
-    entries = [_entry(subject, prop, each) for prop, each in found.items()]
-    examples = {text for each in found.values() for text in each.tried}
+def _report(subject: Subject, results: Mapping[Property, SearchResult], seconds: float, seed: int) -> Report:
+    entries = [_entry(subject, prop, result) for prop, result in results.items()]
+    examples = {text for result in results.values() for text in result.tried}
     return Report(
         subject.name,
         tuple(each for each in entries if isinstance(each, Failure)),
@@ -194,60 +197,34 @@ def _report(subject: Subject, found: Mapping[Property, Found], seconds: float, s
     )
 
 
-def _entry(subject: Subject, prop: Property, found: Found) -> Failure | Passed | Skipped:
-    if found.failure is not None:
-        return _failure(subject, prop, found)
-    refused = dict(found.refused)
-    if found.skipped or (refused and len(refused) >= len(found.tried)):
-        return _skipped(prop, found, refused)
+def _entry(subject: Subject, prop: Property, result: SearchResult) -> Failure | Passed | Skipped:
+    tried, refused = len(result.tried), dict(result.refused)
+    if result.failure is not None:
+        case, message = result.failure
+        repro = script(subject, prop, case)
+        more = (prop.rule, prop.defect, tried, result.seconds, subject.name, result.cut_short)
+        return Failure(prop.name, message, case, repro, *more)
+    if result.skipped or (refused and len(refused) >= tried):
+        example = next((" with ".join(item) for item in refused.items()), "")
+        reason = result.skipped or f"the operator refused every example, such as {example}"
+        return Skipped(prop.name, reason, prop.rule, prop.defect, tried, result.seconds, _reasons(refused))
     return Passed(
         prop.name,
-        len(found.tried),
+        tried,
         prop.rule,
-        found.seconds,
+        result.seconds,
         len(refused),
-        found.remarks,
-        found.cut_short,
+        result.remarks,
+        result.cut_short,
         prop.defect,
-        _few(found.tried),
+        result.tried[:: max(1, tried // _MAX_SHOWN)][:_MAX_SHOWN],
         _reasons(refused),
     )
 
 
-def _failure(subject: Subject, prop: Property, found: Found) -> Failure:
-    assert found.failure is not None
-    case, message = found.failure
-    return Failure(
-        prop.name,
-        message,
-        case,
-        script(subject, prop, case),
-        prop.rule,
-        prop.defect,
-        len(found.tried),
-        found.seconds,
-        subject.name,
-        found.cut_short,
-    )
-
-
-def _skipped(prop: Property, found: Found, refused: Mapping[str, str]) -> Skipped:
-    reason = (
-        found.skipped
-        or f"the operator refused every example, such as {next(' with '.join(i) for i in refused.items())}"
-    )
-    return Skipped(prop.name, reason, prop.rule, prop.defect, len(found.tried), found.seconds, _reasons(refused))
-
-
-def _few(texts: Sequence[str]) -> tuple[str, ...]:
-    """Some of the examples, evenly spread."""
-    step = max(1, len(texts) // _SHOWN)
-    return tuple(texts[::step][:_SHOWN])
-
-
 def _reasons(refused: Mapping[str, str]) -> tuple[str, ...]:
-    """For each distinct reason that was raised, the first example that it was raised for."""
+    """Return the first example of each distinct exception that the operator raised."""
     first: dict[str, str] = {}
     for case, error in refused.items():
         first.setdefault(error, case)
-    return tuple(f"{case}: {error}" for error, case in list(first.items())[:_SHOWN])
+    return tuple(f"{case}: {error}" for error, case in list(first.items())[:_MAX_SHOWN])

@@ -1,4 +1,4 @@
-"""A property is tried on many cases; the first that breaks it is made as small and as simple as it can be."""
+"""This module searches for a case that breaks one property, and shrinks the first one to the smallest and simplest."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -16,13 +16,13 @@ from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """How the search for one property ended."""
+class SearchResult:
+    """The result of the search for one property."""
 
     tried: tuple[str, ...]  # the cases, as text
     refused: tuple[tuple[str, str], ...] = ()  # the case as text, and why
@@ -31,22 +31,22 @@ class Found:
     skipped: str = ""
     seconds: float = 0.0
     cut_short: bool = False
-    case_seconds: float = 0.0  # what one case took
+    case_seconds: float = 0.0  # the usual seconds of one case
 
 
 class _OutOfTime(BaseException):
-    """Ends a search from within; Hypothesis passes what is no Exception through."""
+    """Ends a search from within; Hypothesis does not catch a BaseException."""
 
 
 class _Ended(BaseException):
-    """Ends a search at once, with the reason; Hypothesis would look for a smaller example of any Exception."""
+    """Ends a search at once, with the reason; Hypothesis would search for a smaller example of any Exception."""
 
 
-class _Hopeless(BaseException):
-    """Ends a search whose every case was refused; of an operator that takes none, Hypothesis would draw many hundreds."""
+class _AllRefused(BaseException):
+    """Ends a search in which the operator refused every case; Hypothesis would draw many hundreds more."""
 
 
-_HOPELESS = 100  # refusals, where nothing was accepted
+_MAX_REFUSED = 100  # refusals, where nothing was accepted
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ class _Log:
 
     @property
     def usual(self) -> float:
-        """Seconds that a case takes; the first pays for imports and caches, and is no measure where there are others."""
+        """The mean seconds of a case, without the first if there are others: it pays for imports and caches."""
         counted = self.times[1:] or self.times
         return sum(counted) / len(counted) if counted else 0.0
 
@@ -72,22 +72,22 @@ def search(
     seconds: float = float("inf"),
     database: Path | None = None,
     left: float = float("inf"),
-) -> Found:
-    """Look for a case that breaks the property.
+) -> SearchResult:
+    """Search for a case that breaks the property.
 
     Args:
         prop: the property.
         subject: the operator.
-        max_examples: how many cases of a property whose share is 1.
-        seed: of the search; equal seeds search alike.
-        seconds: after which the search ends with what it has, in the middle of shrinking too.
-        database: a folder where failing cases are kept, to be tried first the next time.
-        left: seconds until no case may run any more: one that would not end in time is not begun.
+        max_examples: the number of cases of a property whose share is 1.
+        seed: the seed of the search; equal seeds search alike.
+        seconds: the time after which the search ends with what it has, in the middle of shrinking too.
+        database: a folder that stores failing cases, which are tried first the next time.
+        left: seconds until no case may run any more: one that would not end in time is not started.
     """
     started = time.monotonic()
     reason = prop.skip(subject)
     if reason:
-        return Found((), skipped=reason)
+        return SearchResult((), skipped=reason)
     log = _Log()
     count = max(prop.least, round(max_examples * prop.share))
     try:
@@ -96,42 +96,44 @@ def search(
         if not cut_short and log.failure is None:
             cut_short = _explore(prop, subject, count, seed, clock, database, log)
     except _Ended as reason_found:
-        return Found(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
-    except Exception as error:  # of the property itself, or of torch where no refusal was expected
-        reason = f"could not be asked: {type(error).__name__}: {error}"
-        return Found(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
+        return SearchResult(tuple(log.tried), skipped=str(reason_found), seconds=time.monotonic() - started)
+    except Exception as error:  # raised by the property itself, or by torch where no refusal was expected
+        reason = f"could not be checked: {type(error).__name__}: {error}"
+        return SearchResult(tuple(log.tried), skipped=reason, seconds=time.monotonic() - started)
     spent = time.monotonic() - started
-    return Found(tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual)
+    return SearchResult(
+        tuple(log.tried), tuple(log.refused), tuple(log.remarks), log.failure, "", spent, cut_short, log.usual
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Clock:
-    """When a search ends, and when no case may run any more."""
+    """Runs cases until a search's deadline; after ``end`` no case may run any more."""
 
     deadline: float
     end: float
     log: _Log
 
-    def ask(self, prop: Property, subject: Subject, case: Case) -> None:
-        """Ask the property of the case, if there is time."""
+    def check(self, prop: Property, subject: Subject, case: Case) -> None:
+        """Check the property on the case, if there is time."""
         started = time.monotonic()
         late = started > self.deadline and self.log.times  # one case at least, as long as there is time at all
         if late or started + (self.log.usual if len(self.log.times) > 1 else 0.0) > self.end:
             raise _OutOfTime
         try:
-            _ask(prop, subject, case, self.log)
+            _check(prop, subject, case, self.log)
         finally:
             self.log.times.append(time.monotonic() - started)
 
 
 def _sweep(prop: Property, subject: Subject, count: int, clock: _Clock, log: _Log) -> bool:
-    """Try the property's first cases, and make the one that fails small; whether time ran out."""
+    """Try the property's fixed list of cases, and shrink the one that fails. Return whether time ran out."""
     if prop.first is None:
         return False
 
     def breaks(case: Case) -> bool:
         try:
-            clock.ask(prop, subject, case)
+            clock.check(prop, subject, case)
         except Violation:
             return True
         except hypothesis_errors.UnsatisfiedAssumption:
@@ -145,7 +147,7 @@ def _sweep(prop: Property, subject: Subject, count: int, clock: _Clock, log: _Lo
             broken = next((row for row in plan.rows(2 * count) if breaks(plan.case(row))), None)
             if broken is not None:
                 plan.shrink(broken, breaks)
-    except (_OutOfTime, _Hopeless) as ended:
+    except (_OutOfTime, _AllRefused) as ended:
         return isinstance(ended, _OutOfTime)
     return False
 
@@ -153,15 +155,16 @@ def _sweep(prop: Property, subject: Subject, count: int, clock: _Clock, log: _Lo
 def _explore(
     prop: Property, subject: Subject, count: int, seed: int, clock: _Clock, database: Path | None, log: _Log
 ) -> bool:
-    """Run Hypothesis; whether time ran out."""
+    """Run Hypothesis. Return whether time ran out."""
 
     @hypothesis.seed(seed)
     @hypothesis.settings(**_settings(count, database))
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
-        clock.ask(prop, subject, case)
+        clock.check(prop, subject, case)
 
-    _key(attempt, f"{subject.name} {prop.name}")
+    # Hypothesis's database stores the failing cases of each operator and property under their own key.
+    attempt.hypothesis.inner_test._hypothesis_internal_add_digest = f"{subject.name} {prop.name}".encode()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -170,13 +173,13 @@ def _explore(
         return True
     except (Violation, hypothesis_errors.Flaky, hypothesis_errors.FlakyFailure):
         return False  # the smallest failing case is in the log
-    except (hypothesis_errors.Unsatisfiable, _Hopeless):
+    except (hypothesis_errors.Unsatisfiable, _AllRefused):
         return False  # all were refused
     return False
 
 
 def warm_up() -> None:
-    """Draw something: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
+    """Draw once: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
 
     @hypothesis.settings(**_settings(1, None))
     @hypothesis.given(strategies.integers(0, 1))
@@ -186,17 +189,17 @@ def warm_up() -> None:
     nothing()
 
 
-def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
+def _check(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
     if any(tensor.impossible for tensor in case.tensors()):
         hypothesis.reject()
     log.tried[str(case)] = None
     found = ""
     try:
         prop.check(subject, case)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         log.refused.append((str(case), str(refusal)))
-        if len(log.refused) >= _HOPELESS and len(log.refused) > len(log.times):
-            raise _Hopeless from refusal
+        if len(log.refused) >= _MAX_REFUSED and len(log.refused) > len(log.times):
+            raise _AllRefused from refusal
         hypothesis.reject()
     except Remark as remark:
         log.remarks[str(remark)] = None
@@ -204,7 +207,7 @@ def _ask(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         raise _Ended(str(reason)) from reason
     except Violation as violation:
         found = str(violation)
-    if found:  # raised here alone: Hypothesis takes failures of different places for different bugs
+    if found:  # raised at one place: Hypothesis treats failures at different lines as different bugs
         log.failure = (case, found)
         raise Violation(found)
 
@@ -221,8 +224,3 @@ def _settings(count: int, database: Path | None) -> dict[str, Any]:
         "suppress_health_check": list(hypothesis.HealthCheck),
         "verbosity": hypothesis.Verbosity.quiet,
     }
-
-
-def _key(function: Any, name: str) -> None:
-    """Failing cases of one operator and property are kept apart from others'."""
-    function.hypothesis.inner_test._hypothesis_internal_add_digest = name.encode()

@@ -1,4 +1,4 @@
-"""Strategies for people's own Hypothesis tests: tensors, layouts, and whole calls with joint sizes."""
+"""This module has strategies for users' own Hypothesis tests: tensors, layouts, and whole calls with joint sizes."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -15,7 +15,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import FILLS, ORDINARY
 from opkit.contract.calls.layouts import LAYOUTS, fits, layout_of
 from opkit.contract.calls.sizes import shapes
-from opkit.contract.calls.specs import CallSpec, Drawing
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing
 from opkit.errors import ArgumentError
 
 _SEEDS = 4
@@ -31,7 +31,7 @@ def make_tensor(
     high: float | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """The tensor of a failing example: Hypothesis prints :func:`tensors` as calls of this function.
+    """Return the tensor of a failing example: Hypothesis prints :func:`tensors` as calls of this function.
 
     >>> make_tensor((2, 3), layout="transposed").stride()
     (1, 2)
@@ -53,9 +53,9 @@ def tensors(
 
     Args:
         shape: sizes, a pattern such as ``"*batch d"``, or a strategy for sizes such as :func:`shapes`.
-        dtypes: those to try.
-        layouts: how they may lie in memory; names of ``opkit.testing.LAYOUTS``. Those that do not fit a shape are left out.
-        fills: what may be in them; names of ``opkit.testing.FILLS``. Integers are drawn from ``low`` to ``high`` alone.
+        dtypes: the dtypes to try.
+        layouts: the memory layouts to try; names of ``opkit.testing.LAYOUTS``. Those that do not fit a shape are left out.
+        fills: the kinds of numbers to try; names of ``opkit.testing.FILLS``. Integers are drawn from ``low`` to ``high`` alone.
         low: the least element.
         high: the largest, which may occur too.
         requires_grad: whether those of a floating dtype require gradients.
@@ -103,7 +103,7 @@ def _known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def relaid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Equal numbers in another layout; where elements share memory, these have the number of one of them.
+    """Return a tensor of equal numbers in another layout; elements that share memory have the number of one of them.
 
     >>> relaid(torch.arange(4).view(2, 2), "transposed").stride()
     (1, 2)
@@ -126,8 +126,8 @@ def layouts(
     """A strategy for the layouts that a tensor or a shape can have.
 
     Args:
-        given: a tensor, which is laid anew with equal numbers; or sizes, for which the names of layouts are drawn.
-        names: the layouts to try. Of a tensor, only those in which no two elements share memory are tried.
+        given: a tensor, which is copied into each layout; or sizes, for which the names of layouts are drawn.
+        names: the layouts to try. For a tensor, only those in which no two elements share memory are tried.
 
     >>> from hypothesis import find
     >>> find(layouts((2, 3)), lambda name: name != "contiguous")
@@ -148,7 +148,7 @@ def layouts(
 
 
 def make_call(case: Case) -> Call:
-    """The arguments of a failing example: Hypothesis prints :func:`calls` as calls of this function."""
+    """Return the arguments of a failing example: Hypothesis prints :func:`calls` as calls of this function."""
     return case.make()
 
 
@@ -162,8 +162,8 @@ def calls(
 
     Args:
         args: for each positional argument a :func:`tensor`, a list of these, a Hypothesis strategy, or a value.
-        layouts: how tensors may lie in memory.
-        fills: what may be in them.
+        layouts: the memory layouts to try.
+        fills: the kinds of numbers to try.
         kwargs: the same for keyword arguments.
 
     >>> from hypothesis import find
@@ -173,4 +173,4 @@ def calls(
     ([(1, 3), (3,)], {'alpha': 0})
     """
     how = Drawing(layouts=tuple(_known("layouts", layouts, LAYOUTS)), fills=tuple(_known("fills", fills, FILLS)))
-    return st.builds(make_call, CallSpec(args, tuple(kwargs.items())).cases(how))
+    return st.builds(make_call, ArgumentSpecs(args, tuple(kwargs.items())).cases(how))

@@ -1,4 +1,4 @@
-"""The operator under test, whatever it is: opkit's, ``torch.library``'s, an ``OpOverload``, a plain callable."""
+"""This module defines the operator under test: one of opkit's or ``torch.library``'s, an ``OpOverload``, or a callable."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -14,9 +14,9 @@ import torch
 
 from opkit.contract.calls import inference
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.specs import CallSpec
-from opkit.contract.observed.outcome import Outcome, leaves
-from opkit.contract.prop import Refusal
+from opkit.contract.calls.specs import ArgumentSpecs
+from opkit.contract.observed.outcome import CallOutcome, leaves
+from opkit.contract.prop import CallRefused
 from opkit.errors import ArgumentError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
@@ -24,24 +24,24 @@ from opkit.op.operator import CustomOp
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The operator under test.
 
     Attributes:
         name: "namespace::name", or a function's qualified name.
-        target: what the user gave.
+        target: the object that the user passed.
         function: calls the operator.
-        spec: what its arguments are drawn from.
-        reference: says what it computes, if anything does.
-        overload: what the dispatcher has of it; None for a plain callable.
+        spec: the specs that arguments are drawn from.
+        reference: a function that computes what the operator should, or None.
+        overload: the dispatcher's overload; None for a plain callable.
         operator: opkit's own object; None for others.
-        device: where the arguments are.
-        notes: what a property keeps from one case to the next, under its name.
+        device: the device of the arguments.
+        notes: what a property stores from one case to the next, under its name.
     """
 
     name: str
     target: Any
     function: Callable[..., Any]
-    spec: CallSpec
+    spec: ArgumentSpecs
     reference: Callable[..., Any] | None = None
     overload: Any = None
     operator: CustomOp[Any, Any] | None = None
@@ -55,42 +55,42 @@ class Subject:
 
     @functools.cached_property
     def writes(self) -> tuple[str, ...]:
-        """The schema arguments that it says it writes to."""
+        """The schema arguments that are declared as written to."""
         if self.schema is None:
             return ()
         return tuple(a.name for a in self.schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
     @property
     def functional(self) -> bool:
-        """Whether it says that it writes to no argument."""
+        """Whether no argument is declared as written to."""
         return not self.writes
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the kernels that an operator of opkit's has for the device."""
+        """The names of an opkit operator's kernels for the device."""
         if self.operator is None:
             return ()
         kind = torch.device(self.device).type
         return tuple(each.name for each in self.operator._operator.kernels.kernels if each.device in (None, kind))
 
-    def call(self, call: Call, function: Callable[..., Any] | None = None) -> Outcome:
+    def call(self, call: Call, function: Callable[..., Any] | None = None) -> CallOutcome:
         """Call the operator, or ``function`` in its place.
 
         Raises:
-            Refusal: it raised.
+            CallRefused: the operator raised.
         """
         try:
             returned = (function or self.function)(*call.args, **call.kwargs)
         except Exception as error:
-            raise Refusal(error) from error
-        return Outcome(call, leaves(returned), returned)
+            raise CallRefused(error) from error
+        return CallOutcome(call, leaves(returned), returned)
 
-    def run(self, case: Case, **how: Any) -> Outcome:
-        """Make the case's arguments and call the operator; ``how`` is passed on to :meth:`Case.make`."""
+    def run(self, case: Case, **how: Any) -> CallOutcome:
+        """Create the case's arguments and call the operator; ``how`` is passed on to :meth:`Case.make`."""
         return self.call(case.make(self.device, **how))
 
-    def expect(self, case: Case, **how: Any) -> Outcome:
-        """The same of the reference."""
+    def expect(self, case: Case, **how: Any) -> CallOutcome:
+        """Create the case's arguments and call the reference."""
         assert self.reference is not None
         return self.call(case.make(self.device, **how), self.reference)
 
@@ -102,22 +102,22 @@ def subject_of(
     reference: Callable[..., Any] | None = None,
     device: str = "cpu",
 ) -> Subject:
-    """What ``target`` is, as a subject.
+    """Return the subject for ``target``.
 
     Raises:
-        ArgumentError: it is nothing that can be checked, or arguments are neither given nor can be inferred.
+        ArgumentError: the target cannot be checked, or its arguments are neither passed nor can be inferred.
     """
-    name, function, overload, operator = _identified(target)
+    name, function, overload, operator = _identify(target)
     if reference is None and operator is not None:
         reference = operator.reference
     if args is not None or kwargs is not None:
-        spec = CallSpec(tuple(args or ()), tuple((kwargs or {}).items()))
+        spec = ArgumentSpecs(tuple(args or ()), tuple((kwargs or {}).items()))
     else:
-        spec = _inferred(name, function, overload, operator)
+        spec = _infer_spec(name, function, overload, operator)
     return Subject(name, target, function, spec, reference, overload, operator, device)
 
 
-def _identified(target: Any) -> tuple[str, Callable[..., Any], Any, CustomOp[Any, Any] | None]:
+def _identify(target: Any) -> tuple[str, Callable[..., Any], Any, CustomOp[Any, Any] | None]:
     if isinstance(target, CustomOp):
         return target.name, target, target._opoverload, target
     if isinstance(target, private.CustomOpDef):
@@ -141,13 +141,13 @@ def _only_overload(packet: Any) -> Any:
     raise ArgumentError(f"{packet} has several overloads: {', '.join(names)}. Check each, as in {packet}.{names[0]}.")
 
 
-def _inferred(name: str, function: Any, overload: Any, operator: CustomOp[Any, Any] | None) -> CallSpec:
+def _infer_spec(name: str, function: Any, overload: Any, operator: CustomOp[Any, Any] | None) -> ArgumentSpecs:
     if operator is not None:
         return inference.from_signature(name, operator._operator.signature)
     body = getattr(function, "_init_fn", function)
-    found = inference.from_function(name, body) if not isinstance(body, torch._ops.OpOverload) else None
-    if found is None and overload is not None:
+    spec = inference.from_function(name, body) if not isinstance(body, torch._ops.OpOverload) else None
+    if spec is None and overload is not None:
         return inference.from_schema(name, overload._schema)
-    if found is None:
+    if spec is None:
         raise ArgumentError(f"{name}: nothing says what its arguments are. Give args=, as in args=(tensor('n'), 2.0).")
-    return found
+    return spec

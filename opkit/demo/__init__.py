@@ -1,7 +1,7 @@
 """``opkit demo``: a small language model made of opkit operators, trained eagerly and under torch.compile.
 
 The two runs start from the same weights and see the same bytes, so their losses must be the same. That, and that they
-fall, is checked; a run that returns is one where both held.
+fall, is checked: :func:`run` returns only if both hold.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from opkit.demo import corpus
 from opkit.demo.model import GPT, Size, build, generate
-from opkit.demo.report import Report, draw_losses, write_losses
+from opkit.demo.report import DemoReport, draw_losses, write_losses
 from opkit.demo.training import Curve, Step, check_agree, check_falls, schedule, train
 from opkit.errors import ArgumentError, DemoError
 
-__all__ = ["Options", "Report", "Size", "run"]
+__all__ = ["DemoOptions", "DemoReport", "Size", "run"]
 
 BACKENDS = {"cpu": "opkit", "cuda": "inductor"}  #: of torch.compile, by the type of device
 STEPS = {"cpu": 150, "cuda": 1000}  #: by the type of device, where the number of steps is left out
@@ -34,8 +34,8 @@ SECONDS = 15.0  #: after which eager training ends, where the number of steps is
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What else there is to choose.
+class DemoOptions:
+    """The further settings of :func:`run`.
 
     Attributes:
         backend: of torch.compile, a name or a function; None: "opkit" on a CPU, and "inductor" on a GPU, where opkit's compiler
@@ -56,16 +56,16 @@ def run(
     device: str | None = None,
     out: Path = Path("opkit-demo"),
     *,
-    options: Options | None = None,
+    options: DemoOptions | None = None,
     console: Console | None = None,
-) -> Report:
-    """Train the demo's model twice, compare, and show and write what was found.
+) -> DemoReport:
+    """Train the demo's model twice, compare the runs, and show and write the outcome.
 
     Args:
         steps: of training, in each of the two runs; where it is left out, 150 on a CPU and 1000 on a GPU, or
             as many as the eager run takes in 15 seconds.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a GPU where there is one, if it is left out.
-        out: the folder for ``losses.json`` and ``losses.png``, made where it is missing.
+        out: the folder for ``losses.json`` and, where matplotlib is installed, ``losses.png``; created where it is missing.
         options: the model's size and the like.
         console: where to print; standard output where it is left out.
 
@@ -74,7 +74,7 @@ def run(
         DemoError: there is no text to train on, torch.compile failed, or the losses did not fall or did not agree.
     """
     began = time.perf_counter()
-    options, console = options or Options(), console or Console()
+    options, console = options or DemoOptions(), console or Console()
     plan = _plan(steps, device, out)
     backend = options.backend or BACKENDS[plan.device.type]
     options = dataclasses.replace(options, backend=backend)
@@ -82,7 +82,7 @@ def run(
     models = [build(options.size, options.seed, plan.device) for _ in range(2)]
     eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
     prompt = text[: options.size.context]
-    report = Report(
+    report = DemoReport(
         device=_describe(plan.device),
         backend=backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend)),
         parameters=sum(p.numel() for p in models[0].parameters()),
@@ -97,10 +97,10 @@ def run(
     return _conclude(report, console)
 
 
-def _conclude(report: Report, console: Console) -> Report:
+def _conclude(report: DemoReport, console: Console) -> DemoReport:
     """Write and show ``report`` before judging it, so that a failure can be looked into."""
     write_losses(report)
-    draw_losses(report)
+    report = draw_losses(report)
     console.print(report)
     check_agree(report.eager, report.compiled)
     check_falls(report.eager)
@@ -110,7 +110,7 @@ def _conclude(report: Report, console: Console) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the user asked for, once it is known that it can be had."""
+    """The user's settings, once they are checked."""
 
     steps: int
     budget: float
@@ -124,7 +124,7 @@ def _plan(steps: int | None, name: str | None, out: Path) -> _Plan:
     return _Plan(_steps(steps, device), budget, device, _folder(out))
 
 
-def _steps_of(text: Tensor, plan: _Plan, options: Options) -> list[Step]:
+def _steps_of(text: Tensor, plan: _Plan, options: DemoOptions) -> list[Step]:
     length = options.size.context + 1
     data = corpus.batches(text, steps=plan.steps, batch=options.batch, length=length, seed=options.seed)
     return schedule(data.to(plan.device))
@@ -139,7 +139,7 @@ def _steps(steps: int | None, device: torch.device) -> int:
 
 
 def _device(name: str | None) -> torch.device:
-    """The device called ``name``, once it is known to be there."""
+    """Return the device called ``name``, once it is checked that it exists."""
     names = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     usable = names if torch.cuda.is_available() else ["cpu"]
     if name is None:
@@ -156,7 +156,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _folder(out: Path) -> Path:
-    """``out`` as a folder that exists and can be written to."""
+    """Create ``out`` where it is missing, and return it once it is checked that it can be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -167,7 +167,7 @@ def _folder(out: Path) -> Path:
 
 
 def _curves(
-    models: list[GPT], data: list[Step], budget: float, options: Options, console: Console
+    models: list[GPT], data: list[Step], budget: float, options: DemoOptions, console: Console
 ) -> tuple[Curve, Curve]:
     """Train the first of ``models`` eagerly within ``budget`` seconds, and the second as far under torch.compile."""
     with _progress(console) as progress:
@@ -177,7 +177,7 @@ def _curves(
         return eager, _compiled(models[1], data, options, _ticker(progress, "compiled", len(data)))
 
 
-def _compiled(model: GPT, data: list[Step], options: Options, ticker: Callable[[float], None]) -> Curve:
+def _compiled(model: GPT, data: list[Step], options: DemoOptions, ticker: Callable[[float], None]) -> Curve:
     loss = torch.compile(model.loss, fullgraph=True, dynamic=False, backend=options.backend)
     try:
         with warnings.catch_warnings():
@@ -197,15 +197,15 @@ def _progress(console: Console) -> Progress:
 
 
 def _ticker(progress: Progress, name: str, steps: int) -> Callable[[float], None]:
-    """Add a bar called ``name``; the result moves it on by a step, given the step's loss."""
+    """Add a bar called ``name``, and return a function that moves it on by a step and takes the step's loss."""
     task = progress.add_task(name, total=steps, loss="first step")
     return lambda loss: progress.update(task, advance=1, loss=f"loss {loss:.3f}")
 
 
-def _generate(model: GPT, prompt: Tensor, options: Options) -> bytes:
+def _generate(model: GPT, prompt: Tensor, options: DemoOptions) -> bytes:
     return generate(model, prompt, count=options.sample, temperature=options.temperature, seed=options.seed)
 
 
 def _decode(text: bytes) -> str:
-    """``text`` without what a terminal would take for a command; an untrained model writes any byte."""
+    """Return ``text`` without characters that control a terminal; an untrained model writes any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""What a run of the demo found: shown as a table, kept as JSON, drawn as a PNG."""
+"""Report the outcome of a run of the demo: as a table, as JSON, and as a plot where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from opkit.demo.training import EARLY, TOLERANCE, TOLERANCE_END, Curve, differen
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FLOOR = 1e-8  #: stands for no difference on a logarithmic axis
+_FLOOR = 1e-8  #: drawn in place of no difference, on a logarithmic axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class DemoReport:
     """The outcome of :func:`opkit.demo.run`."""
 
     device: str
@@ -36,6 +36,7 @@ class Report:
     sample: str
     seconds: float
     folder: Path
+    plotted: bool = False
 
     @property
     def losses_path(self) -> Path:
@@ -53,10 +54,16 @@ class Report:
         return max(differences(self.eager, self.compiled))
 
     def __rich__(self) -> RenderableType:
-        return Group(_times(self), _agreement(self), _sample(self), f"Wrote {self.plot_path} and {self.losses_path}")
+        return Group(_times(self), _agreement(self), _sample(self), Text(_files(self)))
 
 
-def _times(report: Report) -> Table:
+def _files(report: DemoReport) -> str:
+    if report.plotted:
+        return f"Wrote {report.plot_path} and {report.losses_path}"
+    return f"Wrote {report.losses_path}. The loss curves are not drawn without matplotlib: pip install 'opkit[plot]'"
+
+
+def _times(report: DemoReport) -> Table:
     table = Table(title=f"{report.parameters:,} parameters on {report.device}, {report.seconds:.0f} s in all")
     for heading in ("", "loss", "first step", "each step", "tokens/s", "training"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -72,7 +79,7 @@ def _times(report: Report) -> Table:
     return table
 
 
-def _agreement(report: Report) -> str:
+def _agreement(report: DemoReport) -> str:
     gaps = differences(report.eager, report.compiled)[:EARLY]
     return (
         f"Over the first {len(gaps)} steps the two losses differ by at most {max(gaps):.1g} (tolerance {TOLERANCE:g}), "
@@ -80,12 +87,12 @@ def _agreement(report: Report) -> str:
     )
 
 
-def _sample(report: Report) -> Panel:
+def _sample(report: DemoReport) -> Panel:
     text = Text.assemble((report.prompt, "dim"), (report.sample, "bold"))
     return Panel(text, title="generated (after the dim prompt)", title_align="left")
 
 
-def write_losses(report: Report) -> None:
+def write_losses(report: DemoReport) -> None:
     """Write the numbers of ``report`` to its ``losses_path``, as JSON."""
     record = {
         "opkit": opkit.__version__,
@@ -103,10 +110,12 @@ def write_losses(report: Report) -> None:
     report.losses_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def draw_losses(report: Report) -> None:
-    """Draw the two loss curves, and below them their difference, to the ``plot_path`` of ``report``."""
-    from matplotlib.figure import Figure  # imported here: it takes a while, and only this needs it
-
+def draw_losses(report: DemoReport) -> DemoReport:
+    """Draw the two loss curves, and below them their difference, to ``plot_path``; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # takes a while to import, and only this function needs it
+    except ImportError:
+        return report
     figure = Figure(figsize=(8, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     _draw_curves(above, report)
@@ -116,9 +125,10 @@ def draw_losses(report: Report) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     figure.savefig(report.plot_path)
+    return dataclasses.replace(report, plotted=True)
 
 
-def _draw_curves(axes: Axes, report: Report) -> None:
+def _draw_curves(axes: Axes, report: DemoReport) -> None:
     steps = range(1, len(report.eager.losses) + 1)
     axes.plot(steps, report.eager.losses, color="tab:blue", linewidth=4, alpha=0.4, label="eager")
     axes.plot(steps, report.compiled.losses, color="tab:red", linewidth=1, label="torch.compile")

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opkit.attn.api import attention
-from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, causal_bias_of
+from opkit.attn.compat.torch_private import causal_bias_of
+from opkit.attn.masks.algebra import And, Dense, Mask, as_mask
 from opkit.attn.masks.diagonals import Causal
-from opkit.attn.probabilities import spelled_out, with_probabilities
+from opkit.attn.probabilities import mask_as_tensors, with_probabilities
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
 _NAME = "opkit.nn.MultiheadAttention"
@@ -244,7 +245,7 @@ def _extended_mask(mask: Mask | None, q: Tensor, k: Tensor, more: int) -> Mask |
     """``mask``, with ``more`` keys at the end that every query sees."""
     if mask is None:
         return None
-    seen, added = spelled_out(mask, q.transpose(1, 2), k.transpose(1, 2))
+    seen, added = mask_as_tensors(mask, q.transpose(1, 2), k.transpose(1, 2))
     filled = ((seen, True), (added, 0.0))
     parts = [Dense(F.pad(each, (0, more), value=fill)) for each, fill in filled if each is not None]
     return And(tuple(parts)) if parts else None

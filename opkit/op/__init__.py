@@ -1,1 +1,1 @@
-"""What an operator is: definition, schema, rules derived and given, kernel selection, registry."""
+"""Operators: definition, schema, derived and registered rules, kernel selection, dispatch, registry. See README.md."""

@@ -1,4 +1,4 @@
-"""``opkit.custom_op``: from one function to an operator."""
+"""``opkit.custom_op``: make an operator from one function."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,11 +17,11 @@ from opkit.errors import DefinitionError, KeywordTensorError
 from opkit.op import registry
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel, KernelTable
+from opkit.op.dispatch.selection import KernelTable, RegisteredKernel
 from opkit.op.native import function as _native  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers its kind
 from opkit.op.operator import CustomOp, Devices
 from opkit.op.rules.autocast import check_policy
-from opkit.op.schema import schema as schemas
+from opkit.op.schema import schema_string
 from opkit.op.schema import signature as signatures
 from opkit.op.schema.signature import Signature
 from opkit.op.trace import mutation
@@ -82,7 +82,7 @@ def custom_op(
     inline: bool | None = None,
     autocast: str | None = None,
 ) -> Any:
-    """Make a PyTorch operator of a function; usable as a decorator.
+    """Make a PyTorch operator from a function; usable as a decorator.
 
     A function that stays in torch is the operator's reference: the fake implementation, backward, double backward,
     forward-mode, vmap and FLOP formula are derived from it, and compilers see through the operator on devices for which
@@ -106,7 +106,7 @@ def custom_op(
     Raises:
         DefinitionError: the name, an annotation or an option is at fault; nothing is registered then.
         NameClashError: another module or library holds the name.
-        MutationUnknownError: ``mutates_args`` was left out and could not be established.
+        MutationUnknownError: ``mutates_args`` was left out and could not be inferred.
         UnsupportedTorchError: the installed torch is older than opkit runs on.
 
     >>> import opkit, torch
@@ -127,21 +127,21 @@ def custom_op(
         return op
 
     compat.warn_if_untested(torch.__version__)
-    schemas.split_name(name)
+    schema_string.split_name(name)
     check_policy(name, autocast)
     return define if fn is None else define(fn)
 
 
-def _as_function(given: Callable[..., Any]) -> Callable[..., Any]:
-    """``given`` as a Python function; a schema by hand allows any callable."""
-    if isinstance(given, types.FunctionType) or not callable(given):
-        return given
+def _as_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` as a Python function; with ``schema=`` any callable may be defined as an operator."""
+    if isinstance(fn, types.FunctionType) or not callable(fn):
+        return fn
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return given(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    call.__doc__, call.__module__ = given.__doc__, getattr(given, "__module__", None) or call.__module__
-    call.__name__ = call.__qualname__ = getattr(given, "__name__", type(given).__name__)
+    call.__doc__, call.__module__ = fn.__doc__, getattr(fn, "__module__", None) or call.__module__
+    call.__name__ = call.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
     return call
 
 
@@ -155,7 +155,7 @@ def _normalized(tags: Tags) -> tuple[torch.Tag, ...]:
 
 @dataclasses.dataclass
 class _Draft:
-    """A definition before anything is registered; every check that can fail is made here."""
+    """The arguments of ``custom_op``; :meth:`operator` makes every check that can fail, before anything is registered."""
 
     name: str
     function: Callable[..., Any]
@@ -170,7 +170,7 @@ class _Draft:
 
     def operator(self) -> Operator:
         self._check_options()
-        _, opname = schemas.split_name(self.name)
+        _, opname = schema_string.split_name(self.name)
         signature = signatures.read(self.function, self.name)
         self._check_parameters(signature)
         declared = (
@@ -179,19 +179,20 @@ class _Draft:
             else tuple(self.mutates_args)
         )
         inference = self._mutation(signature, declared)
-        text = self.schema or self._inferred_schema(signature, inference, declared)
+        mutates = declared if isinstance(declared, str) else inference.mutates
+        text = self.schema or schema_string.infer(signature, mutates, self.tags)
         parsed = self._parsed(opname, text)
         if self.schema is not None:
             signature = _from_schema(signature, parsed)
             if declared is not None:
-                schemas.check_manual(text, set(inference.mutates), declared, parsed.arguments)
+                schema_string.check_manual(text, set(inference.mutates), declared, parsed.arguments)
         tags = self._tags(inference, parsed)
         operator = Operator(
             name=self.name,
             signature=signature,
             schema_text=text,
             function=self.function,
-            given_reference=self.reference,
+            explicit_reference=self.reference,
             declared_opaque=self.opaque or self.reference is not None,
             inline=self.inline,
             autocast=self.autocast,
@@ -200,8 +201,10 @@ class _Draft:
             device_types=self._devices(parsed),
             kernels=KernelTable(self.name, [p.name for p in signature.parameters]),
         )
-        if self.reference is not None:
-            self._add_body(operator)
+        if self.reference is not None:  # the function is a kernel then, in front of its reference
+            for device in operator.device_types or (None,):
+                name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
+                operator.kernels.add(RegisteredKernel(name, device, operator.body))
         return operator
 
     def _check_options(self) -> None:
@@ -237,11 +240,6 @@ class _Draft:
             return Inference(tuple(tensors), "unknown: every tensor")
         return Inference(() if isinstance(declared, str) else declared, "declared")
 
-    def _inferred_schema(
-        self, signature: Signature, inference: Inference, declared: str | tuple[str, ...] | None
-    ) -> str:
-        return schemas.infer(signature, declared if isinstance(declared, str) else inference.mutates, self.tags)
-
     def _parsed(self, opname: str, text: str) -> Any:
         try:
             parsed = private.parse_schema(opname + text)
@@ -271,17 +269,12 @@ class _Draft:
                 raise DefinitionError(
                     f"{self.name}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
                 ) from error
-        schemas.device_argument(parsed, devices)
+        schema_string.device_argument(parsed, devices)
         return devices
-
-    def _add_body(self, operator: Operator) -> None:
-        for device in operator.device_types or (None,):
-            name = operator.kernels.free_name(getattr(self.function, "__name__", ""), device)
-            operator.kernels.add(Kernel(name, device, operator.body))
 
 
 def _from_schema(signature: Signature, parsed: Any) -> Signature:
-    """The signature with its parameters' kinds read from a hand-written schema, for functions without annotations."""
+    """Return the signature with its parameters' kinds read from a hand-written schema, for functions without annotations."""
     kinds = {
         a.name: (_SCHEMA_KINDS.get(str(a.type).removeprefix("Optional[").removesuffix("]"), "other"), a)
         for a in parsed.arguments
@@ -290,11 +283,11 @@ def _from_schema(signature: Signature, parsed: Any) -> Signature:
     return dataclasses.replace(signature, parameters=parameters)
 
 
-def _by_hand(parameter: signatures.Parameter, kinds: dict[str, Any]) -> signatures.Parameter:
-    """A parameter as a schema written by hand has it: its codec holds only where the schema has the codec's arguments."""
+def _by_hand(parameter: signatures.OperatorParameter, kinds: dict[str, Any]) -> signatures.OperatorParameter:
+    """Return a parameter as a hand-written schema has it; its codec applies only if the schema has the codec's arguments."""
     if parameter.codec is not None and all(name in kinds for name in signatures.field_names(parameter)):
         return parameter
     kind, argument = kinds.get(parameter.name, (parameter.kind, None))
     optional = parameter.optional if argument is None else str(argument.type).startswith("Optional")
-    held = signatures.SchemaArgument(parameter.name, "" if argument is None else str(argument.type))
-    return dataclasses.replace(parameter, kind=kind, optional=optional, codec=None, arguments=(held,))
+    schema_argument = signatures.SchemaArgument(parameter.name, "" if argument is None else str(argument.type))
+    return dataclasses.replace(parameter, kind=kind, optional=optional, codec=None, arguments=(schema_argument,))

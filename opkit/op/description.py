@@ -1,4 +1,4 @@
-"""What can be told of an operator: its schema, kernels, and where each rule comes from."""
+"""Describe an operator for :meth:`opkit.CustomOp.describe`: its schema, its kernels, and where each rule comes from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RuleInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """Everything :meth:`opkit.CustomOp.describe` tells."""
+    """What :meth:`opkit.CustomOp.describe` returns."""
 
     name: str
     schema: str
@@ -55,7 +55,7 @@ class Description:
 
 
 def describe(operator: Operator) -> Description:
-    """Describe ``operator`` as it stands; what was never traced is said to be so."""
+    """Describe ``operator`` in its present state; a reference that was never traced is described as such."""
     return Description(
         name=operator.name,
         schema=operator.opname + operator.schema_text,
@@ -71,7 +71,7 @@ def describe(operator: Operator) -> Description:
 
 
 def _reference(operator: Operator) -> str:
-    if operator.declared_opaque and operator.given_reference is None:
+    if operator.declared_opaque and operator.explicit_reference is None:
         return "opaque: declared"
     trace = operator.last_trace()
     if trace is None:
@@ -94,30 +94,30 @@ def _kernels(operator: Operator) -> list[KernelInfo]:
 
 
 def _rules(operator: Operator) -> list[RuleInfo]:
-    given = operator.given
+    rules = operator.registered
     registered = {
-        "fake": given.fake,
-        "backward": given.autograd,
-        "double backward": given.autograd,
-        "vmap": given.vmap,
+        "fake": rules.fake,
+        "backward": rules.autograd,
+        "double backward": rules.autograd,
+        "vmap": rules.vmap,
     }
     opaque = _reference(operator).startswith("opaque")
-    rules = [_rule(operator, name, registered.get(name) is not None, opaque) for name in _METHODS]
+    infos = [_rule(operator, name, registered.get(name) is not None, opaque) for name in _METHODS]
     policy = f"policy {operator.autocast}" if operator.autocast else "arguments stay as they are, autocast off inside"
-    dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in given.autocast.items())
-    return [*rules, RuleInfo("autocast", "given" if dtypes or operator.autocast else "derived", dtypes or policy)]
+    dtypes = ", ".join(f"{device}: {dtype}" for device, dtype in rules.autocast.items())
+    return [*infos, RuleInfo("autocast", "given" if dtypes or operator.autocast else "derived", dtypes or policy)]
 
 
-def _rule(operator: Operator, rule: str, given: bool, opaque: bool) -> RuleInfo:
-    if given:
+def _rule(operator: Operator, rule: str, registered: bool, opaque: bool) -> RuleInfo:
+    if registered:
         return RuleInfo(rule, "given", f"by {_METHODS[rule]}")
     if rule == "vmap":
         return RuleInfo(rule, "derived", _vmap_detail(operator, opaque))
     if opaque:
         return RuleInfo(rule, "not derivable", f"register it with {_METHODS[rule]}")
     detail = "from the reference"
-    if rule == "backward" and operator.derived.whole:
-        detail += f", run whole in the backward: {operator.derived.whole}"
+    if rule == "backward" and operator.derived.unpruned:
+        detail += f", run whole in the backward: {operator.derived.unpruned}"
     return RuleInfo(rule, "derived", detail)
 
 

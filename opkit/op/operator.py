@@ -1,4 +1,8 @@
-"""The operator object that authors and callers hold."""
+"""The operator object that authors and callers hold: registration of kernels and rules, and calls.
+
+A call runs ``_call``: a fast call (``dispatch.fastcall``), or the compiled function behind the overload once kernels run without
+Python (``native.bridged``).
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportMissingSuperCall=false
@@ -16,16 +20,16 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import KernelError, RuleError
-from opkit.op import identity, kernel_kinds
+from opkit.op import compile_cache_key, kernel_kinds
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatch import planning
 from opkit.op.dispatch.dispatcher import Dispatcher
-from opkit.op.dispatch.selection import Kernel, Selection, predicate_names
+from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, forced_kernels, predicate_names
 from opkit.op.native.bridged import Bridged
-from opkit.op.rules.autograd import GivenRule
-from opkit.op.schema.schema import device_argument
+from opkit.op.rules.autograd import RegisteredRule
+from opkit.op.schema.schema_string import device_argument
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +40,7 @@ Devices = str | Sequence[str] | None
 class CustomOp(private.CustomOpDef, Generic[P, R]):
     """A PyTorch operator, made by :func:`opkit.custom_op`; call it like the function it was made from.
 
-    It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and is one wherever torch asks.
+    It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and torch accepts it as one.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -51,14 +55,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._dispatcher = Dispatcher(operator, repr(self))
         self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
-        self._registered = identity.renew(operator)
+        self._registered = compile_cache_key.renew(operator)
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the operator."""
-        if is_dynamo_compiling() and self._registered:  # which compiled programs guard
+        if is_dynamo_compiling() and self._registered:  # read here, so that compiled programs guard it
             return self._dispatched(*args, **kwargs)
         try:
             return self._call(*args, **kwargs)
@@ -75,18 +79,19 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         return result if signature.returns is None else signature.returns.decode(result)
 
     def _renew(self) -> None:
-        """Forget every plan: a kernel or a rule was registered, enabled or forced."""
+        """Forget every plan because a kernel or a rule was registered, enabled or disabled."""
         with self._operator.lock:
-            self._registered = identity.renew(self._operator)
+            self._registered = compile_cache_key.renew(self._operator)
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:
+        """Set what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
         operator = self._operator
         self._opoverload = operator.overload
-        planned = self._dispatcher.refresh(self._dispatched, operator.forced > 0, renewed)
+        through = self._dispatched if self._flattened else private.builtin(operator.overload)
+        planned = self._dispatcher.refresh(through, operator.forced > 0, renewed)
         private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
-        direct = operator.bridged.serving and not self._flattened
-        self._call: Callable[..., Any] = private.builtin(operator.overload) if direct else planned
+        self._call: Callable[..., Any] = through if operator.bridged.serving and not self._flattened else planned
 
     def _force(self, change: int) -> None:
         with self._operator.lock:
@@ -95,7 +100,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             self._refresh(renewed=False)
 
     def _retire(self) -> None:
-        """Before the operator is taken out of the dispatcher."""
+        """Send calls to Python again, before the operator is removed from the dispatcher."""
         self._operator.bridged.remove()
         self._refresh()
 
@@ -163,35 +168,35 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
         Args:
             device_types: "cpu", "cuda", ..., a sequence of them, or None for every device.
-            fn: takes the operator's arguments and returns what the reference returns; or what :func:`opkit.c_kernel`,
-                :func:`opkit.cpp_kernel`, :func:`opkit.cuda_kernel` or :func:`opkit.triton_kernel` made.
+            fn: a function that takes the operator's arguments and returns what the reference returns; or the result of
+                :func:`opkit.c_kernel`, :func:`opkit.cpp_kernel`, :func:`opkit.cuda_kernel` or :func:`opkit.triton_kernel`.
             when: a predicate over the operator's arguments, by name; the kernel takes only calls for which it is true. It
-                may ask sizes, strides, dtypes and scalars, not the values in tensors: it is asked once a set of shapes.
+                may read sizes, strides, dtypes and scalars, not the values in tensors: it runs once for each set of shapes.
             dtypes: the kernel takes only calls whose floating tensors have these dtypes.
             priority: kernels of higher priority are tried first, later registrations before earlier ones.
             name: for :func:`opkit.use_kernel` and messages; the function's name by default.
-            autotune: time the eligible kernels registered so once per shape bucket, and remember across processes.
-            traceable: torch.compile is to see what ``fn`` does, torch operations and Triton launches, in place of the operator.
-            trusted: first calls are not compared with the reference (whose first trace takes seconds) but by OPKIT_VERIFY=all.
+            autotune: time the eligible autotuned kernels once per shape bucket, and remember the fastest across processes.
+            traceable: torch.compile sees what ``fn`` does, torch operations and Triton launches, in place of the operator.
+            trusted: first calls are compared with the reference (whose first trace takes seconds) only by OPKIT_VERIFY=all.
 
         Raises:
-            KernelError: the name is taken, a device type is unknown, or ``when`` asks for an unknown argument.
+            KernelError: the name is taken, a device type is unknown, or ``when`` names an unknown argument.
         """
 
         def register(function: Any) -> Any:
             devices = self._checked_devices(device_types)
             allowed = None if dtypes is None else frozenset(dtypes)
             names = predicate_names(when, [p.name for p in self._operator.signature.parameters], self._qualname)
-            made = [
+            kernels = [
                 dataclasses.replace(
                     kernel_kinds.make(self._operator, function, device, name), when=when, dtypes=allowed, priority=priority,
                     autotune=autotune, predicate_names=names, traceable=traceable, trusted=trusted,
                 )
                 for device in devices
             ]  # fmt: skip
-            for kernel in made:  # all or none of them
+            for kernel in kernels:  # all or none of them
                 self._operator.kernels.check_free(kernel)
-            for kernel in made:
+            for kernel in kernels:
                 self._add_kernel(kernel, function)
             self._renew()
             return function
@@ -199,8 +204,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         return register if fn is None else register(fn)
 
     def _checked_devices(self, device_types: Devices) -> list[str | None]:
-        given = [device_types] if device_types is None or isinstance(device_types, str) else device_types
-        devices: list[str | None] = list(dict.fromkeys(given))
+        listed = [device_types] if device_types is None or isinstance(device_types, str) else device_types
+        devices: list[str | None] = list(dict.fromkeys(listed))
         for device in devices:
             try:
                 _ = None if device is None else private.dispatch_key_of(device)
@@ -213,7 +218,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             self._register_backend_select_dispatcher(index)
         return devices
 
-    def _add_kernel(self, kernel: Kernel, function: Any) -> None:
+    def _add_kernel(self, kernel: RegisteredKernel, function: Any) -> None:
         operator, device = self._operator, kernel.device
         operator.kernels.add(kernel)
         function = kernel.function if kernel.native else function
@@ -236,13 +241,13 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._renew()
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Selection:
-        """The kernel that this call would run, and the reason for which each other one was refused."""
+        """Return the kernel that this call would run, and the reason for which each other one is refused."""
         return planning.select(self._operator, *self._operator.signature.encode(args, kwargs))
 
     # ---- rules -----------------------------------------------------------------------------------------------------
 
     def register_fake(self, fn: F, /) -> F:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Give the fake implementation: the outputs' sizes, strides, dtypes and devices from those of the arguments."""
+        """Register the fake implementation: the outputs' sizes, strides, dtypes and devices from those of the arguments."""
         if self._is_inplace or self._is_out:
             tag = "torch.Tag.inplace" if self._is_inplace else "torch.Tag.out"
             warnings.warn(
@@ -250,14 +255,14 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
                 "fake kernel. The provided fake impl will be used instead.",
                 stacklevel=2,
             )
-        self._operator.given.fake = self._callable(fn, "register_fake")
+        self._operator.registered.fake = self._callable(fn, "register_fake")
         self._renew()
         return fn
 
     def register_autograd(
         self, backward: Callable[..., Any], /, *, setup_context: Callable[..., Any] | None = None
     ) -> None:
-        """Give the backward formula, with ``torch.library``'s ``backward(ctx, *grads)`` and ``setup_context``.
+        """Register the backward formula, with ``torch.library``'s ``backward(ctx, *grads)`` and ``setup_context``.
 
         Raises:
             RuleError: the operator writes to its arguments.
@@ -273,14 +278,16 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
                 f"Cannot register autograd formula for non-functional operator {self} with schema {operator.schema}. Please "
                 "create a functional operator and register an autograd formula for that."
             )
-        operator.given.autograd = GivenRule(operator, self._callable(backward, "register_autograd"), setup_context)
+        operator.registered.autograd = RegisteredRule(
+            operator, self._callable(backward, "register_autograd"), setup_context
+        )
         self._renew()
 
     def register_vmap(self, func: Callable[..., Any] | None = None) -> Any:  # pyright: ignore
-        """Give the vmap rule ``(info, in_dims, *args) -> (outputs, out_dims)``; usable as a decorator."""
+        """Register the vmap rule ``(info, in_dims, *args) -> (outputs, out_dims)``; usable as a decorator."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self._operator.given.vmap = self._callable(function, "register_vmap")
+            self._operator.registered.vmap = self._callable(function, "register_vmap")
             self._renew()
             return function
 
@@ -292,15 +299,15 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
         if not torch.amp.is_autocast_available(device_type):
             raise ValueError(f"Device type '{device_type}' does not support autocast.")
-        self._operator.given.autocast.setdefault(device_type, cast_inputs)
+        self._operator.registered.autocast.setdefault(device_type, cast_inputs)
         self._renew()
 
     def register_lowering(self, rule: F, /) -> F:
-        """Give the loop nest that ``torch.compile(backend="opkit")`` makes of the operator; usable as a decorator.
+        """Register the loop nest that ``torch.compile(backend="opkit")`` compiles for the operator; usable as a decorator.
 
         The compiler then neither sees through the operator nor calls a kernel, but fuses what the rule computes with the
         operators around it. The rule takes an :class:`opkit.lowering.Builder` and the operator's arguments as its schema
-        has them, tensors as :class:`opkit.lowering.Tensor`, and gives a ``Tensor`` for each result; it may raise
+        has them, tensors as :class:`opkit.lowering.Tensor`, and returns a ``Tensor`` for each result; it may raise
         :class:`opkit.lowering.NoRule` for arguments that it does not cover, and the operator is called. The backward stays
         as it is. With ``options={"inline": ...}`` the rule is not used.
 
@@ -313,7 +320,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
                 f"Cannot register a lowering for {operator.name} with schema {operator.schema}: a rule computes new tensors, and "
                 "the operator writes to its arguments or returns views of them."
             )
-        operator.given.lowering = self._callable(rule, "register_lowering")
+        operator.registered.lowering = self._callable(rule, "register_lowering")
         self._renew()
         return rule
 
@@ -326,7 +333,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             raise RuleError(f"{self._qualname}: {method} takes a function, got {type(function).__name__}: {function!r}")
         return function
 
-    # ---- what it is ------------------------------------------------------------------------------------------------
+    # ---- description ---------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -340,28 +347,28 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     @property
     def reference(self) -> Callable[P, R]:
-        """The function that says what the operator computes."""
-        return self._operator.given_reference or self._operator.function
+        """The function that defines what the operator computes."""
+        return self._operator.explicit_reference or self._operator.function
 
     @property
     def _abstract_fn(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # torch asks through this name whether an operator has a fake implementation, and which
+        # torch reads this name to find out whether an operator has a fake implementation, and which
         operator = self._operator
         trace = operator.last_trace()
         opaque = operator.declared_opaque if trace is None else trace.opaque is not None
-        return operator.given.fake or (None if opaque and operator.given_reference is None else self.reference)
+        return operator.registered.fake or (None if opaque and operator.explicit_reference is None else self.reference)
 
     @property
     def lowering(self) -> Callable[..., Any] | None:
-        """The rule that :meth:`register_lowering` was given."""
-        return self._operator.given.lowering
+        """The rule registered with :meth:`register_lowering`."""
+        return self._operator.registered.lowering
 
     def describe(self) -> Description:
-        """The schema, what is written to, the kernels, and where each rule comes from."""
+        """Return the schema, the arguments written to, the kernels, and where each rule comes from."""
         return describe(self._operator)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What the contract hash covers; see ``opkit.op.trace.contract_hash``."""
+        """Return what the contract hash covers; see ``opkit.op.trace.contract_hash``."""
         return self._operator.contract_parts()
 
     def __copy__(self) -> CustomOp[P, R]:
@@ -369,11 +376,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def __deepcopy__(self, memo: Any) -> CustomOp[P, R]:
         return self
-
-    def __reduce__(self) -> Any:
-        from opkit.op import registry
-
-        return registry.get, (self._qualname,)
 
 
 @contextlib.contextmanager
@@ -383,8 +385,6 @@ def use_kernel(op: CustomOp[Any, Any], name: str) -> Generator[None]:
     Raises:
         KernelError: there is no such kernel, or a call's device is not the kernel's.
     """
-    from opkit.op.dispatch.selection import REFERENCE, forced_kernels
-
     if not isinstance(op, CustomOp):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")
     operator = op._operator

@@ -1,61 +1,62 @@
-"""The operators of this process, and the lock under which they are defined, replaced and removed."""
+"""The registry of this process's operators: define, replace, find and remove them, under one lock."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from opkit.errors import NameClashError, RedefinitionWarning, UnknownOperatorError
-from opkit.op import torch_names
 from opkit.op import torch_private as private
-
-if TYPE_CHECKING:
-    from opkit.op.operator import CustomOp
+from opkit.op.operator import CustomOp
 
 lock = threading.RLock()
 _operators: dict[str, CustomOp[Any, Any]] = {}
 
 
 def operators() -> list[CustomOp[Any, Any]]:
-    """Every operator that opkit defined in this process, by name."""
+    """Return every operator that opkit defined in this process, sorted by name."""
     with lock:
         return [_operators[name] for name in sorted(_operators)]
 
 
 def find(name: str) -> CustomOp[Any, Any] | None:
-    """The operator called ``name``; None if opkit defined none of that name."""
+    """Return the operator called ``name``; None if opkit defined none of that name."""
     with lock:
         return _operators.get(name)
 
 
 def get(name: str) -> CustomOp[Any, Any]:
-    """The operator called ``name``, such as "demo::rms_norm".
+    """Return the operator called ``name``, such as "demo::rms_norm".
 
     Raises:
         UnknownOperatorError: opkit defined none of that name; the message offers the nearest names.
     """
-    found = find(name)
-    if found is None:
-        near = _near(name)
+    op = find(name)
+    if op is None:
+        namespace = name.split("::")[0] + "::"
+        same_namespace = [known for known in _operators if known.startswith(namespace)]
+        near = difflib.get_close_matches(name, same_namespace or _operators, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else " Import the module that defines it first."
         raise UnknownOperatorError(f"opkit defined no operator named {name!r}.{hint}")
-    return found
+    return op
 
 
-def _near(name: str) -> list[str]:
-    namespace = name.split("::")[0] + "::"
-    beside = [known for known in _operators if known.startswith(namespace)]
-    return difflib.get_close_matches(name, beside or _operators, n=3, cutoff=0.5)
+def _pickled(op: CustomOp[Any, Any]) -> tuple[Any, tuple[str]]:
+    return get, (op.name,)
+
+
+copyreg.pickle(CustomOp, _pickled)  # an operator is pickled as its name
 
 
 def remove(name: str) -> None:
-    """Remove the operator called ``name`` from PyTorch; calls through what still refers to it then fail.
+    """Remove the operator called ``name`` from PyTorch; calls through remaining references to it then fail.
 
     Raises:
         UnknownOperatorError: opkit defined none of that name.
@@ -64,11 +65,11 @@ def remove(name: str) -> None:
         get(name)._retire()  # pyright: ignore[reportPrivateUsage]
         del _operators[name]
         private.custom_ops.OPDEFS.pop(name, None)
-        torch_names.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
+        private.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
 
 
 def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
-    """Register ``op`` with PyTorch, in the place of an older definition by the same module.
+    """Register ``op`` with PyTorch, in place of an older definition by the same module.
 
     Raises:
         NameClashError: another module or library holds the name.
@@ -87,12 +88,12 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
         elif name in private.custom_ops.OPDEF_TO_LIB:
             _check_foreign(name, module)
         if name in private.custom_ops.OPDEF_TO_LIB:
-            torch_names.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
+            private.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
         library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
         try:
             op._register(library)  # pyright: ignore[reportPrivateUsage]
         except BaseException:
-            torch_names.destroy_library(library)
+            private.destroy_library(library)
             _operators.pop(name, None)
             raise
         private.custom_ops.OPDEF_TO_LIB[name] = library

@@ -1,7 +1,7 @@
-"""Every private torch name that the operator layer relies on, in one place.
+"""Every private torch name that the operator layer relies on; those about torch.compile are in ``torch_compile``.
 
-Read in torch 2.13.0; the same names are in torch 2.11 unless the line says otherwise. What has a public spelling is
-used under that spelling elsewhere.
+The names are those of torch 2.13.0. torch 2.11 has them too unless the line says otherwise. Other modules use public names
+directly.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTe
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch.autograd import forward_ad as forward_ad
 from torch.autograd import function as autograd_function
+
+from opkit.kernels.bridge import TorchPaths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,24 +54,24 @@ deterministic: Callable[[], bool] = _C._get_deterministic_algorithms
 fills_if_deterministic: Callable[[], bool] = _C._get_deterministic_fill_uninitialized_memory
 parse_schema: Callable[[str], Any] = _C.parse_schema
 current_gpu: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
-_stream_of: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)  # not there without CUDA
+_stream_of: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)  # missing without CUDA
 capturing: Callable[[], bool] = getattr(_C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 tensors_of_handles: Callable[[list[Any]], list[torch.Tensor]] = _C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 throw_on_data_pointer: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
 
 
 def current_stream(gpu: int) -> int:
-    """The handle of the current stream of a GPU; 0 for GPU -1, the CPU."""
+    """Return the handle of the current stream of a GPU; 0 for GPU -1, the CPU."""
     return 0 if gpu < 0 or _stream_of is None else _stream_of(gpu)
 
 
 def builtin(overload: Any) -> Callable[..., Any]:
-    """The compiled function behind an OpOverload, which calls the dispatcher."""
-    return overload._op
+    """Return the compiled function behind an OpOverload, which calls the dispatcher, so that profilers record it."""
+    return getattr(overload, "_cpp_dispatch_handle", overload._op)  # of torch 2.14, whose _op may bypass the dispatcher
 
 
 def use_pyobj_dispatch(overload: Any, enabled: bool) -> None:
-    """Whether Python calls of an overload look for its kernels in Python, without converting arguments (torch 2.14 on).
+    """Set whether Python calls of an overload look its kernels up in Python, without converting arguments (torch 2.14 on).
 
     That is faster for kernels in Python and slower for compiled ones.
     """
@@ -77,14 +80,14 @@ def use_pyobj_dispatch(overload: Any, enabled: bool) -> None:
 
 
 def dispatch_key_of(device_type: str) -> str:
-    """The name of the backend dispatch key of a device type, "CPU" for "cpu"."""
+    """Return the name of the backend dispatch key of a device type, "CPU" for "cpu"."""
     return _C._dispatch_key_for_device(device_type)
 
 
 def tensor_guard(tensors: Any, strides: bool) -> Callable[..., bool]:
-    """A compiled test for tensors of the same types, dispatch keys, dtypes, devices, sizes and need of gradients.
+    """Return a compiled test for tensors of the same types, dispatch keys, dtypes, devices, sizes and need of gradients.
 
-    The dispatch keys are those that hold with the thread's modes and exclusions applied, at the time of each test.
+    The dispatch keys include the thread's modes and exclusions at the time of each test.
     """
     guards = _C._dynamo.guards.TensorGuards(
         *tensors,
@@ -95,18 +98,18 @@ def tensor_guard(tensors: Any, strides: bool) -> Callable[..., bool]:
 
 
 def autocast_keys() -> dict[str, Any]:
-    """The dispatch key of autocast for each device type that supports it (and that Python can name)."""
+    """Return the dispatch key of autocast for each device type that supports it and that Python can name."""
     names = {device: f"Autocast{dispatch_key_of(device)}" for device in _C._autocast_supported_devices()}
     return {device: getattr(DispatchKey, name) for device, name in names.items() if hasattr(DispatchKey, name)}
 
 
 def sizes_known(tensor: Any) -> bool:
-    """Whether every size of ``tensor`` is a number, none a symbol."""
+    """Return whether every size of ``tensor`` is a number, none a symbol."""
     return all(type(size) is int for size in tensor.shape)
 
 
 def sizes_depend_on_data(tensor: Any) -> bool:
-    """Whether a size or stride of ``tensor`` is a symbol of which nothing is known until the program runs."""
+    """Return whether a size or stride of ``tensor`` is an unbacked symbol, unknown until the program runs."""
     if all(type(number) is int for number in (*tensor.shape, *tensor.stride())):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -115,7 +118,7 @@ def sizes_depend_on_data(tensor: Any) -> bool:
 
 
 def or_false(condition: Any) -> bool:
-    """A comparison of sizes; False where it depends on data and the program that is traced cannot know."""
+    """Evaluate a comparison of sizes; False where it depends on data, so that tracing cannot decide it."""
     if condition is True or condition is False:
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -124,7 +127,7 @@ def or_false(condition: Any) -> bool:
 
 
 def or_true(condition: Any) -> bool:
-    """A comparison of sizes; True where it depends on data and the program that is traced cannot know."""
+    """Evaluate a comparison of sizes; True where it depends on data, so that tracing cannot decide it."""
     if condition is True or condition is False:
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -133,7 +136,7 @@ def or_true(condition: Any) -> bool:
 
 
 def contiguous(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is contiguous; False where that depends on data."""
+    """Return whether ``tensor`` is contiguous; False where that depends on data."""
     if not sizes_depend_on_data(tensor):
         return tensor.is_contiguous()
     from torch._prims_common import is_contiguous_or_false
@@ -141,48 +144,24 @@ def contiguous(tensor: torch.Tensor) -> bool:
     return is_contiguous_or_false(tensor)
 
 
-def functionalizing() -> bool:
-    """Whether AOTAutograd (or export) is functionalising the program that calls us."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
-
-
-def compiling() -> bool:
-    """Whether the tracing in progress belongs to torch.compile or AOTInductor, and not to export."""
-    if ahead_of_time():  # its AOTAutograd calls itself an export, and has no tracing context
-        return True
-    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
-
-
-def ahead_of_time() -> bool:
-    """Whether AOTInductor is compiling."""
-    virtualized: Any = sys.modules.get("torch._inductor.virtualized")
-    return virtualized is not None and bool(virtualized.V.aot_compilation)
-
-
-def fake_mode_in_force() -> Any:
-    """The fake mode that refuses real tensors and is tracing the program that calls us; None where there is none."""
-    mode: Any = torch._guards.detect_fake_mode()
-    return None if mode is None or mode.allow_non_fake_inputs else mode
-
-
 def has_tangent(value: object) -> bool:
-    """Whether ``value`` is a tensor that carries a forward-mode tangent."""
+    """Return whether ``value`` is a tensor that carries a forward-mode tangent."""
     return isinstance(value, torch.Tensor) and unpack_dual(value)[1] is not None
 
 
 def unpack_dual(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The primal and the tangent of a tensor at the one level of forward mode; AOTAutograd enters it unknown to Python."""
+    """Return the primal and the tangent of a tensor at forward mode's one level, which Python may not know of (AOTAutograd)."""
     primal, tangent = forward_ad.unpack_dual(tensor, level=0)
     return primal, tangent
 
 
 def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
-    """The tensor with a tangent at the one level of forward mode."""
+    """Return the tensor with a tangent at forward mode's one level."""
     return forward_ad.make_dual(tensor, tangent, level=0)
 
 
 def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor under another name, as a leaf that requires grad, within transforms too."""
+    """Return an alias of the tensor that is a leaf and requires grad, within transforms too."""
     from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
     with enable_inplace_requires_grad(True):
@@ -190,12 +169,12 @@ def requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def known_zero(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds nothing but zeros; False where its values are not at hand, within modes and transforms."""
+    """Return whether a tensor holds only zeros; False within modes and transforms, where its values are not available."""
     return not dispatch_modes() and functorch_level() is None and not bool(torch.any(tensor != 0))
 
 
 def recorded_below(args: Any, kwargs: Any) -> bool:
-    """Whether the transforms around the current vmap, or autograd, differentiate with respect to one of the arguments."""
+    """Return whether autograd or a transform around the current vmap differentiates with respect to an argument."""
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     functorch = _C._functorch
     inner = [functorch.get_unwrapped(t) if functorch.is_batchedtensor(t) else t for t in tensors]
@@ -212,7 +191,7 @@ def single_level_functions_allowed() -> Generator[None]:
 
 
 def forward_grad_enabled() -> Any:
-    """A context in which forward-mode tangents are propagated, whatever holds around it."""
+    """Return a context in which forward-mode tangents are propagated, even if an outer one disables that."""
     return forward_ad._set_fwd_grad_enabled(True)
 
 
@@ -226,21 +205,21 @@ def no_modes() -> Generator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     hooks: Any = contextlib.nullcontext()
-    if _C._autograd._saved_tensors_hooks_is_enabled():  # it is not within torch.func
+    if _C._autograd._saved_tensors_hooks_is_enabled():  # torch.func disables it
         hooks = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)  # a checkpoint counts what is saved
     with _disable_current_modes(), hooks:
         yield
 
 
 def current_modes() -> list[Any]:
-    """The dispatch modes in force, outermost first."""
+    """Return the active dispatch modes, outermost first."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
 
 
 def batch_dims(args: Any) -> Any:
-    """Which dimension of each argument the current functorch level maps over; None for those it does not."""
+    """Return the dimension of each argument that the current functorch level maps over; None where it maps none."""
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
     from torch._functorch.vmap import unwrap_batched
 
@@ -267,11 +246,6 @@ def untraced(function: F) -> F:
     return function
 
 
-def in_compilation() -> bool:
-    """Whether torch.compile, AOTInductor or export is tracing."""
-    return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
-
-
 def register_ordered_effect(name: str, library: Any) -> None:
     """Declare that an operator has side effects, so that it is neither dropped nor reordered."""
     from torch._higher_order_ops import effects
@@ -285,7 +259,7 @@ def register_ordered_effect(name: str, library: Any) -> None:
 
 
 def tag_error(name: str, demand: str) -> Exception:
-    """The error for an operator that breaks the promise of ``torch.Tag.inplace`` or ``torch.Tag.out``."""
+    """Return the error for an operator that breaks the promise of ``torch.Tag.inplace`` or ``torch.Tag.out``."""
     from opkit.errors import OutputError
 
     return OutputError(f"{name}: An operator tagged with torch.Tag.{demand}.")
@@ -312,7 +286,7 @@ def register_effect(name: str, effect: Any, library: Any) -> None:
 
 
 def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    """``fake`` as torch runs a fake implementation: ``torch.library.get_ctx()`` serves the fake mode in force."""
+    """Wrap ``fake`` as torch runs a fake implementation: ``torch.library.get_ctx()`` works with the active fake mode."""
     from torch._library import fake_impl
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -326,7 +300,7 @@ def in_fake_context(fake: Callable[..., Any], op: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_fake_tensor_logs() -> Generator[None]:
-    """Leave out what torch logs, in this thread, of an operation that fails on fake tensors: the exception says it."""
+    """Suppress what torch logs in this thread about an operation that fails on fake tensors; the exception has it."""
     thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
 
     def of_others(record: logging.LogRecord) -> bool:
@@ -348,34 +322,69 @@ def symbolic_tracing(mode: Any) -> Generator[None]:
         yield
 
 
-def guards_left_out() -> str:
-    """The setting, if one is on, by which torch leaves out guards on symbolic sizes."""
-    from torch.fx.experimental import _config
-
-    names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
-    return next((name for name in names if getattr(_config, name, False)), "")
-
-
-def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that functionalisation wraps; any other one as it is."""
-    return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
-
-
 def fake_mode_of(args: Any, kwargs: Any) -> Any:
-    """The fake mode of the fake tensors in a call, or the one in force."""
+    """Return the fake mode of the fake tensors in a call, or the active one."""
     return torch._guards.detect_fake_mode(torch.utils._pytree.tree_leaves((args, kwargs)))
 
 
 def clear_overridable_functions() -> None:
-    """Clear torch's caches of overridable functions, which hold what torch.nn.functional had when they were filled."""
+    """Clear torch's caches of overridable functions, which hold the functions of torch.nn.functional as they once were."""
     torch.overrides.get_testing_overrides.cache_clear()
     torch.overrides._get_overridable_functions.cache_clear()
     if (dynamo := sys.modules.get("torch._dynamo.variables.torch")) is not None:
         dynamo.get_overridable_functions.cache_clear()
 
 
-def inductor_widens_floats() -> bool:
-    """Whether Inductor hands floats to kernels of the user's as float64, where Triton itself takes them for float32."""
-    from torch._inductor import config as inductor  # takes a while to import, and what asks is about to compile
+# ---- torch.ops and torch.library ---------------------------------------------------------------------------------
 
-    return bool(getattr(inductor, "_use_fp64_for_unbacked_floats", False))
+
+def hidden_operator(name: str) -> Any:
+    """Return an operator that ``torch.ops`` does not list, even after it is removed."""
+    overload = library_utils.lookup_op(name)
+    forget_operator(*name.split("::"))
+    return overload
+
+
+def forget_operator(namespace: str, name: str) -> None:
+    """Remove an operator from the cache of ``torch.ops``, so that the next look-up goes to the dispatcher."""
+    known = getattr(torch.ops, namespace)
+    if name in vars(known):
+        delattr(known, name)
+        known._dir.remove(name)  # else the name outlives the operator's removal, and listing the namespace fails
+
+
+def renew_packet(overload: Any) -> None:
+    """Give the operator a new object in ``torch.ops``, with the same overload."""
+    namespace, name = overload.namespace, overload._overloadpacket.__name__
+    forget_operator(namespace, name)
+    packet = getattr(getattr(torch.ops, namespace), name)
+    setattr(packet, overload._overloadname, overload)
+    overload._overloadpacket = packet
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Remove what a library registered from PyTorch, so that nothing remains to do when it is garbage-collected.
+
+    torch would remove the library's names again then, when other operators may have them.
+    """
+    from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
+
+    library._destroy()
+    torch.library._defs.difference_update(library._op_defs)
+    for qualname in library._op_defs:
+        name, _, overload = qualname.partition(".")
+        _SCHEMA_TO_SIGNATURE_CACHE.pop((name, overload), None)
+    library._op_defs.clear()
+    library._op_impls.clear()
+
+
+def torch_paths() -> TorchPaths:
+    """Return the version, headers and libraries of the running torch, for :mod:`opkit.kernels.bridge`."""
+    folder = Path(torch.__file__).resolve().parent
+    return TorchPaths(
+        version=str(torch.__version__),
+        git_version=str(torch.version.git_version),
+        include_dir=folder / "include",
+        library_dir=folder / "lib",
+        cxx11_abi=torch.compiled_with_cxx11_abi(),
+    )

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import opkit
 from opkit.attn import allocation
-from opkit.attn.allocation import overwritten, room_beside
+from opkit.attn.allocation import allocate_scratch, overwritten
 from opkit.masks import Causal
 from opkit.op.native.unfilled import unfilled
 
@@ -59,7 +59,7 @@ def test_nothing_is_filled_under_determinism(deterministic):
     for run in (
         make,
         lambda: unfilled((30, 400), None, dtype=torch.float32, device=CPU),
-        lambda: room_beside(torch.ones(1), 3000),
+        lambda: allocate_scratch(torch.ones(1), 3000),
     ):
         assert fill_sizes(run) == []
     assert not overwritten(torch.empty(10_000_000))().isnan().all()
@@ -72,8 +72,8 @@ def test_room(size, deterministic):
         torch.use_deterministic_algorithms(ordered)
         found = [
             unfilled(size if isinstance(size, tuple) else (size,), None, dtype=torch.int32, device=CPU),
-            room_beside(torch.ones(2, dtype=torch.int32), size),
-            room_beside(torch.ones(2), size, torch.int32),
+            allocate_scratch(torch.ones(2, dtype=torch.int32), size),
+            allocate_scratch(torch.ones(2), size, torch.int32),
         ]
         for each in found:
             like(each, torch.zeros(size, dtype=torch.int32))
@@ -115,7 +115,7 @@ def fill_sizes(run):
         run()
     fills = [each for each in profile.events() if each.key == "aten::fill_" and "empty" in each.cpu_parent.key]
     sizes = [torch.Size(each.input_shapes[0]).numel() for each in fills]
-    return [size for size in sizes if size > allocation.FEW]
+    return [size for size in sizes if size > allocation.SMALL]
 
 
 def test_fills_of_new_memory_are_seen(deterministic):

@@ -51,7 +51,7 @@ def test_dropout_keeps_what_philox_says(dropout_p, keys):
         word = philox_words((j // 4, i, b * heads + h, 0), tuple(s % 2**32 for s in seed))[j % 4]
         kept[b, h, i, j] = word / 2**32 >= dropout_p
     assert torch.equal(
-        philox.kept(torch.tensor(seed), dropout_p, batch, heads, program.Grid(queries, keys, q.device)), kept
+        philox.retained(torch.tensor(seed), dropout_p, batch, heads, program.Grid(queries, keys, q.device)), kept
     )
     out = attention_operator()(q, k, v, [], [], None, torch.tensor(seed), [], [], 0.5, 0.0, dropout_p, False)
     close(out, naive(q, k, v, kept=kept, dropout_p=dropout_p), torch.float64)

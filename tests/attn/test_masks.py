@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn.masks import lowering
+from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import (
     And,
@@ -162,7 +163,7 @@ def test_what_is_written_to_the_tensor_of_a_mask_counts():
 
 def test_a_band_that_hides_nothing_is_left_out():
     def words(mask, queries, keys):
-        return lowering.lower(mask, lowering.Sizes(BATCH, HEADS, queries, keys, torch.device("cpu"))).program
+        return lower(mask, CallSizes(BATCH, HEADS, queries, keys, torch.device("cpu"))).program
 
     assert words(Causal("bottom-right"), 1, 7) == []
     assert words(Causal("bottom-right"), 2, 7) != []
@@ -176,7 +177,7 @@ def test_a_band_that_hides_nothing_is_left_out():
 
 def test_a_tensor_stands_once_however_often_the_mask_refers_to_it():
     ids = torch.zeros(BATCH, 4, dtype=torch.int32)
-    lowered = lowering.lower(Segments(ids) & Segments(ids), lowering.Sizes(BATCH, HEADS, 4, 4, torch.device("cpu")))
+    lowered = lower(Segments(ids) & Segments(ids), CallSizes(BATCH, HEADS, 4, 4, torch.device("cpu")))
     assert len(lowered.tensors) == 1
     assert lowered.tensors[0] is ids
 
@@ -274,7 +275,7 @@ WRONG = (
     (lambda: call(VarLen(torch.tensor([0, 4]))), ShapeError, r'the batch is 2. Use layout="thd"'),
     (
         lambda: call(VarLen(torch.tensor([0, 4]), torch.tensor([0, 3, 6]))), ShapeError,
-        r"cu_seqlens_k of shape \(3,\) must be \(documents \+ 1,\), the same for queries and keys",
+        r"cu_seqlens_k of shape \(3,\) must be \(sequences \+ 1,\), the same for queries and keys",
     ),
     (lambda: call(VarLen(torch.tensor([0]))), ShapeError, r"cu_seqlens_q of shape \(1,\)"),
 )  # fmt: skip

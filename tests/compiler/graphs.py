@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opkit.compiler.ir import interpreter
 from opkit.compiler.ir.dtypes import DTYPES, OF_TORCH
-from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import index
 from opkit.compiler.ir.program import Compute, Extern, Program
-from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.graph_to_program import lower
+from tests.compiler import interpreter
 
 
 def graph_of(function, *args, decompositions=None):
@@ -58,7 +58,7 @@ def _argument(value):
     if isinstance(value, torch.dtype):
         return TypeName(OF_TORCH[str(value).removeprefix("torch.")])
     if isinstance(value, torch.device | torch.layout | torch.memory_format):
-        return Opaque(str(value))
+        return OpaqueValue(str(value))
     if isinstance(value, list | tuple):
         return [_argument(v) for v in value]
     return value
@@ -121,7 +121,7 @@ def _tensors(argument):
         return torch.from_numpy(argument) if argument.flags.writeable else torch.tensor(argument)
     if isinstance(argument, TypeName):
         return getattr(torch, DTYPES[argument.name].torch)
-    if isinstance(argument, Opaque):
+    if isinstance(argument, OpaqueValue):
         return eval(argument.text, {"torch": torch, "cpu": torch.device("cpu"), "device": torch.device})
     if isinstance(argument, dict):
         return {k: _tensors(v) for k, v in argument.items()}

@@ -6,9 +6,9 @@ import ctypes
 
 import numpy as np
 
-from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule
+from opkit.compiler.run.library import flags
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit
 
@@ -33,7 +33,7 @@ def run(
 ) -> dict[str, np.ndarray]:
     """The memory of every buffer after the schedule's kernels ran; buffers start with a pattern, not with zeros."""
     sizes = sizes or dict(schedule.program.sizes)
-    launches = [step for step in schedule.steps if isinstance(step, Launch)]
+    launches = [step for step in schedule.steps if isinstance(step, KernelLaunch)]
     assert len(launches) == len(schedule.steps), "only kernels are run here"
     names = list(schedule.buffers)
     memory = {name: _memory(schedule.buffers[name], inputs.get(name), sizes) for name in names}

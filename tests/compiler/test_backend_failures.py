@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opkit import errors
-from opkit.compiler import backend, making
+from opkit.compiler import backend, pipeline
 from opkit.compiler.backend import opkit_backend
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -22,7 +22,7 @@ def failing(monkeypatch):
             if node.target == "aten.exp.default":
                 raise ValueError("no exponentials")
 
-    monkeypatch.setattr(making, "lower", wrong)
+    monkeypatch.setattr(pipeline, "lower", wrong)
 
 
 def test_a_failure_runs_in_eager_mode_and_leaves_a_script(monkeypatch, settings, caplog, tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 import opkit
 from opkit.compiler.backend import opkit_backend
 from opkit.errors import DeclarationError
-from tests.compiler.test_foreign import fused, r, refused
+from tests.compiler.test_library_functions import fused, r, refused
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -58,12 +58,12 @@ def test_before_and_after_a_reduction_and_along_a_scan(softsign):
     assert not any(graph.calls for graph in found.graphs)
 
 
-@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
+@pytest.mark.exhaustive  # test_library_functions.py asks the same of a library's function
 def test_one_after_the_other_and_twice_of_the_same(softsign):
     fused(lambda x: softsign(softsign(x, 2.0), 3.0) * softsign(x, 2.0), r(3, 1100))
 
 
-@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
+@pytest.mark.exhaustive  # test_library_functions.py asks the same of a library's function
 def test_threads_and_not_a_number(softsign):
     x = r(300_000, dtype=torch.float32)
     x[::1000] = torch.nan
@@ -95,7 +95,7 @@ def test_calls_go_on_as_they_were_before_compilation(name):
         torch.testing.assert_close(softsign(x), x / (1 + x.abs()))
 
 
-@pytest.mark.exhaustive  # test_foreign.py asks the same of a library's function
+@pytest.mark.exhaustive  # test_library_functions.py asks the same of a library's function
 def test_sizes_that_are_symbols(softsign):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: softsign(x * x.shape[0]) + 1, backend=opkit_backend, dynamic=True)
@@ -256,9 +256,9 @@ def test_a_kernel_of_another_source_is_compiled_again(name):
 PROGRAM = """
 import sys, torch, opkit
 from torch import Tensor
-from opkit.compiler import backend, making
-made, original = [], making.made
-making.made = lambda *given: made.append(given) or original(*given)
+from opkit.compiler import backend, pipeline
+made, original = [], pipeline.compile_graph
+pipeline.compile_graph = lambda *given: made.append(given) or original(*given)
 @opkit.custom_op("process::soft", mutates_args=())
 def soft(x: Tensor, by: float) -> Tensor:
     return x * by / (1 + x.abs())

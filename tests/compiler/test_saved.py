@@ -6,7 +6,7 @@ import fresh_process
 import pytest
 import torch
 
-from opkit.compiler.saved import SavedFunction
+from opkit.compiler.saved_function import SavedFunction
 from opkit.errors import CompileError
 
 pytestmark = [
@@ -34,7 +34,7 @@ def loaded(path):
 PROGRAM = """
 import sys, torch
 function = torch.compiler.load_compiled_function(open(sys.argv[1], "rb"))
-print(function(torch.ones(2, 4), torch.ones(4, 4))[1].tolist(), "opkit.compiler.lower.lowering" in sys.modules)
+print(function(torch.ones(2, 4), torch.ones(4, 4))[1].tolist(), "opkit.compiler.lower.graph_to_program" in sys.modules)
 """
 
 

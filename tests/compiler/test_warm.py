@@ -219,7 +219,7 @@ PROGRAM = """
 import sys, torch
 from opkit.compiler import backend
 if sys.argv[1] == "warm":
-    backend._captured_anew = None
+    backend._compile_with_aot_autograd = None
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU(), torch.nn.Linear(8, 2))
 fast = torch.compile(model, backend=backend.opkit_backend, options={"strict": True})

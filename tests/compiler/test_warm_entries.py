@@ -92,7 +92,7 @@ DAMAGES = [
     lambda path, content: path.chmod(0o666),
     lambda path, content: path.write_bytes(path.read_bytes()[:-9]),
     rewritten(lambda content: content.clear()),
-    rewritten(lambda content: content.update(wiring=["Wiring", 1], plan=["Plan", 1])),
+    rewritten(lambda content: content.update(wiring=["Wiring", 1], plan=["ExecutionPlan", 1])),
     lambda path, content: path.write_bytes(b"\xff"),
     lambda path, content: path.unlink(),
     rewritten(lambda content: content.update(graphs=[], plan=None)),

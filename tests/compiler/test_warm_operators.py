@@ -98,8 +98,8 @@ def test_another_process_finds_them(module, tmp_path):
     script = textwrap.dedent("""
         import torch, warmed_operators as o
         from opkit.compiler import backend
-        anew, original = [], backend._captured_anew
-        backend._captured_anew = lambda *given: anew.append(1) or original(*given)
+        anew, original = [], backend._compile_with_aot_autograd
+        backend._compile_with_aot_autograd = lambda *given: anew.append(1) or original(*given)
         x = torch.ones(3, 4, requires_grad=True)
         function = torch.compile(lambda x: o.raised(o.scaled(x)), backend=backend.opkit_backend, options={"strict": True})
         result = function(x)

@@ -13,12 +13,12 @@ from opkit.compiler.backend import opkit_backend
 @contextlib.contextmanager
 def counted():
     """How many graphs of Dynamo's go through AOTAutograd."""
-    found, original = [], backend._captured_anew
-    backend._captured_anew = lambda *given: found.append(given) or original(*given)
+    found, original = [], backend._compile_with_aot_autograd
+    backend._compile_with_aot_autograd = lambda *given: found.append(given) or original(*given)
     try:
         yield found
     finally:
-        backend._captured_anew = original
+        backend._compile_with_aot_autograd = original
 
 
 def compiled(function, **more):

@@ -59,7 +59,7 @@ class Entry:
         name: the database's.
         function: takes the arguments that ``args`` describes, in order, and returns tensors that share memory with nothing.
         args: specs and numbers.
-        schema: what ``torch.library`` is told.
+        schema: the schema for ``torch.library``.
         differentiable: whether the database says so.
     """
 

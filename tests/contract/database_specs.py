@@ -111,10 +111,10 @@ def numbers_of(value: torch.Tensor, info: Any) -> tuple[Any, Any]:
     if not value.is_floating_point():
         return least if least >= 0 else None, most if is_index(value, info) else None
     low, high = getattr(info, "domain", (None, None))
-    told = value.numel() >= _ENOUGH and least > 0
+    certain = value.numel() >= _ENOUGH and least > 0
     return (
         0.0 if most <= 1 else least
-    ) if told and low is None else low, 1.0 if told and most <= 1 and high is None else high
+    ) if certain and low is None else low, 1.0 if certain and most <= 1 and high is None else high
 
 
 def _like(value: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:

@@ -51,9 +51,14 @@ def cannot(subject, case):
     raise NotApplicable("nothing returns")
 
 
-def made(name, check=holds, **how):
+def made(name, check=holds, forked=False, **how):
     return Property(
-        name, rule=f"The rule of {name} <holds> & is kept.", defect=f"the defect of {name}", check=check, **how
+        name,
+        rule=f"The rule of {name} <holds> & is kept.",
+        defect=f"the defect of {name}",
+        check=check,
+        forked=forked,
+        **how,
     )
 
 

@@ -12,8 +12,8 @@ import torch
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.processes import child, crashes
-from opkit.contract.processes.child import Ended, Worker, in_child
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.processes.child import ChildEnded, Worker, in_child
+from opkit.contract.prop import CallRefused, Violation
 from opkit.testing import tensor
 
 CASE = Case((TensorCase((2,)),))
@@ -27,27 +27,27 @@ def test_what_a_child_finds_is_told_as_what_it_is():
     assert in_child(lambda: 3) == "3"
     with pytest.raises(Violation, match="broken"):
         in_child(lambda: raises(Violation("broken")))
-    with pytest.raises(Refusal, match="ValueError: no"):
-        in_child(lambda: raises(Refusal(ValueError("no"))))
+    with pytest.raises(CallRefused, match="ValueError: no"):
+        in_child(lambda: raises(CallRefused(ValueError("no"))))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         in_child(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "message"),
     [(os.abort, "SIGABRT"), (lambda: os._exit(7), "exit status 7"), (lambda: raises(KeyboardInterrupt()), "Keyboard")],
 )
-def test_ends_are_told(act, told):
-    with pytest.raises(Ended, match=told) as caught:
+def test_ends_are_reported(act, message):
+    with pytest.raises(ChildEnded, match=message) as caught:
         in_child(act)
     assert not caught.value.hung
 
 
 def test_a_child_that_waits_is_ended():
     worker = Worker(lambda case: None if case == CASE else threading.Event().wait())
-    worker.ask(CASE)  # what the child does first is not counted
-    with pytest.raises(Ended) as waits:
-        worker.ask(CASE.replace(seed=1), 0.5)
+    worker.check(CASE)  # what the child does first is not counted
+    with pytest.raises(ChildEnded) as waits:
+        worker.check(CASE.replace(seed=1), 0.5)
     assert waits.value.hung
     assert not waits.value.busy
 
@@ -62,27 +62,27 @@ def test_a_child_that_waits_for_a_process_of_its_own_is_given_time(tmp_path):
         return started[0].wait()
 
     worker = Worker(question)
-    worker.ask(CASE)
+    worker.check(CASE)
     end = threading.Timer(0.5, (tmp_path / "go").touch)
     end.start()
-    assert worker.ask(CASE.replace(seed=1), 0.1) == "0"
+    assert worker.check(CASE.replace(seed=1), 0.1) == "0"
     end.join()
 
 
 def test_a_process_that_never_ends_is_no_excuse(monkeypatch):
     monkeypatch.setattr(child, "_BUILDING", 0.3)
-    with pytest.raises(Ended, match="did not return"):
+    with pytest.raises(ChildEnded, match="did not return"):
         in_child(lambda: subprocess.Popen(["cat"], stdin=subprocess.PIPE).wait(), 0.1)  # it ends with the child
 
 
 def test_a_worker_is_one_process_until_it_ends():
     worker = Worker(lambda case: os.getpid() if case == CASE else os.abort())
-    first = worker.ask(CASE)
-    assert first == worker.ask(CASE) != str(os.getpid())
-    assert worker.ask(CASE, fresh=True) != first
-    with pytest.raises(Ended):
-        worker.ask(CASE.replace(seed=1))
-    assert worker.ask(CASE) != first
+    first = worker.check(CASE)
+    assert first == worker.check(CASE) != str(os.getpid())
+    assert worker.check(CASE, fresh=True) != first
+    with pytest.raises(ChildEnded):
+        worker.check(CASE.replace(seed=1))
+    assert worker.check(CASE) != first
 
 
 _SOURCE = """void twice(const float *x, float *y, long n) {
@@ -127,5 +127,5 @@ def test_kernels_with_threads_of_their_own_are_passed_over(asked, monkeypatch):
         report = asked("memory", op, args=(tensor("n"),), reference=torch.neg)
     assert report.ok
     assert not report.passed
-    assert "does not in a forked process" in report.skipped[0].reason
+    assert "but not in a forked process" in report.skipped[0].reason
     assert all("see memory.crash" in skipped.reason for skipped in report.skipped[1:])

@@ -88,7 +88,7 @@ def test_writing_to_a_gap_is_found(fails):
 
 def test_results_that_depend_on_what_lies_beside_are_found(fails):
     failure = fails("memory.red_zone", adds_the_next, args=VECTOR)
-    assert "reads memory beside" in failure.message
+    assert "reads memory next to" in failure.message
     assert failure.args[0].shape == (1,)
 
 

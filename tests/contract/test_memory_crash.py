@@ -28,7 +28,7 @@ def when(condition, act):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "message"),
     [
         (lambda: ctypes.string_at(8), "SIGSEGV"),
         (lambda: os._exit(3), "exit status 3"),
@@ -37,9 +37,9 @@ def when(condition, act):
         (lambda: os.kill(os.getpid(), 8), "SIGFPE"),
     ],
 )
-def test_ends_of_the_process_shrink_to_the_smallest_size(fails, act, told):
+def test_ends_of_the_process_shrink_to_the_smallest_size(fails, act, message):
     failure = fails("memory.crash", when(lambda x: x.numel() >= 9, act), args=ROWS)
-    assert told in failure.message
+    assert message in failure.message
     assert failure.args[0].numel() in range(9, 16)
 
 

@@ -48,7 +48,12 @@ def test_everything_is_on_the_page(text):
         assert prop.name in shown
         assert prop.rule in shown
         assert prop.defect in shown
-    for part in ("sin breaks its contract", "sin(float32[5])", "5 elements\nare more than 4", "<strides> differ"):
+    for part in (
+        "sin fails: 1 of 3 checked properties, 3 skipped",
+        "sin(float32[5])",
+        "5 elements\nare more than 4",
+        "<strides> differ",
+    ):
         assert part in shown
     assert "there is no fake" in shown
     assert "nothing returns" in shown
@@ -94,8 +99,12 @@ def test_it_is_readable_in_the_dark_and_on_a_phone(text):
 
 def test_titles_say_how_it_went():
     bad = Report("b", (Failure("n.x", "m", None, ""),))
-    assert "<h1>a keeps its contract</h1>" in page([Report("a", passed=(Passed("n.x", 1),))])
+    held = Report("a", passed=(Passed("n.x", 1),), skipped=(Skipped("n.y", "there is no reference"),))
+    assert "<h1>a holds: 1 of 2 properties checked, 1 skipped</h1>" in page([held])
+    assert '<span class="good">holds</span> <span class="quiet">1 of 2 properties checked, 1 skipped</span>' in page(
+        [held]
+    )
     assert "<h1>1 of 2 operators break their contract</h1>" in page([Report("a"), bad])
     assert "<h1>2 operators checked</h1>" in page([Report("a"), Report("b")])
-    assert "not asked" in page([Report("a")])
+    assert '<span class="quiet">not checked</span>' in page([Report("a")])
     assert page([])

@@ -39,7 +39,7 @@ def test_the_example_is_a_call():
 
 def test_a_person_reads_failures_first(report):
     lines = str(report).splitlines()
-    assert lines[0].startswith("sin: 1 of 3 properties do not hold (")
+    assert lines[0].startswith("sin: fails: 1 of 3 checked properties, 3 skipped (")
     assert lines[1:5] == [
         "FAIL memory.small: The rule of memory.small <holds> & is kept.",
         "  sin(float32[5])",
@@ -57,12 +57,20 @@ def test_a_person_reads_failures_first(report):
 def test_counts_read_well():
     held = (Passed("numbers.a", 3), Passed("fake.b", 1, cut_short=True))
     assert (
-        str(Report("op", passed=held[:1], examples=1)) == "op: 1 property holds (1 example, 0.0 s)\nheld: numbers (1)"
+        str(Report("op", passed=held[:1], examples=1))
+        == "op: holds: 1 of 1 property checked (1 example, 0.0 s)\nheld: numbers (1)"
     )
     assert str(Report("op", passed=held)).splitlines()[1] == (
-        "held: numbers (1), fake (1); 1 of them with fewer examples, for want of time"
+        "held: numbers (1), fake (1); 1 of them with fewer examples, because time ran out"
     )
-    assert str(Report("op", (failure("op"),))).startswith("op: 1 of 1 property does not hold (0 examples")
+    assert str(Report("op", (failure("op"),))).startswith("op: fails: 1 of 1 checked property (0 examples")
+
+
+def test_a_verdict_counts_what_was_skipped():
+    held, skipped = (Passed("numbers.a", 3), Passed("fake.b", 1)), (Skipped("fake.c", "there is no fake"),)
+    assert Report("op", passed=held, skipped=skipped).verdict() == "holds: 2 of 3 properties checked, 1 skipped"
+    assert Report("op", skipped=skipped).verdict() == "not checked: 0 of 1 property checked, 1 skipped"
+    assert Report("op", (failure("op"),), held, skipped).verdict() == "fails: 1 of 3 checked properties, 1 skipped"
 
 
 def test_entries_can_be_printed():

@@ -1,4 +1,4 @@
-"""In what order properties are asked, for how long, and what is told meanwhile."""
+"""The order of the properties, their time, and what the progress shows."""
 
 import pytest
 import small_properties as small
@@ -90,7 +90,7 @@ def test_a_property_that_cannot_say_whether_it_applies_is_skipped(only):
         raise RuntimeError("no such attribute")
 
     only([small.made("numbers.right", skip=breaks)])
-    assert check().skipped[0].reason == "could not be asked: RuntimeError: no such attribute"
+    assert check().skipped[0].reason == "could not be checked: RuntimeError: no such attribute"
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def test_without_a_budget_all_examples_are_tried(only):
 
 
 def test_progress_is_told(only):
-    told = []
-    check(progress=lambda name, done: told.append((name, done)))
+    shown = []
+    check(progress=lambda name, done: shown.append((name, done)))
     asked = [prop.name for prop in run.chosen(None, ()) if not prop.skip(None)]
-    assert [name for name, _ in told] == asked
-    assert told[0][1] == 0
-    assert [done for _, done in told] == sorted(done for _, done in told)
+    assert [name for name, _ in shown] == asked
+    assert shown[0][1] == 0
+    assert [done for _, done in shown] == sorted(done for _, done in shown)
 
 
 def test_nothing_is_printed_where_there_is_no_terminal(only, capfd):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.calls.resizing import other_sizes
-from opkit.contract.calls.specs import CallSpec
+from opkit.contract.calls.specs import ArgumentSpecs
 from opkit.errors import ArgumentError
 from opkit.testing import LAYOUTS, calls, layouts, make_tensor, shapes, tensor, tensors
 
@@ -52,7 +52,7 @@ def test_a_failing_example_can_be_made_again_from_its_text():
 
 
 def test_a_case_that_holds_lists_is_given_other_sizes():
-    spec = CallSpec((tensor("n"), [tensor("n"), tensor("2*n")], [1, 2]))
+    spec = ArgumentSpecs((tensor("n"), [tensor("n"), tensor("2*n")], [1, 2]))
     case = Case((TensorCase((3,)), [TensorCase((3,)), TensorCase((6,))], [1, 2]))
     found = other_sizes(spec, case)
     sizes = [[x.shape[0] for x in other.tensors()] for other in found]

@@ -153,7 +153,7 @@ def first_choices(op: Any, target: str) -> list[tuple[str, Any]]:
     found = []
     for kernel in op._operator.kernels.kernels:
         bound = getattr(kernel.function, "bound", None)
-        for call in typical_calls.given(op._operator, bound.kernel.examples) if bound else ():
+        for call in typical_calls.from_examples(op._operator, bound.kernel.examples) if bound else ():
             d = next(iter(call.arguments.values())).sizes[-1]
             left = configs.prune(bound.kernel.configs, bound.kernel.prune, {"d": d}) or [None]
             request = testing.request_of(op._operator, bound, call, left[0], target)

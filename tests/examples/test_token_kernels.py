@@ -244,7 +244,7 @@ def test_compiles_without_spills(name, dtype, targets):
     given = {
         key: value.replace("bf16[", f"{dtype}[") if isinstance(value, str) else value for key, value in example.items()
     }
-    (call,) = typical_calls.given(op._operator, [given])
+    (call,) = typical_calls.from_examples(op._operator, [given])
     for target in [target for target in targets if target in (kernel.targets or ARCHITECTURES)]:
         request = examples.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
         assert resources.of(compiling.build(request)).spills == 0, target

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from opkit import _core
-from opkit.op import torch_names
+from opkit.op import torch_private as private
 
 SOURCE = Path(__file__).with_name("fake_driver.c")
 NAMESPACE = "opkit_launched"
@@ -127,7 +127,7 @@ class Launched:
         head, _, returns = str(self.schema).removeprefix(f"{NAMESPACE}::").rpartition(" -> ")
         library.define(f"{head[:-1]}, *, int[]? opk_layout=None) -> {returns}")
         self._kept = [library, self.library.register(f"{NAMESPACE}::{self.name}", key, True)]
-        self._overload = torch_names.hidden_operator(
+        self._overload = private.hidden_operator(
             f"{NAMESPACE}::{self.name}"
         )  # here: threads that look it up list it twice
         return self

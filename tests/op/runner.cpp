@@ -3,7 +3,7 @@
 //     runner libopkit.so package.pt2 cases kernel.so...
 //
 // Each folder in `cases` holds the model's inputs in0.bin, in1.bin, ...: float32, written as rank, sizes, data. The
-// outputs are written beside them in the same form.
+// outputs are written next to them in the same form.
 #include <ATen/ops/from_blob.h>
 #include <dirent.h>
 #include <dlfcn.h>

@@ -52,9 +52,9 @@ def test_outputs_that_the_reference_cuts_off_are_marked_where_the_whole_referenc
     op.register_kernel("cpu", mixed)
     x = torch.randn(3, 4, requires_grad=True)
     for call in (op, torch.ops.captured.mixed):
-        kept, index, mask, rows = call(x)
-        assert (kept.requires_grad, index.requires_grad, mask.requires_grad, rows) == (True, False, False, 3)
-        (first,) = torch.autograd.grad(kept.sum(), x, create_graph=True)
+        differentiable, index, mask, rows = call(x)
+        assert (differentiable.requires_grad, index.requires_grad, mask.requires_grad, rows) == (True, False, False, 3)
+        (first,) = torch.autograd.grad(differentiable.sum(), x, create_graph=True)
         torch.testing.assert_close(first, x.detach())
         with pytest.raises(RuntimeError, match="does not require grad"):
             mask.sum().backward()

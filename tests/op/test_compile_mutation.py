@@ -154,13 +154,13 @@ def test_an_out_argument_declared_in_the_schema(name, backend):
     )
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_a_result_that_is_an_argument_is_refused_as_in_eager_mode(name, given):
+@pytest.mark.parametrize("returns_argument", [False, True])
+def test_a_result_that_is_an_argument_is_refused_as_in_eager_mode(name, returns_argument):
     def even(x):
         return torch.nn.functional.pad(x, (0, 0, 0, 1)) if x.shape[0] % 2 else x
 
     op = opkit.custom_op(name, even, schema="(Tensor x) -> Tensor")
-    if given:
+    if returns_argument:
         op.register_autograd(lambda ctx, grad: grad)
     compiled = torch.compile(lambda x: op(x).add_(1), backend="aot_eager", dynamic=False)
     assert compiled(torch.ones(3, 2)).shape == (4, 2)

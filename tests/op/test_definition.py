@@ -322,12 +322,12 @@ def test_the_object() -> None:
 
 
 def test_description() -> None:
-    told = checked.describe()
-    assert told.name == "definition::checked"
-    assert told.mutates == ()
-    assert told.mutation_origin == "a trace of the reference"
-    assert {rule.rule: rule.origin for rule in told.rules}["vmap"] == "derived"
-    assert len(told.contract_hash) == 64
+    description = checked.describe()
+    assert description.name == "definition::checked"
+    assert description.mutates == ()
+    assert description.mutation_origin == "a trace of the reference"
+    assert {rule.rule: rule.origin for rule in description.rules}["vmap"] == "derived"
+    assert len(description.contract_hash) == 64
 
 
 def test_positional_only_like_calls_and_defaults() -> None:

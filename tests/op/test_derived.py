@@ -168,17 +168,17 @@ def test_the_backward_is_traced_once_for_many_shapes() -> None:
 
 
 def saved_bytes(function: Any, args: tuple[Tensor, ...]) -> int:
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = function(*args)
     del output
     gc.collect()
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 @pytest.mark.sweep(keep=["rms_norm", "softmax"])
@@ -215,8 +215,8 @@ def test_an_output_that_the_reference_cuts_off_is_not_differentiable() -> None:
         return x * 2, (x > 0).to(x.dtype)
 
     op = counted(opkit.custom_op("derived::cut", cut))
-    kept, mask = op(torch.randn(3, requires_grad=True))
-    assert kept.requires_grad
+    saved, mask = op(torch.randn(3, requires_grad=True))
+    assert saved.requires_grad
     assert not mask.requires_grad
 
 

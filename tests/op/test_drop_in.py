@@ -289,13 +289,13 @@ class Doubling:
 
 
 @pytest.mark.parametrize(
-    "given", [torch.sin, functools.partial(torch.mul, other=3), Doubling()], ids=["builtin", "partial", "object"]
+    "function", [torch.sin, functools.partial(torch.mul, other=3), Doubling()], ids=["builtin", "partial", "object"]
 )
-def test_any_callable_under_a_schema_by_hand(custom_op: Any, name: str, given: Any) -> None:
-    op = custom_op(name, given, mutates_args=(), schema="(Tensor x) -> Tensor")
+def test_any_callable_under_a_schema_by_hand(custom_op: Any, name: str, function: Any) -> None:
+    op = custom_op(name, function, mutates_args=(), schema="(Tensor x) -> Tensor")
     x = torch.ones(2)
-    assert torch.equal(op(x), given(x))
-    assert torch.equal(op(x=x), given(x))
+    assert torch.equal(op(x), function(x))
+    assert torch.equal(op(x=x), function(x))
 
 
 # ---- mutation ------------------------------------------------------------------------------------------------------

@@ -54,14 +54,14 @@ def test_kernels_registered_through_torch_library(custom_op: Any, name: str, dev
         calls.append("decorated")
         return torch.from_numpy(x.numpy() + y)
 
-    def given(x, y):
-        calls.append("given")
+    def called_directly(x, y):
+        calls.append("called directly")
         return torch.from_numpy(x.numpy() + y)
 
     assert torch.equal(shifted(torch.ones(3), 2.0), torch.full((3,), 3.0))
-    torch.library.register_kernel(op, device, given)
+    torch.library.register_kernel(op, device, called_directly)
     assert torch.equal(shifted(torch.ones(3), 2.0), torch.full((3,), 3.0))
-    assert calls == ["decorated", "given"]
+    assert calls == ["decorated", "called directly"]
 
 
 def test_kernels_for_several_devices_at_once(custom_op: Any, name: str) -> None:

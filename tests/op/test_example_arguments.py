@@ -14,7 +14,7 @@ from opkit.errors import ArgumentError
 from opkit.op.examples import typical as typical_calls
 from opkit.op.examples.arguments import (
     SHORT_DTYPES,
-    CallSpec,
+    ExampleCall,
     TensorSpec,
     make,
     make_all,
@@ -110,7 +110,7 @@ def test_a_call():
     }
     assert str(call) == "demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-06, mode='a)')"
     assert parse_call(str(call)) == call
-    assert parse_call("demo::nothing.out()") == CallSpec("demo::nothing.out", {})
+    assert parse_call("demo::nothing.out()") == ExampleCall("demo::nothing.out", {})
 
 
 def test_mistakes_in_calls():
@@ -126,8 +126,8 @@ def test_mistakes_in_calls():
 
 
 def test_a_dictionary_of_arguments():
-    given = {"x": "bf16[4]", "xs": ["i8[1]", 2], "mode": "silu", "dtype": torch.int8, "n": None}
-    assert parse_arguments(given, "here") == {
+    arguments = {"x": "bf16[4]", "xs": ["i8[1]", 2], "mode": "silu", "dtype": torch.int8, "n": None}
+    assert parse_arguments(arguments, "here") == {
         "x": TensorSpec(torch.bfloat16, (4,)),
         "xs": [TensorSpec(torch.int8, (1,)), 2],
         "mode": "silu",
@@ -238,12 +238,12 @@ def listed(xs: list[Tensor], rows: list[int] | None) -> Tensor:
 )  # fmt: skip
 def test_calls_made_up(op, function, calls):
     operator = op(function)
-    assert [str(call).removeprefix(operator.name) for call in typical_calls.made_up(operator)] == calls
+    assert [str(call).removeprefix(operator.name) for call in typical_calls.generate(operator)] == calls
 
 
 def test_calls_made_up_can_be_made(op):
     operator = op(norm)
-    for call in typical_calls.made_up(operator):
+    for call in typical_calls.generate(operator):
         positional, named = typical_calls.arguments_of(operator, call)
         assert [value.shape for value in positional[:2]] == [(4096, 1024), (1024,)]
         assert (positional[2], named) == (1e-6, {})
@@ -254,7 +254,7 @@ def test_what_cannot_be_made_up(op):
         return x.clone()
 
     with pytest.raises(ArgumentError, match=r"no value can be made up for pair .*examples=.*--shapes"):
-        typical_calls.made_up(op(sizes))
+        typical_calls.generate(op(sizes))
 
 
 def test_arguments_of_a_call(op):
@@ -281,12 +281,12 @@ def test_arguments_of_a_call(op):
 
 def test_examples_of_a_kernel(op):
     operator = op(norm)
-    (call,) = typical_calls.given(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}])
+    (call,) = typical_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}])
     assert shown(list(call.arguments.values())) == "[bf16[8, 4], bf16[4]]"
     with pytest.raises(ArgumentError, match=r"examples\[1\], x: 'bf16\[a\]'"):
-        typical_calls.given(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}, {"x": "bf16[a]"}])
+        typical_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}, {"x": "bf16[a]"}])
     with pytest.raises(ArgumentError, match="weight is missing"):
-        typical_calls.given(operator, [{"x": "bf16[8, 4]"}])
+        typical_calls.from_examples(operator, [{"x": "bf16[8, 4]"}])
 
 
 @pytest.mark.gpu

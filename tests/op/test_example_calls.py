@@ -8,8 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 import opkit
-from opkit.op.examples.calls import example_calls, programs
-from opkit.op.layout import outputs as layout
+from opkit.op.aot.package import layout_programs
+from opkit.op.examples.variations import example_calls
+from opkit.op.layout.outputs import layout_of
+from opkit.op.layout.program import run
 
 _programs = {}
 
@@ -22,10 +24,10 @@ def native(op, source, **options):
 def layouts(function, *values):
     """What the programs of a kernel say of a call; equal to what its reference does, or empty."""
     if function not in _programs:
-        _programs[function] = programs(function)[0]
+        _programs[function] = layout_programs(function)[0]
     kinds = [argument.kind for argument in function.bound.facts.arguments]
-    found = [made for each in _programs[function] if (made := layout.run(each.words, kinds, values)) is not None]
-    assert all(made == layout.layout_of(function.operator, values, {}) for made in found)
+    found = [made for each in _programs[function] if (made := run(each.words, kinds, values)) is not None]
+    assert all(made == layout_of(function.operator, values, {}) for made in found)
     return found
 
 
@@ -116,7 +118,7 @@ def test_an_operator_whose_sizes_are_not_known(name, caplog):
 
     function = native(positive, "void f(const T* x, T* out, int64_t x_numel) {}")
     with caplog.at_level(logging.ERROR):
-        found, reason = programs(function)
+        found, reason = layout_programs(function)
     assert not found
     assert "depend on the data" in reason
     assert not caplog.records
@@ -127,7 +129,7 @@ def test_an_operator_without_new_outputs_needs_none(name):
     def doubled(x: Tensor) -> None:
         x.mul_(2)
 
-    assert programs(native(doubled, "void f(T* x, int64_t x_numel) {}")) == ([], "")
+    assert layout_programs(native(doubled, "void f(T* x, int64_t x_numel) {}")) == ([], "")
 
 
 def test_annotations_limit_the_dtypes(name):

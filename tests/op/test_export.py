@@ -202,7 +202,7 @@ def test_a_training_export_differentiates():
     torch.testing.assert_close(exported.weight.grad, model.weight.grad)
 
 
-@pytest.mark.exhaustive  # the tests of fusion under torch.compile tell nearly the same
+@pytest.mark.exhaustive  # the tests of fusion under torch.compile cover nearly the same
 def test_aotinductor_fuses_and_gives_the_right_numbers(tmp_path):
     from torch._inductor import aoti_compile_and_package, aoti_load_package
     from torch._inductor.utils import run_and_get_cpp_code

@@ -248,12 +248,12 @@ def test_calls_without_data_and_lazy_ones_reach_their_own_rule_after_plain_ones(
     read: list[bool] = []
     alone = opkit.custom_op("fast::alone", doubled, mutates_args=())
     alone.register_fake(torch.empty_like)
-    beside = opkit.custom_op("fast::beside", doubled, mutates_args=(), reference=lambda x: x * 2)
+    with_reference = opkit.custom_op("fast::with_reference", doubled, mutates_args=(), reference=lambda x: x * 2)
     everywhere = opkit.custom_op("fast::everywhere", lambda x: x * 2, schema="(Tensor x) -> Tensor")
     everywhere.register_kernel(None, doubled)
     for op, packet in (
         (alone, torch.ops.fast.alone),
-        (beside, torch.ops.fast.beside),
+        (with_reference, torch.ops.fast.with_reference),
         (everywhere, torch.ops.fast.everywhere),
     ):
         for call in (op, packet):

@@ -28,7 +28,7 @@ def fresh(name: str, **options: Any) -> Any:
 
 
 def marked(value: float) -> Any:
-    """A kernel whose results tell which kernel ran."""
+    """A kernel whose results show which kernel ran."""
     return lambda x, k=1.0, flag=False: torch.full_like(x, value)
 
 
@@ -104,7 +104,7 @@ def test_bad_registrations_change_nothing() -> None:
     for arguments, keywords, message in (
         (("toaster", marked(1)), {}, "not a device type"),
         (("cpu", 3), {}, "must be callable"),
-        (("cpu", marked(1)), {"when": lambda y: True}, "asks for y; the operator has x, k, flag"),
+        (("cpu", marked(1)), {"when": lambda y: True}, "takes y; the operator has x, k, flag"),
         (("cpu", marked(1)), {"when": 3}, "must be a function"),
         (("cpu", marked(1)), {"name": "taken"}, "there is a kernel named 'taken' already"),
         (("cpu", marked(1)), {"name": "reference"}, "there is a kernel named 'reference' already"),
@@ -267,20 +267,20 @@ def test_autotuning_remembers_across_processes(tmp_path: Path) -> None:
 
 
 def test_a_verified_guard_set_is_trusted_at_other_shapes() -> None:
-    asked: list[torch.Size] = []
+    checked_shapes: list[torch.Size] = []
 
     def doubled(x: Vector) -> Vector:
-        asked.append(x.shape)
+        checked_shapes.append(x.shape)
         return x * 2
 
     op = opkit.custom_op("kernels::trusted", doubled)
     op.register_kernel("cpu", lambda x: x * 2)
     op(torch.ones(2, 2))
-    assert asked
-    asked.clear()
+    assert checked_shapes
+    checked_shapes.clear()
     for n in range(3, 9):
         assert op(torch.ones(n, n))[0, 0].item() == 2
-    assert asked == []
+    assert checked_shapes == []
 
 
 @pytest.mark.filterwarnings("ignore:.*other strides:opkit.errors.StrideWarning")

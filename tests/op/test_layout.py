@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import opkit
-from opkit.op.layout.outputs import Program, derive, layout_of, operands, run
+from opkit.op.layout.derivation import derive
+from opkit.op.layout.outputs import layout_of, operands
+from opkit.op.layout.program import LayoutProgram, run
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 GENERIC = (5, 6, 7, 8, 9, 10, 12, 16)
@@ -268,7 +270,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @case(T("n m"), C([True, False], [False, True], [True]))
-def kept(x: Tensor, keep: list[bool]) -> Tensor:
+def kept_items(x: Tensor, keep: list[bool]) -> Tensor:
     return x.sum([i for i, k in enumerate(keep) if not k])
 
 
@@ -344,13 +346,13 @@ def expected(operator: Any, args: list[Any]) -> list[int] | None:
         return None
 
 
-def given(operator: Any, program: Program, args: list[Any]) -> list[int] | None:
+def layout_by_program(operator: Any, program: LayoutProgram, args: list[Any]) -> list[int] | None:
     return run(program.words, [kind for _, kind in program.arguments], operands(operator, args, {}))
 
 
-def compared(operator: Any, program: Program, args: list[Any]) -> bool:
+def compared(operator: Any, program: LayoutProgram, args: list[Any]) -> bool:
     """Check the program on one call; whether it fits."""
-    found = given(operator, program, args)
+    found = layout_by_program(operator, program, args)
     if found is not None:
         shown = [a.shape if isinstance(a, Tensor) else a for a in args]
         assert found == expected(operator, args), f"{shown}\n{program}"
@@ -361,7 +363,7 @@ def compared(operator: Any, program: Program, args: list[Any]) -> bool:
 REPRESENTATIVE = [
     "broadcast_three", "promoted", "summed", "normed", "product", "concatenated", "halved", "heads", "convolved",
     "pooled", "windows", "permuted", "listed", "at_most", "optional", "padded", "gaps", "rounded_up", "scaled",
-    "branching", "by_name", "cast", "kept", "factors", "large_or_small",
+    "branching", "by_name", "cast", "kept_items", "factors", "large_or_small",
 ]  # fmt: skip
 
 
@@ -371,7 +373,7 @@ def test_a_program_gives_the_layout_of_every_call_that_fits(operators, name):
     operator, (_, arguments) = operators[name], CASES[name]
     rng = random.Random(zlib.crc32(name.encode()))
     program = derive(operator, sampled(arguments, rng, GENERIC, wild=False), {})
-    assert isinstance(program, Program), program
+    assert isinstance(program, LayoutProgram), program
     alike = [sampled(arguments, rng, GENERIC, wild=False) for _ in range(6)]
     fits = [compared(operator, program, args) for args in alike]
     assert any(fits) or name in SPECIAL, f"nothing fits\n{program}"

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import opkit
 from opkit.op.layout import program as p
-from opkit.op.layout.outputs import Program, Refusal, derive, layout_of, operands, run
+from opkit.op.layout.derivation import LayoutRefusal, derive
+from opkit.op.layout.outputs import layout_of, operands
+from opkit.op.layout.program import LayoutProgram, run
 
 HEADER = (Path(opkit.__file__).parent / "kernels/include/opkit.h").read_text()
 FLOAT32 = 6
@@ -25,23 +27,23 @@ def define(name: str) -> Any:
     return lambda function, **options: opkit.custom_op(name, function, **{"mutates_args": (), **options})._operator
 
 
-def kinds(program: Program) -> list[str]:
+def kinds(program: LayoutProgram) -> list[str]:
     return [kind for _, kind in program.arguments]
 
 
-def result(operator: Any, program: Program, *args: Any, **kwargs: Any) -> list[int] | None:
+def result(operator: Any, program: LayoutProgram, *args: Any, **kwargs: Any) -> list[int] | None:
     return run(program.words, kinds(program), operands(operator, args, kwargs))
 
 
-def program_of(operator: Any, *args: Any, **kwargs: Any) -> Program:
+def program_of(operator: Any, *args: Any, **kwargs: Any) -> LayoutProgram:
     program = derive(operator, args, kwargs)
-    assert isinstance(program, Program), program
+    assert isinstance(program, LayoutProgram), program
     return program
 
 
 def refusal_of(operator: Any, *args: Any) -> str:
     refusal = derive(operator, args, {})
-    assert isinstance(refusal, Refusal), refusal
+    assert isinstance(refusal, LayoutRefusal), refusal
     assert operator.name in str(refusal)
     return str(refusal)
 
@@ -190,7 +192,7 @@ def check_programs_of(tree):
     operator = expression._operator
     for at in _CALLS[:2]:
         program = derive(operator, at, {})
-        if isinstance(program, Refusal):
+        if isinstance(program, LayoutRefusal):
             with pytest.raises(opkit.errors.OpkitError):
                 layout_of(operator, at, {})
             continue

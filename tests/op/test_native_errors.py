@@ -1,4 +1,4 @@
-"""What goes wrong in a C kernel, and what its author and its caller are told."""
+"""Errors in C kernels, and the messages that their authors and callers get."""
 
 import inspect
 import threading

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import opkit
-from opkit.op.native import bridged
+from opkit.op.native import compiled
 
 FILL = "void fill(const T* x, T* out, int64_t out_numel) { for (int64_t i = 0; i < out_numel; i++) out[i] = 7; }"
 TIMES = (
@@ -103,7 +103,7 @@ def test_an_offer_waits_for_a_kernel_that_is_being_forced(define):
     function = op._operator.kernels.kernels[0].function
     with op._operator.lock:
         op._operator.bridged.suspend()
-        offering = threading.Thread(target=bridged.offer, args=(function,))
+        offering = threading.Thread(target=compiled.offer, args=(function,))
         offering.start()
         offering.join(0.2)
         assert not op._operator.bridged.serving

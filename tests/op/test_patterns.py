@@ -9,8 +9,8 @@ from opkit.errors import DefinitionError, DtypeError, ShapeError
 from opkit.op.schema import patterns
 
 
-def check(*pairs: tuple[object, Tensor]) -> patterns.Binding:
-    binding = patterns.Binding("t::op")
+def check(*pairs: tuple[object, Tensor]) -> patterns.SizeBinding:
+    binding = patterns.SizeBinding("t::op")
     for i, (annotation, tensor) in enumerate(pairs):
         binding.check(f"the argument a{i}", tensor, patterns.parse(annotation))
     return binding

@@ -19,7 +19,7 @@ from torch import Tensor
 import opkit
 from opkit.errors import RuleError
 from opkit.op.trace.reads import Reads
-from opkit.op.trace.state import State
+from opkit.op.trace.reference_state import ReferenceState
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -92,7 +92,7 @@ def unchanged() -> Any:
 @pytest.mark.parametrize("kind", READS)
 def test_what_is_read_is_noticed_when_it_changes_and_when_it_changes_back(kind: str) -> None:
     function, change = READS[kind]
-    state = State("reads::any", function)
+    state = ReferenceState("reads::any", function)
     before = state.current(versions=True)
     assert before
     assert state.current(versions=True) == before
@@ -113,7 +113,7 @@ def test_modules_are_not_imported_before_the_function_does(tmp_path: Path, monke
 
         return x * scale
 
-    state = State("reads::later", scaled)
+    state = ReferenceState("reads::later", scaled)
     before = state.current()
     assert "read_later" not in sys.modules
     scaled(torch.ones(1))
@@ -127,7 +127,7 @@ def test_modules_are_not_imported_before_the_function_does(tmp_path: Path, monke
     ("held", "decides"), [([], False), ({}, False), ([2.0, (WEIGHT, helper)], False), ([()], False), ({"n": 2}, True)]
 )
 def test_numbers_and_texts_may_decide_sizes(held: Any, decides: bool) -> None:
-    assert bool(State("reads::sizes", lambda x: x * len(held)).of_sizes()) is decides
+    assert bool(ReferenceState("reads::sizes", lambda x: x * len(held)).of_sizes()) is decides
 
 
 def test_functions_that_read_nothing_cost_nothing() -> None:

@@ -88,14 +88,14 @@ def test_forward_mode_needs_a_registered_backward_that_can_be_differentiated() -
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks it of every tensor that it makes a fake of
-@pytest.mark.parametrize("given", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_compiled_autograd(given: bool) -> None:
+@pytest.mark.parametrize("registered", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+def test_compiled_autograd(registered: bool) -> None:
     def product(xs: list[Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
         return xs[0].sin() * y, xs[1] * y
 
-    op = opkit.custom_op(f"registered::compiled_autograd_{given}", product, mutates_args=())
+    op = opkit.custom_op(f"registered::compiled_autograd_{registered}", product, mutates_args=())
     op.register_kernel("cpu", product)
-    if given:
+    if registered:
 
         def setup(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.save_for_backward(*inputs[0], inputs[1])
@@ -110,7 +110,7 @@ def test_compiled_autograd(given: bool) -> None:
     def gradients() -> list[Tensor | None]:
         a.grad = b.grad = y.grad = None
         loss = sum(result.sum() for result in op([a, b], y))
-        if given:  # twice
+        if registered:  # twice
             loss = sum(g.square().sum() for g in torch.autograd.grad(loss, (a, b, y), create_graph=True))
         loss.backward()
         return [a.grad, b.grad, y.grad]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opkit.attn.masks.algebra import And, Dense, KeyPadding, Mask, Or, Segments
 from opkit.attn.masks.diagonals import Align, Causal, SlidingWindow
-from opkit.attn.probabilities import spelled_out
+from opkit.attn.probabilities import mask_as_tensors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def fitted(prepared: Prepared, query: Tensor, key: Tensor) -> Mask:
     if (query.shape[2], key.shape[2]) == prepared.shape[2:]:
         return prepared.mask
     whole = key.new_empty((key.shape[0], 1, prepared.shape[3], 0))
-    seen, _ = spelled_out(prepared.mask, query[:, :1], whole)
+    seen, _ = mask_as_tensors(prepared.mask, query[:, :1], whole)
     return Dense(
         torch.ones((1, 1, 1, 1), dtype=torch.bool, device=key.device) if seen is None else seen[..., : key.shape[2]]
     )

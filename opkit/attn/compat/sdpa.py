@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from opkit.attn.api import attention
 from opkit.attn.compat import torch_private
-from opkit.attn.masks.algebra import Mask, as_mask, causal_bias_of
+from opkit.attn.compat.torch_private import causal_bias_of
+from opkit.attn.masks.algebra import Mask, as_mask
 from opkit.attn.masks.diagonals import Causal
 from opkit.errors import ArgumentError, ShapeError
 from opkit.op import torch_private as private

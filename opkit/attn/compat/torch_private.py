@@ -1,4 +1,4 @@
-"""Every private torch name that attention relies on. Read in torch 2.13.0 and 2.14; the same names are in torch 2.11."""
+"""This module holds every private torch name that attention uses, as read in torch 2.13.0 and 2.14; 2.11 has the same names."""
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportAttributeAccessIssue=false
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 sdpa: Callable[..., torch.Tensor] = _C._nn.scaled_dot_product_attention
-"""``torch.nn.functional.scaled_dot_product_attention``, whoever has replaced it there."""
+"""torch's own ``torch.nn.functional.scaled_dot_product_attention``, also where that name was replaced."""
 
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -24,7 +24,7 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._att
 
 
 def context_parallel() -> bool:
-    """Whether torch.distributed now distributes torch's own attention over sequences that ranks have parts of."""
+    """Return whether torch.distributed's context parallelism is on, in which each rank holds a part of the sequences."""
     module: Any = sys.modules.get(CONTEXT_PARALLEL)
     if module is None:
         return False
@@ -33,22 +33,34 @@ def context_parallel() -> bool:
 
 
 def is_wrapper(x: torch.Tensor) -> bool:
-    """Whether ``x`` is made of other tensors, and says of which: a ``DTensor``, a jagged or a quantised tensor."""
+    """Return whether ``x`` is a traceable wrapper of other tensors: a ``DTensor``, a jagged or a quantised tensor."""
     return type(x) is not torch.Tensor and is_traceable_wrapper_subclass(x)
 
 
 def with_globals(function: Callable[..., Any], **named: Any) -> Callable[..., Any]:
-    """A copy of a function of torch's that finds other things by some names of its module, and itself by its own."""
+    """Return a copy of one of torch's functions with some of its module's names replaced, and its own name bound to the copy."""
     scope = {**function.__globals__, **named}
-    del scope["__name__"]  # by which compilers would find the module, and what it has by those names
+    del scope["__name__"]  # compilers would find the module by it, and the names that are replaced here
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     scope[function.__name__] = copy
     return copy
 
 
-def faked(value: Any) -> Any:
-    """The tensor of which a fake tensor was made, while both live; anything else as it is."""
+def causal_bias_of(value: object) -> Any:
+    """Return a ``torch.nn.attention.bias.CausalBias``, whose elements were never written, as it is; None for other values.
+
+    For a fake tensor that torch.export made from a ``CausalBias``, return the original.
+    """
+    if type(value) is torch.Tensor:
+        return None
+    module: Any = sys.modules.get("torch.nn.attention.bias")  # which takes seconds to import
+    original = None if module is None else _original_of(value)
+    return original if module is not None and isinstance(original, module.CausalBias) else None
+
+
+def _original_of(value: Any) -> Any:
+    """Return the tensor from which a fake tensor was made, while both live; any other value as it is."""
     if not isinstance(value, FakeTensor):
         return value
     converter: Any = value.fake_mode.fake_tensor_converter.meta_converter

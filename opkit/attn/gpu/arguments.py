@@ -1,4 +1,4 @@
-"""From a call to the arguments of the portable kernels: constants, the tensors of masks and biases, lists of tiles."""
+"""Derive the portable kernels' arguments from a call: constants, the tensors of masks and biases, lists of tiles."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from opkit.op.triton.launch import PreparedLaunch
 
 Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
-MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale is to be finite
-_SHORT = 512  # queries; tiles for fewer are searched for apart
+MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale must be finite
+_SHORT = 512  # queries; fewer have a search of their own
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
 
 
 def shape_of(call: AnyCall) -> Shape:
-    """The shape of a call's mask and bias."""
+    """Return the shape of a call's mask and bias."""
     return plans.shape_of(tuple(call.mask), tuple(call.bias))
 
 
-def with_room(call: Any) -> Any:
-    """The call, its mask and bias written out where they have no room in a kernel."""
+def fit_to_slots(call: Any) -> Any:
+    """Return the call, with dense tensors for its mask and bias if their programs do not fit a kernel's slots."""
     if shape_of(call).fits:
         return call
     grid = Grid(call.q.shape[2], call.k.shape[2], call.q.device)
-    mask, masks, bias, biases = plans.written_out(call.mask, call.mask_tensors, call.bias, call.bias_tensors, grid)
+    mask, masks, bias, biases = plans.as_dense(call.mask, call.mask_tensors, call.bias, call.bias_tensors, grid)
     return call._replace(mask=mask, mask_tensors=masks, bias=bias, bias_tensors=biases)
 
 
 def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int) -> Blocks:
-    """The tiles of a call; ``tensors`` as for :func:`opkit.attn.gpu.blocks.choose`."""
+    """Return the tiles of a call; ``tensors`` as for :func:`opkit.attn.gpu.blocks.choose`."""
     q, head, memory = call.q, max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
     return blocks.choose(rules, head, q.element_size(), q.shape[2], memory, tensors, _pair(call, shape))
 
@@ -51,7 +51,7 @@ def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int
 def tiles_of(
     kernel: Kernel, call: AnyCall, shape: Shape, cut: Callable[[Blocks], Blocks] | None = None
 ) -> Tiles[Any, Any]:
-    """The tiles of calls like this one, by the kernel's table or by search; ``cut`` makes them smaller for the call."""
+    """Return the tiles of calls like this one, by the kernel's table or by search; ``cut`` makes them smaller for the call."""
     rule, queries = blocks_of(kernel.rules, call, shape, kernel.tensors), call.q.shape[2]
 
     def tiles(config: Config | None) -> Blocks:
@@ -62,7 +62,7 @@ def tiles_of(
 
 
 def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
-    """Which tiles are the fastest for calls like this one; None where the table says it."""
+    """Return the search for the fastest tiles of calls like this one; None where the table decides."""
     device, machine = call.q.device, search.machine_for(call.q.device)
     if machine is None:
         return None
@@ -77,7 +77,7 @@ def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
 
 
 def _class(call: AnyCall, shape: Shape, pair: int) -> str:
-    """The class of a call: dtype, padded heads, the kind of its mask, bytes per pair, and two coarse kinds of the rest.
+    """Return the class of a call: dtype, padded heads, the kind of its mask, bytes per pair, and two coarse kinds of the rest.
 
     Biases, softcap and dropout (``extras``) take registers and shared memory, of which the fastest tiles may leave little.
     """
@@ -94,25 +94,25 @@ def _blocks(config: Config) -> Blocks:
 
 
 def invariant_tiles_of(call: AnyCall, shape: Shape) -> Tiles[Any, Any]:
-    """As :func:`invariant_blocks_of`: never by search."""
+    """Return :func:`invariant_blocks_of` a call, never by search."""
     size = invariant_blocks_of(call, shape)
     return Tiles(None, lambda _: size)
 
 
 def invariant_blocks_of(call: AnyCall, shape: Shape) -> Blocks:
-    """The tiles of a forward call whose results are not to depend on the batch."""
+    """Return the tiles of a forward call whose results must not depend on the batch."""
     head, memory = max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
     return blocks.invariant(head, call.q.element_size(), memory, _pair(call, shape))
 
 
 def _pair(call: AnyCall, shape: Shape) -> int:
-    """The bytes of masks and biases that are read for each pair of a query and a key."""
+    """Return the bytes of masks and biases that are read for each pair of a query and a key."""
     lists = {"mask": call.mask_tensors, "bias": call.bias_tensors}
     return sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
 
 
 def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:
-    """The constants of a kernel and its compiler's options."""
+    """Return the constants of a kernel and its compiler's options."""
     head, columns = call.q.shape[3], call.v.shape[3]
     d0, d1 = blocks.parts(head)
     found = {
@@ -132,7 +132,7 @@ def launcher(
     names: Sequence[str],
     numbers: dict[str, Any],
 ) -> Launches:
-    """What launches the kernel with these constants and numbers on tensors, in the order of ``names``.
+    """Return a function that launches the kernel with these constants and numbers on tensors, in the order of ``names``.
 
     Products of float32 are computed as torch's settings say at the time of a launch: in TF32, or as exactly as float32 allows.
     """
@@ -143,7 +143,7 @@ def launcher(
 
 
 class _ByPrecision:
-    """One of two launches, by what torch's settings say of products of float32."""
+    """Choose one of two launches by torch's settings for products of float32."""
 
     def __init__(self, coarse: PreparedLaunch, exact: PreparedLaunch) -> None:
         self.coarse, self.exact = coarse, exact
@@ -159,17 +159,17 @@ Launches = PreparedLaunch | _ByPrecision
 
 
 def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:
-    """Whether the tiles that a kernel visits come from a list."""
+    """Return whether the tiles that a kernel visits come from a list."""
     return tile_lists.worth_it(shape, size, call.q.shape[2], call.k.shape[2])
 
 
 def lists_of(call: AnyCall, shape: Shape, size: Blocks, *, by_keys: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The tiles that a kernel visits and how many they are; None where it reckons them."""
+    """Return the tiles that a kernel visits and their counts; None where the kernel computes them."""
     return tile_lists.lists_of(call, shape, size, by_keys) if listed(call, shape, size) else (None, None)
 
 
 def tensors_of(call: AnyCall, shape: Shape) -> list[Tensor | None]:
-    """The tensors of a mask and a bias, for the parameters ``plans.TENSORS``."""
+    """Return the tensors of a mask and a bias, for the parameters ``plans.TENSORS``."""
     if not shape.slots and not shape.lengths:
         return _NO_TENSORS
     sizes = (*call.q.shape[:3], call.k.shape[2])
@@ -178,7 +178,7 @@ def tensors_of(call: AnyCall, shape: Shape) -> list[Tensor | None]:
 
 
 def rescale(dropout_p: float) -> float:
-    """What the probabilities that dropout keeps are times."""
+    """Return the factor of the probabilities that dropout retains."""
     return 0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)
 
 
@@ -217,7 +217,7 @@ class Tiled:
         return launcher(kernel, constants, self._dtype, self._names, self._numbers)
 
     def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: Blocks) -> search.Timed:
-        launch = self._made(call, inspect.unwrap(self._kernel), size)  # what is tried is not kept
+        launch = self._made(call, inspect.unwrap(self._kernel), size)  # candidates are not cached
         results = [each for each in tensors[self._written] if each is not None]
         search.emptied(*results)
         return launch.time(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys)), results

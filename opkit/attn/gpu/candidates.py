@@ -1,4 +1,4 @@
-"""Which tiles are tried on a GPU that no table was made for: the rows that have room there, and their neighbours."""
+"""Choose the tiles to try on a GPU without a table: the table rows that fit there, and their neighbours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from opkit.attn.gpu import blocks
 from opkit.attn.gpu.blocks import Blocks, Rule
 
-MOST = 16  #: tiles that are tried; each costs seconds of compiling
+MAX_TRIED = 16  #: tiles that are tried; each costs seconds of compiling
 _SIZES, _WARPS, _STAGES = (16, 128), (4, 8), (1, 4)  # of a tile's rows and keys, and of the compiler's options
 _REGISTERS = 224  # of a thread's 255, for what is summed up
 
@@ -50,7 +50,7 @@ OF_BIAS = Kernel(
 
 
 def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int) -> tuple[Blocks, ...]:
-    """The tiles that are tried, the table's own choice first, :data:`MOST` at most.
+    """Return the tiles to try, the table's own choice first, :data:`MAX_TRIED` at most.
 
     Args:
         kernel: one of those above.
@@ -69,15 +69,15 @@ def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int
 
     def fits(each: Blocks) -> bool:
         registers = kernel.sums(each, *wide) / (32 * each.warps)
-        room = blocks.bytes_of(each, head, size, kernel.tensors, pair) <= memory
-        return room and registers <= _REGISTERS and _within(each)
+        in_memory = blocks.bytes_of(each, head, size, kernel.tensors, pair) <= memory
+        return in_memory and registers <= _REGISTERS and _within(each)
 
-    beside = (each for row in rows for each in _neighbours(row) if fits(each))
-    return tuple(dict.fromkeys((*rows, *beside)))[:MOST]
+    neighbours = (each for row in rows for each in _neighbours(row) if fits(each))
+    return tuple(dict.fromkeys((*rows, *neighbours)))[:MAX_TRIED]
 
 
 def _neighbours(row: Blocks) -> Iterator[Blocks]:
-    """Tiles that differ in one thing."""
+    """Yield tiles that differ in one size or option."""
     for name in ("rows", "keys", "warps"):
         for times in (0.5, 2):
             yield row._replace(**{name: int(getattr(row, name) * times)})

@@ -1,4 +1,4 @@
-"""Calls of attention that stand for its use, for which ``opkit tune`` searches in advance: of the operators' own arguments."""
+"""Typical calls of attention, for which ``opkit tune`` searches in advance, as the operators' arguments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _tensor(dtype: str, *sizes: int) -> str:
     return f"{dtype}[{', '.join(map(str, sizes))}]"
 
 
-def _said(d: int, mask: list[int]) -> dict[str, Any]:
-    """What the operators are given beside tensors."""
+def _numbers(d: int, mask: list[int]) -> dict[str, Any]:
+    """Return the arguments that are not tensors."""
     return {"mask_tensors": [], "bias_tensors": [], "mask": mask, "bias": [], "scale": d**-0.5, "softcap": 0.0}
 
 
 def _forward(q: str, k: str, d: int, mask: list[int]) -> dict[str, Any]:
     rest = {"sinks": None, "seed": None, "dropout_p": 0.0, "heads_inside": False}
-    return {"q": q, "k": k, "v": k, **_said(d, mask), **rest}
+    return {"q": q, "k": k, "v": k, **_numbers(d, mask), **rest}
 
 
 def forward() -> Iterator[dict[str, Any]]:
@@ -46,7 +46,7 @@ def backward() -> Iterator[dict[str, Any]]:
     """Of ``opkit::attention_backward``."""
     for dtype, d, mask in itertools.product(_DTYPES, _HEADS, _CAUSAL):
         tensors = dict.fromkeys(("gradient", "q", "k", "v", "out"), _tensor(dtype, *_SIZES, d))
-        yield {**tensors, "of_lse": None, "lse": _tensor("fp32", *_SIZES), **_said(d, mask), "heads_inside": False}
+        yield {**tensors, "of_lse": None, "lse": _tensor("fp32", *_SIZES), **_numbers(d, mask), "heads_inside": False}
 
 
 def of_biases() -> Iterator[dict[str, Any]]:
@@ -56,7 +56,7 @@ def of_biases() -> Iterator[dict[str, Any]]:
         tensors = dict.fromkeys(("gradient", "q", "k", "v"), _tensor(dtype, *_BIASED, d))
         sums = dict.fromkeys(("delta", "lse"), _tensor("fp32", *_BIASED))
         bias = {"bias_tensors": [_tensor(dtype, batch, heads, queries, queries)], "bias": [program.BIAS_DENSE, 0]}
-        yield {**tensors, **sums, **_said(d, []), **bias, "wanted": [0]}
+        yield {**tensors, **sums, **_numbers(d, []), **bias, "wanted": [0]}
 
 
 def float8() -> Iterator[dict[str, Any]]:
@@ -64,4 +64,4 @@ def float8() -> Iterator[dict[str, Any]]:
     for d, mask in itertools.product(_HEADS[:2], _CAUSAL):
         tensors = dict.fromkeys(("q", "k", "v"), _tensor("fp8e4m3", *_SIZES, d))
         rest = {"descales": [_tensor("fp32", *_SIZES[:2])] * 3, "sinks": None, "heads_inside": False}
-        yield {**tensors, **_said(d, mask), **rest}
+        yield {**tensors, **_numbers(d, mask), **rest}

@@ -1,4 +1,4 @@
-"""The kernels of ``opkit::attention`` for GPUs: which calls they take, and their registration. Triton is imported by a call."""
+"""Register the GPU kernels of ``opkit::attention``, and call the portable ones. Triton is imported at the first call."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HOPPER = 1  # of a kernel's priority: above the portable ones
 
 
 def device() -> str:
-    """The device that the kernels are for: in a process in which Triton interprets, the processor."""
+    """Return the device that the kernels are for: "cpu" in a process in which Triton's interpreter runs."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def register(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::attention`` and the operators of its gradients their kernels for GPUs.
+    """Register the GPU kernels of ``opkit::attention`` and of the operators of its gradients.
 
-    Few queries are decoded, on Hopper those of latent attention by a kernel of their own, and those that are many rows together
-    by the kernel for Hopper; other calls are for that where it takes them, or for the portable one. So are gradients. Those in
-    CUDA C++ come before these where there is nvcc.
+    Calls with few queries go to the decoding kernel; on Hopper, those of latent attention to a kernel of their own, and those
+    with many rows together to the Hopper kernel. Other calls, and gradients, go to the Hopper kernel where it takes them, else to
+    the portable one. Kernels in CUDA C++ come before these where nvcc is installed.
     """
     op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
     decoding.register(op)
@@ -58,12 +58,12 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_gradients(call: GradientCall) -> bool:
-    """Whether :func:`backward` takes a call."""
+    """Return whether :func:`backward` takes a call."""
     return fits(call) and sinks_fit(call.sinks, call.q) and results_fit(call)
 
 
 def takes_bias_gradients(call: BiasCall) -> bool:
-    """Whether :func:`bias_backward` takes a call; its result is as the gradient, and delta as the log-sum-exp."""
+    """Return whether :func:`bias_backward` takes a call: the checks of gradients, with delta in place of a log-sum-exp."""
     if not all(0 <= number < len(call.bias_tensors) for number in call.wanted):
         return False
     as_gradients = GradientCall(
@@ -74,14 +74,14 @@ def takes_bias_gradients(call: BiasCall) -> bool:
 
 
 @tuned.forward
-def forward(*given: Any) -> Any:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward(*arguments: Any) -> Any:
+    """Compute the operator's result and log-sum-exp.
 
     Raises:
-        KernelError: it does not take the call, or batch invariance is asked for, which another kernel has.
+        KernelError: it does not take the call, or batch invariance is set, which another kernel provides.
     """
-    call = Call(*given)
-    _see_to(takes(call), call)
+    call = Call(*arguments)
+    _check_supported(takes(call), call)
     _refuse_batch_invariance()
     from opkit.attn.gpu.portable import forward as portable
 
@@ -89,28 +89,28 @@ def forward(*given: Any) -> Any:
 
 
 @tuned.backward
-def backward(*given: Any) -> Any:
-    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+def backward(*arguments: Any) -> Any:
+    """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     Raises:
         KernelError: it does not take the call.
     """
-    call = GradientCall(*given)
-    _see_to(takes_gradients(call), call)
+    call = GradientCall(*arguments)
+    _check_supported(takes_gradients(call), call)
     from opkit.attn.gpu.portable import backward as portable_backward
 
     return portable_backward.backward(call)
 
 
 @tuned.of_biases
-def bias_backward(*given: Any) -> Any:
-    """The gradients of some of the tensors of a bias; its arguments are a :class:`~opkit.attn.calls.BiasCall`.
+def bias_backward(*arguments: Any) -> Any:
+    """Compute the gradients of some of the tensors of a bias; the arguments are a :class:`~opkit.attn.calls.BiasCall`.
 
     Raises:
         KernelError: it does not take the call.
     """
-    call = BiasCall(*given)
-    _see_to(takes_bias_gradients(call), call)
+    call = BiasCall(*arguments)
+    _check_supported(takes_bias_gradients(call), call)
     from opkit.attn.gpu.portable import bias as portable_bias
 
     return portable_bias.backward(call)
@@ -120,13 +120,13 @@ def _refuse_batch_invariance() -> None:
     if config.get().batch_invariant:
         raise KernelError(
             f"opkit::attention: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} was forced, whose results may depend on what "
-            "is computed beside them. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
+            "else is in the batch. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
         )
 
 
-def _see_to(fits: bool, call: Call | GradientCall | BiasCall) -> None:
-    """A kernel that is forced is not asked whether it takes the call."""
-    if not fits:
+def _check_supported(supported: bool, call: Call | GradientCall | BiasCall) -> None:
+    """Raise for a call that a forced kernel does not support: nothing checked this before."""
+    if not supported:
         shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. It "

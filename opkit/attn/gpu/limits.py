@@ -1,4 +1,4 @@
-"""What the portable kernels take; Triton is not needed to say so."""
+"""Check which calls the portable kernels take, without importing Triton."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BIASES = (*_DTYPES, torch.float64)
 
 
 def takes(call: Call) -> bool:
-    """Whether they take a call: no float64, heads of at most 576, values' of at most 512, all tensors there."""
+    """Return whether they take a call: no float64, heads of at most 576, of values at most 512, and all tensors fit."""
     return fits(call) and sinks_fit(call.sinks, call.q)
 
 
 def fits(call: AnyCall) -> bool:
-    """The same but for sinks."""
+    """Return the same without the check of sinks."""
     return call.q.dtype in _DTYPES and sizes_fit(call)
 
 
 def sizes_fit(call: AnyCall) -> bool:
-    """The same but for the dtype of queries."""
+    """Return the same without the check of the queries' dtype."""
     if not shapes_fit(call.q, call.k, call.v) or not 0 < call.q.shape[3] <= LARGEST_HEAD:
         return False
     added = all(each.dtype in _BIASES for each in call.bias_tensors) and bias_fits(call)

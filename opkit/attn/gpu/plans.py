@@ -1,7 +1,7 @@
-"""From a mask's and a bias's programs to what the Triton kernels take: constants, tensors in slots, and numbers.
+"""Translate the programs of a mask and a bias into arguments of Triton kernels: constants, tensors in slots, and numbers.
 
 Bands and lengths that hold for the whole mask, as in ``Causal() & KeyPadding(lengths)``, become the numbers ``lower`` and
-``upper`` and the tensor ``lengths``, from which a kernel reckons the tiles it visits. Whatever else a mask says stays a program.
+``upper`` and the tensor ``lengths``, from which a kernel computes the tiles it visits. Whatever else a mask says stays a program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is the same for all calls with a mask's and a bias's programs.
+    """The properties that all calls with the same mask and bias programs share.
 
     Attributes:
         mask: the kernel's program, in which a band names the place of its ends among ``numbers``; empty where bands and
@@ -59,7 +59,7 @@ _MASK_OPERANDS = {program.BAND: 2, program.SEGMENTS: 2, program.LENGTH: 1, progr
 
 
 def narrow(end: int) -> int:
-    """An end of a band in 32 bits.
+    """Return an end of a band in 32 bits.
 
     >>> narrow(-(2**62)), narrow(-3)
     (-1073741824, -3)
@@ -68,7 +68,7 @@ def narrow(end: int) -> int:
 
 
 def leaves(words: Sequence[int]) -> list[tuple[int, ...]]:
-    """Opcodes, each with its operands.
+    """Return the opcodes, each with its operands.
 
     >>> leaves([program.BAND, -1, 0, program.LENGTH, 0, program.AND])
     [(3, -1, 0), (5, 0), (0,)]
@@ -83,7 +83,7 @@ def leaves(words: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def conjunction(listed: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """The parts whose conjunction a program is, each a program of its own.
+    """Return the parts whose conjunction a program is, each a program of its own.
 
     >>> conjunction([(3, -1, 0), (5, 0), (0,), (4, 1, 2), (2,), (0,)])
     [[(3, -1, 0)], [(5, 0)], [(4, 1, 2), (2,)]]
@@ -110,7 +110,7 @@ def _joined(parts: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]
 
 @functools.lru_cache(maxsize=1024)
 def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> Shape:
-    """The shape of a mask's and a bias's programs.
+    """Return the shape of a mask's and a bias's programs.
 
     >>> shape_of((program.BAND, -(2**62), 0), ()).upper
     0
@@ -133,7 +133,7 @@ def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> Shape:
 
 
 class _Building:
-    """Slots and numbers as programs are gone through."""
+    """Collects slots and numbers while programs are read."""
 
     def __init__(self) -> None:
         self.slots: list[tuple[str, int, str]] = []
@@ -173,7 +173,7 @@ class _Building:
 def slots_of(
     shape: Shape, masks: Sequence[Tensor], biases: Sequence[Tensor], sizes: Sequence[int], of_biases: bool = True
 ) -> list[Any]:
-    """The tensors in slots, seen with four dimensions of strides by batch, head, query and key.
+    """Return the tensors in slots, viewed with four dimensions of strides by batch, head, query and key.
 
     ``sizes`` are those of the logits; a dimension that a tensor does not depend on has the stride 0. Without ``of_biases``
     the slots of biases are None.
@@ -192,10 +192,10 @@ def _spread(x: Tensor, layout: str, sizes: Sequence[int]) -> Tensor:
     return x.as_strided(full, wide)
 
 
-def written_out(
+def as_dense(
     mask: Sequence[int], masks: Sequence[Tensor], bias: Sequence[int], biases: Sequence[Tensor], grid: Grid
 ) -> tuple[list[int], list[Tensor], list[int], list[Tensor]]:
-    """The same mask as one tensor of bools and the same bias as one of floats, for programs that have no room in a kernel."""
+    """Return the mask as one tensor of bools and the bias as one of floats, for programs that do not fit a kernel."""
     seen = program.visible(mask, masks, grid)
     words, tensors = ([], []) if seen is None else ([program.DENSE, 0], [seen])
     if not bias:
@@ -211,13 +211,13 @@ TENSORS = ("lengths", *(f"t{i}" for i in range(SLOTS)))
 def tensors_of(
     shape: Shape, masks: Sequence[Tensor], slots: Sequence[Tensor | None], batch: int
 ) -> list[Tensor | None]:
-    """The lengths, (batch,), and the tensors in slots; None for what there is not."""
+    """Return the lengths, (batch,), and the tensors in slots; None for those that do not exist."""
     lengths = masks[shape.lengths[0]].expand(batch) if shape.lengths else None
     return [lengths, *slots, *[None] * (SLOTS - len(slots))]
 
 
 def numbers_of(shape: Shape) -> dict[str, int | None]:
-    """The numbers that a kernel takes for a mask and a bias, by its parameters' names."""
+    """Return the numbers that a kernel takes for a mask and a bias, by its parameters' names."""
     found: dict[str, int | None] = {
         f"n{i}": shape.numbers[i] if i < len(shape.numbers) else None for i in range(NUMBERS)
     }

@@ -1,4 +1,4 @@
-"""Under segments whose numbers are in order, the span of others that each row sees; kept as lists of tiles are."""
+"""Compute which span of keys each row sees, under segments whose numbers are in order; cached as lists of tiles are."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.blocks import tiles_in
-from opkit.attn.kept import Kept
+from opkit.attn.tensor_cache import TensorCache
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _SPANS = Named("opkit.attn.gpu.device.spans", "spans")
-_SOME = 2048  # numbers that a program looks at together
+_STEP = 2048  # numbers that a program reads together
 _ROWS = 256  # of a program
-_MOST = 64  # that are kept
+_MAX_CACHED = 64
 
 
 class Spans(NamedTuple):
@@ -29,16 +29,16 @@ class Spans(NamedTuple):
     tiles: Tensor
 
 
-_kept: Kept[Spans] = Kept(_MOST)
+_cache: TensorCache[Spans] = TensorCache(_MAX_CACHED)
 
 
-def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, what: Hashable) -> Spans:
-    """:func:`spans_of` views of a call's mask's tensors, kept with these; ``what`` names which views they are."""
-    return tile_lists.found_or(_kept, (what, tile), call, functools.partial(spans_of, own, others, tile))
+def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, name: Hashable) -> Spans:
+    """Return :func:`spans_of` views of the tensors of a call's mask, cached with these; ``name`` identifies the views."""
+    return tile_lists.get_or_build(_cache, (name, tile), call, functools.partial(spans_of, own, others, tile))
 
 
 def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
-    """Which of the ``others`` of its own number each row sees, and each tile of rows.
+    """Return which of the ``others`` with its own number each row sees, and each tile of rows.
 
     Args:
         own: a number for each row, int32, (batch or 1, rows).
@@ -49,13 +49,13 @@ def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
     rows, count = own.shape[1], others.shape[1]
     tiles = tiles_in(rows, tile)
     new = functools.partial(torch.empty, dtype=torch.int32, device=own.device)
-    found = Spans(new(batch, rows, 2), new(batch, tiles, 4))
+    result = Spans(new(batch, rows, 2), new(batch, tiles, 4))
     programs = tiles_in(rows, max(_ROWS, tile))
-    _kernel(tile, min(_SOME, 1 << (count - 1).bit_length()))(
-        own=own.expand(batch, -1), others=others.expand(batch, -1), spans=found.rows, ranges=found.tiles, rows=rows, count=count,
-        rounds=count.bit_length(), programs=programs, batch=batch,
+    _kernel(tile, min(_STEP, 1 << (count - 1).bit_length()))(
+        own=own.expand(batch, -1), others=others.expand(batch, -1), spans=result.rows, ranges=result.tiles, rows=rows,
+        count=count, rounds=count.bit_length(), programs=programs, batch=batch,
     )  # fmt: skip
-    return found
+    return result
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The lists of live tiles of a call, built on the GPU and kept while the tensors of its mask stay what they are."""
+"""Build the lists of live tiles of a call on the GPU, and cache them while the tensors of its mask do not change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks, tiles_in
 from opkit.attn.gpu.plans import Shape
-from opkit.attn.gpu.tile_states import states_of
-from opkit.attn.kept import Kept, stream_of, trusted
 from opkit.attn.masks import program
+from opkit.attn.tensor_cache import TensorCache, cacheable, stream_of
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -22,80 +21,84 @@ from opkit.op.triton.kernel import TritonKernel
 T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
 _TURNS = "opkit.attn.gpu.device.tile_turns"
-_SOME = 32  # tiles that a program looks at together
-_MOST = 64  # lists that are kept, and as many turns
-FEW = 4  #: tiles; of fewer keys or queries each tile is asked in the kernel itself
+_STATES = Named("opkit.attn.gpu.device.tile_states", "tile_states")
+_STEP = 32  # tiles, or rows of a tile, that a program reads together
+_MAX_CACHED = 64  # lists, and as many orders
+MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
 
 
-class Lists(NamedTuple):
+class TileLists(NamedTuple):
     """Tiles and counts as :func:`opkit.attn.gpu.device.tile_lists.tile_lists` writes them, with the call's batch and heads."""
 
     tiles: Tensor
     counts: Tensor
 
 
-_kept: Kept[Lists] = Kept(_MOST)
-_kept_turns: Kept[Tensor] = Kept(_MOST)
+_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
+_order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
 
 
 def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
-    """Whether lists are built: the mask says more than bands and lengths, and there are tiles enough to leave some out."""
-    return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > FEW
+    """Return whether lists are built: the mask has more than bands and lengths, and there are enough tiles to skip some."""
+    return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > MAX_UNLISTED
 
 
-def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> Lists:
-    """The lists of a call: of each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
+def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> TileLists:
+    """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
     masks, sizes = list(call.mask_tensors), _sizes(call)
-    build = functools.partial(_built, shape, masks, blocks, sizes, by_keys, call.q.device)
-    return found_or(_kept, (shape, blocks[:2], sizes, by_keys), call, build)
+    build = functools.partial(_build, shape, masks, blocks, sizes, by_keys, call.q.device)
+    return get_or_build(_cache, (shape, blocks[:2], sizes, by_keys), call, build)
 
 
-def turns_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
-    """The :func:`turns_of` a call's ``lists`` by keys among those by queries."""
-    return _turned(turns_of, lists, call, shape, blocks)
+def turns_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+    """Return :func:`turns_of` a call's ``lists`` by keys among those by queries."""
+    return _ordered(turns_of, lists, call, shape, blocks)
 
 
-def visits_of_call(lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
-    """The :func:`visits_of` a call's ``lists`` by keys among those by queries."""
-    return _turned(visits_of, lists, call, shape, blocks)
+def visits_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+    """Return :func:`visits_of` a call's ``lists`` by keys among those by queries."""
+    return _ordered(visits_of, lists, call, shape, blocks)
 
 
-def _turned(count: Callable[[Lists, Lists], Tensor], lists: Lists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+def _ordered(
+    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: Shape, blocks: Blocks
+) -> Tensor:
     def build() -> Tensor:
-        return count(lists, lists_of(call, shape, blocks, by_keys=False))
+        return compute(lists, lists_of(call, shape, blocks, by_keys=False))
 
-    return found_or(_kept_turns, (count, shape, blocks[:2], _sizes(call)), call, build)
+    return get_or_build(_order_cache, (compute, shape, blocks[:2], _sizes(call)), call, build)
 
 
 def _sizes(call: Any) -> tuple[int, int, int, int]:
     return (*call.q.shape[:3], call.k.shape[2])
 
 
-def found_or(kept: Kept[T], what: Hashable, call: Any, build: Callable[[], T]) -> T:
-    """What is kept for the tensors of a call's mask, else what is built now: always where a graph is captured."""
+def get_or_build(cache: TensorCache[T], name: Hashable, call: Any, build: Callable[[], T]) -> T:
+    """Return what is cached for the tensors of a call's mask, or build it; while a graph is captured, always build."""
     masks, device = call.mask_tensors, call.q.device
     stream = stream_of(device)
-    if stream is None or not all(map(trusted, masks)):
+    if stream is None or not all(map(cacheable, masks)):
         return build()
-    return kept.found_or((what, device), masks, build, stream)
+    return cache.get_or_create((name, device), masks, build, stream)
 
 
-def turns_of(lists: Lists, others: Lists) -> Tensor:
-    """Of each tile in a list how many greater ones are in its list among ``others``, the lists the other way round.
+def turns_of(lists: TileLists, others: TileLists) -> Tensor:
+    """Return the turn of each tile in a list, at which ordered accumulation adds it.
 
-    The result is as ``lists.tiles``, with its strides.
+    It is the number of greater tiles in its list among ``others``, the lists the other way round. The result has the shape and
+    the strides of ``lists.tiles``.
     """
     turns = torch.empty_like(_own(lists.tiles))
     _launch("tile_turns", lists, others, turns=turns)
     return turns.expand(lists.tiles.shape)
 
 
-def visits_of(lists: Lists, others: Lists) -> Tensor:
-    """The tiles of each list from the least to the greatest, with their turns.
+def visits_of(lists: TileLists, others: TileLists) -> Tensor:
+    """Return the tiles of each list from the least to the greatest, with their turns.
 
-    The result is int32, (batch, heads, own, others, 2): twice a tile, and one more if it is partly visible; and its turn, as
-    :func:`turns_of` has it. What is behind the last tile of a list is any number. Batches and heads that share their lists share
-    these.
+    The result is int32, (batch, heads, own, others, 2): twice a tile, plus one if it is partly visible; and its turn, as
+    :func:`turns_of` returns it. Elements after the last tile of a list are undefined. Batches and heads that share their lists
+    share these.
     """
     tiles = _own(lists.tiles)
     visits = tiles.new_empty((*tiles.shape, 2))
@@ -103,7 +106,7 @@ def visits_of(lists: Lists, others: Lists) -> Tensor:
     return visits.expand(*lists.tiles.shape, 2)
 
 
-def _launch(name: str, lists: Lists, others: Lists, **results: Tensor) -> None:
+def _launch(name: str, lists: TileLists, others: TileLists, **results: Tensor) -> None:
     tiles, counts, theirs, their_counts = (_own(x) for x in (*lists, *others))
     own, count = tiles.shape[2:]
     _turns_kernel(name)(
@@ -113,13 +116,13 @@ def _launch(name: str, lists: Lists, others: Lists, **results: Tensor) -> None:
 
 
 def _own(x: Tensor) -> Tensor:
-    """Lists of batches and heads that have lists of their own."""
+    """Return the lists without the batches and heads that share others'."""
     return x[: 1 if x.stride(0) == 0 else None, : 1 if x.stride(1) == 0 else None]
 
 
 @functools.cache
 def _turns_kernel(name: str) -> TritonKernel:
-    return triton_kernel(Named(_TURNS, name), grid=lambda own, programs: (own, programs), SOME=_SOME, num_warps=4)
+    return triton_kernel(Named(_TURNS, name), grid=lambda own, programs: (own, programs), SOME=_STEP, num_warps=4)
 
 
 @functools.cache
@@ -127,9 +130,9 @@ def _kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
     return triton_kernel(_LISTS, grid=lambda own, programs: (own, programs), num_warps=4, **dict(constants))
 
 
-def _built(
+def _build(
     shape: Shape, masks: Sequence[Tensor], blocks: Blocks, sizes: Sequence[int], by_keys: bool, device: torch.device
-) -> Lists:
+) -> TileLists:
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
     for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
         slots[slot] = states_of(slots[slot], blocks)
@@ -140,18 +143,48 @@ def _built(
     counts = torch.empty((batch, heads, own, 2), dtype=torch.int32, device=device)
     constants = {
         "MASK": shape.mask, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
-        "SOME": min(_SOME, 1 << (others - 1).bit_length()),
+        "SOME": min(_STEP, 1 << (others - 1).bit_length()),
     }  # fmt: skip
     tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, sizes[0]), strict=True))
     _kernel(tuple(constants.items()))(
         tiles=tiles, counts=counts, own=own, programs=batch * heads, heads=heads, queries=sizes[2], keys=sizes[3],
         **tensors, **plans.numbers_of(shape),
     )  # fmt: skip
-    return Lists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
+    return TileLists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
 
 
 def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int]:
-    """How many batches and heads have lists of their own."""
+    """Return how many batches and heads have lists of their own."""
     batches = any(x is not None and x.stride(0) for x in slots) or any(x.shape[0] > 1 for x in lengths)
     heads = any(x is not None and x.stride(1) for x in slots)
     return (sizes[0] if batches else 1), (sizes[1] if heads else 1)
+
+
+def states_of(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return for each tile of bools whether any (1) and all (2) are true: uint8, (batch, heads, tiles of rows, of columns).
+
+    ``x`` is (batch, heads, rows, columns), with stride 0 for a dimension that it does not depend on; so is the result.
+    """
+    if x.stride(2) == 1 != x.stride(3):
+        return states_of(x.mT, Blocks(blocks.keys, blocks.rows, 0, 0)).mT
+    batch, heads, rows, columns = x.shape
+    tiles = tiles_in(rows, blocks.rows), tiles_in(columns, blocks.keys)
+    states = torch.empty((batch, heads, *tiles), dtype=torch.uint8, device=x.device)
+    _states_kernel(blocks[:2])(
+        x=x, states=states, tiles=tiles[0] * tiles[1], programs=batch * heads, heads=heads, rows=rows, columns=columns
+    )
+    strides = (stride if its else 0 for stride, its in zip(states.stride(), x.stride(), strict=True))
+    return states.as_strided(states.shape, tuple(strides))
+
+
+@functools.cache
+def _states_kernel(tile: tuple[int, int]) -> TritonKernel:
+    rows, columns = tile
+    return triton_kernel(
+        _STATES,
+        grid=lambda tiles, programs: (tiles, programs),
+        num_warps=4,
+        ROWS=rows,
+        COLUMNS=columns,
+        STEP=min(_STEP, rows),
+    )

@@ -1,4 +1,4 @@
-"""The portable kernels, whose tiles are searched for, as ``opkit tune`` and ``select`` see them."""
+"""Declare the portable kernels, whose tiles are searched for, to ``opkit tune`` and ``select``."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def _identities(kernels: Sequence[Kernel]) -> list[Identity]:
     return [search.identity(each.name, each.sources) for each in kernels]
 
 
-def _notes(call: Callable[..., Any], kernels: Sequence[Kernel], *given: Any) -> list[str]:
-    from opkit.attn.gpu import arguments
+def _notes(call: Callable[..., Any], kernels: Sequence[Kernel], *arguments: Any) -> list[str]:
+    from opkit.attn.gpu import arguments as gpu_arguments
 
-    roomy = arguments.with_room(call(*given))
+    fitted = gpu_arguments.fit_to_slots(call(*arguments))
     return [
-        arguments.tiles_of(each, roomy, arguments.shape_of(roomy)).explained(each.name, "by its table")
+        gpu_arguments.tiles_of(each, fitted, gpu_arguments.shape_of(fitted)).explained(each.name, "by its table")
         for each in kernels
     ]
 
 
-def _plain(*given: Any) -> Call:
-    return Float8Call(*given).plain
+def _plain(*arguments: Any) -> Call:
+    return Float8Call(*arguments).plain
 
 
 forward = _tuned(examples.forward, Call, candidates.FORWARD)

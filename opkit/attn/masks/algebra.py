@@ -1,6 +1,6 @@
-"""Which keys a query sees: small frozen objects, combined with ``&``, ``|`` and ``~``.
+"""Masks: frozen objects that say which keys a query sees, combined with ``&``, ``|`` and ``~``; and their lowering to programs.
 
-Queries are counted by ``i`` and keys by ``j``, both from 0. Those that have a diagonal are in :mod:`opkit.attn.masks.diagonals`.
+Queries are counted by ``i`` and keys by ``j``, both from 0. Masks with a diagonal are in :mod:`opkit.attn.masks.diagonals`.
 """
 
 from __future__ import annotations
@@ -8,29 +8,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from opkit.attn.compat import torch_private
+from opkit.attn.compat.torch_private import causal_bias_of
 from opkit.attn.masks import program
-from opkit.attn.place import Place, after
+from opkit.attn.masks.logit_index import LogitIndex, sequences_before
+from opkit.attn.masks.program_builder import CallSizes, PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 
-if TYPE_CHECKING:
-    from opkit.attn.masks.lowering import Documents, Lowering
+_MAX_PROGRAMS = 4096  # in the cache of `lower`
 
 
 class Mask:
-    """What every mask is; use those of :mod:`opkit.masks`, and ``a & b``, ``a | b``, ``~a``.
+    """The base class of masks; use those of :mod:`opkit.masks`, and ``a & b``, ``a | b``, ``~a``.
 
     In a function that ``torch.compile`` traces, write ``Not(a)`` for ``~a``, which Dynamo does not trace.
     """
 
     static: ClassVar[bool] = False
-    """Whether it holds no tensors, so that its program depends on the numbers of queries and keys alone."""
+    """Whether the mask holds no tensors, so that its program depends on the numbers of queries and keys alone."""
 
     def __and__(self, other: object) -> Mask:
         return And((self, as_mask(other)))
@@ -52,24 +51,24 @@ class Mask:
             f"{self!r} is neither true nor false. Combine masks with &, | and ~, not and, or and not."
         )
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """Append the program to ``to``; ``documents`` are those that a :class:`VarLen` beside this mask tells apart."""
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Append the program; ``packed`` are the sequences that a :class:`VarLen` in the same conjunction separates."""
         raise NotImplementedError(type(self))
 
-    def at(self, place: Place) -> Tensor:
-        """Whether the query sees the key, bool, of the shape to which the integers of ``place`` broadcast."""
+    def at(self, index: LogitIndex) -> Tensor:
+        """Return whether the query sees the key: bool, of the shape to which the integers of ``index`` broadcast."""
         raise NotImplementedError(type(self))
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether query ``q_idx`` sees key ``kv_idx``: a mask is a ``mask_mod`` of torch's flex_attention."""
-        return self.at(Place(b, h, q_idx, kv_idx))
+        """Return whether query ``q_idx`` sees key ``kv_idx``: a mask is a ``mask_mod`` of torch's flex_attention."""
+        return self.at(LogitIndex(b, h, q_idx, kv_idx))
 
     def sized(self, queries: int, keys: int) -> SizedMask:
-        """A ``mask_mod`` that knows the numbers of queries and keys, which masks need that are aligned "bottom-right".
+        """Return a ``mask_mod`` that knows the numbers of queries and keys, as masks need that are aligned "bottom-right".
 
         >>> from opkit.masks import Causal
-        >>> place = (torch.tensor(n) for n in (0, 0, 0, 2))
-        >>> Causal("bottom-right").sized(1, 3)(*place)
+        >>> index = (torch.tensor(n) for n in (0, 0, 0, 2))
+        >>> Causal("bottom-right").sized(1, 3)(*index)
         tensor(True)
         """
         return SizedMask(self, queries, keys)
@@ -77,22 +76,22 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True)
 class SizedMask:
-    """A mask beside the numbers of queries and keys for which it is called; see :meth:`Mask.sized`."""
+    """A mask with the numbers of queries and keys for which it is called; see :meth:`Mask.sized`."""
 
     mask: Mask
     queries: int
     keys: int
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether query ``q_idx`` sees key ``kv_idx``."""
-        return self.mask.at(Place(b, h, q_idx, kv_idx, self.keys - self.queries))
+        """Return whether query ``q_idx`` sees key ``kv_idx``."""
+        return self.mask.at(LogitIndex(b, h, q_idx, kv_idx, self.keys - self.queries))
 
 
 def as_mask(value: object) -> Mask:
-    """A mask as it is, a ``CausalBias`` of torch as the diagonal that it stands for, and another tensor as :class:`Dense`.
+    """Return a mask as it is, torch's ``CausalBias`` as the diagonal that it stands for, and another tensor as :class:`Dense`.
 
     Raises:
-        ArgumentTypeError: it is neither.
+        ArgumentTypeError: ``value`` is neither a mask nor a tensor.
     """
     if isinstance(value, Mask):
         return value
@@ -105,24 +104,12 @@ def as_mask(value: object) -> Mask:
     )
 
 
-def causal_bias_of(value: object) -> Any:
-    """Return a ``torch.nn.attention.bias.CausalBias``, whose elements were never written, as it is; None for what is none.
-
-    Of a fake tensor that torch.export made of one, it is the one.
-    """
-    if type(value) is Tensor:
-        return None
-    module: Any = sys.modules.get("torch.nn.attention.bias")  # which takes seconds to import
-    original = None if module is None else torch_private.faked(value)
-    return original if module is not None and isinstance(original, module.CausalBias) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class CausalOfTorch(Mask):
-    """What ``torch.nn.attention.bias.causal_upper_left`` and ``causal_lower_right`` stand for.
+    """The mask that ``torch.nn.attention.bias.causal_upper_left`` and ``causal_lower_right`` stand for.
 
-    Query ``i`` sees the keys up to ``i + shift``, packed sequences or not; ``sizes`` are the numbers of queries and keys without
-    which the diagonal would lie elsewhere, or None.
+    Query ``i`` sees the keys up to ``i + shift``, packed sequences or not; ``sizes`` are the numbers of queries and keys that the
+    diagonal holds for, or None where it does not depend on them.
     """
 
     shift: int
@@ -131,24 +118,24 @@ class CausalOfTorch(Mask):
 
     @classmethod
     def of(cls, bias: Any) -> CausalOfTorch:
-        """The mask that a ``CausalBias`` stands for."""
+        """Return the mask that a ``CausalBias`` stands for."""
         sizes = (bias.seq_len_q, bias.seq_len_kv)
         if sizes[0] == sizes[1] or bias.variant.name == "UPPER_LEFT":
             return cls(0, None)
         return cls(sizes[1] - sizes[0], sizes)
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``BAND`` without a lower end."""
-        given = (to.sizes.queries, to.sizes.keys)
-        if self.sizes is not None and self.sizes != given:
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``BAND`` without a lower end."""
+        sizes = (builder.sizes.queries, builder.sizes.keys)
+        if self.sizes is not None and self.sizes != sizes:
             raise ShapeError(
-                f"opkit.attention: causal_lower_right{self.sizes} is for that many (queries, keys); there are {given}. Make one "
+                f"opkit.attention: causal_lower_right{self.sizes} is for that many (queries, keys); there are {sizes}. Make one "
                 "for these, or give opkit.masks.Causal('bottom-right')."
             )
-        to.band(-program.UNLIMITED, self.shift, "top-left", None)
+        builder.band(-program.UNLIMITED, self.shift, "top-left", None)
 
-    def at(self, place: Place) -> Tensor:
-        return place.j - place.i <= self.shift
+    def at(self, index: LogitIndex) -> Tensor:
+        return index.j - index.i <= self.shift
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,28 +150,28 @@ class Segments(Mask):
     q_ids: Tensor
     kv_ids: Tensor | None = None
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``SEGMENTS``."""
-        queries = to.integers(self, "q_ids", self.q_ids, ("batch", "queries"))
-        keys = to.integers(self, "kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys"))
-        to.emit(program.SEGMENTS, queries, keys)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``SEGMENTS``."""
+        queries = builder.integers(self, "q_ids", self.q_ids, ("batch", "queries"))
+        keys = builder.integers(self, "kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys"))
+        builder.emit(program.SEGMENTS, queries, keys)
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, index: LogitIndex) -> Tensor:
         keys = self.q_ids if self.kv_ids is None else self.kv_ids
-        return place.of_queries(self.q_ids).to(torch.int32) == place.of_keys(keys).to(torch.int32)
+        return index.of_queries(self.q_ids).to(torch.int32) == index.of_keys(keys).to(torch.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VarLen(Mask):
-    """Documents packed one after another; a query sees the keys of its own document.
+    """Sequences packed one after another; a query sees the keys of its own sequence.
 
-    In a conjunction, :class:`Causal`, :class:`SlidingWindow` and :class:`PrefixLM` count within each document and are
-    aligned within it, and the lengths of :class:`KeyPadding` and :class:`PrefixLM` are one for each document.
+    In a conjunction, :class:`Causal`, :class:`SlidingWindow` and :class:`PrefixLM` count within each sequence and are
+    aligned within it, and the lengths of :class:`KeyPadding` and :class:`PrefixLM` are one for each sequence.
 
     Args:
-        cu_seqlens_q: int32 or int64, (documents + 1,): where each document's queries begin, and where the last ends; the
+        cu_seqlens_q: int32 or int64, (sequences + 1,): where each sequence's queries begin, and where the last ends; the
             first number is 0 and none is below the one before it. Queries from the last number on see nothing.
-        cu_seqlens_k: the same of the keys; None: the queries' own.
+        cu_seqlens_k: the same of the keys; None: those of the queries.
 
     >>> import opkit, torch
     >>> from opkit.masks import Causal
@@ -198,17 +185,17 @@ class VarLen(Mask):
 
     @property
     def of_keys(self) -> Tensor:
-        """Where each document's keys begin, and where the last ends."""
+        """Where each sequence's keys begin, and where the last ends."""
         return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``SEGMENTS`` of the documents' numbers."""
-        own = to.documents(self) if documents is None or documents.mask is not self else documents
-        to.emit(program.SEGMENTS, to.tensor(own.of_queries), to.tensor(own.of_keys))
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``SEGMENTS`` of the sequences' numbers."""
+        own = builder.packed_sequences(self) if packed is None or packed.mask is not self else packed
+        builder.emit(program.SEGMENTS, builder.tensor(own.of_queries), builder.tensor(own.of_keys))
 
-    def at(self, place: Place) -> Tensor:
-        own = after(self.cu_seqlens_q, place.i)
-        return (own == after(self.of_keys, place.j)) & (own < self.cu_seqlens_q.shape[0] - 1)
+    def at(self, index: LogitIndex) -> Tensor:
+        own = sequences_before(self.cu_seqlens_q, index.i)
+        return (own == sequences_before(self.of_keys, index.j)) & (own < self.cu_seqlens_q.shape[0] - 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,26 +203,26 @@ class KeyPadding(Mask):
     """Every query sees the first ``lengths[b]`` keys; the others are padding.
 
     Args:
-        lengths: integers, (batch,) or a scalar tensor for all batches; beside a :class:`VarLen`, (documents,).
+        lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
     """
 
     lengths: Tensor
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``LENGTH``."""
-        to.lengths(self, self.lengths, documents)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``LENGTH``."""
+        builder.lengths(self, self.lengths, packed)
 
-    def at(self, place: Place) -> Tensor:
-        return place.first(self.lengths)
+    def at(self, index: LogitIndex) -> Tensor:
+        return index.first(self.lengths)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A tensor says it: True where a query sees a key; or, if it is floating, what is added to the logits.
+    """A tensor: True where a query sees a key; or, if it is floating, a number that is added to the logit.
 
     Args:
         tensor: bool or floating, of a shape that broadcasts to (batch, heads, queries, keys). A floating one can only be
-            combined with ``&``; its minus infinities hide, but NaN and infinity in hidden values get through as
+            combined with ``&``; its minus infinities hide, but NaN and infinity in hidden values reach the result as
             ``0 * NaN``, which bool masks rule out.
     """
 
@@ -250,24 +237,24 @@ class Dense(Mask):
 
     @property
     def additive(self) -> bool:
-        """Whether it is added to the logits, and so a bias."""
+        """Whether the tensor is added to the logits, and so is a bias."""
         return self.tensor.is_floating_point()
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``DENSE``."""
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``DENSE``."""
         if self.additive:
             raise ArgumentError(
                 "opkit.attention: a floating Dense mask is added to the logits and can only be combined with &. Give a bool "
                 "tensor to combine it with | or ~: Dense(tensor > float('-inf'))."
             )
-        to.emit(program.DENSE, to.dense("Dense", self.tensor, floating=False))
+        builder.emit(program.DENSE, builder.dense("Dense", self.tensor, floating=False))
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, index: LogitIndex) -> Tensor:
         if self.additive:
             raise ArgumentError(
                 "a floating Dense mask is added to the logits: it is a bias, not a mask_mod(b, h, q_idx, kv_idx)."
             )
-        return place.of_all(self.tensor)
+        return index.of_all(self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,20 +268,20 @@ class And(Mask):
         """Whether no part holds tensors."""
         return all(part.static for part in self.parts)
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """Each part, and ``AND`` after all but the first."""
-        found = conjuncts(self)
-        documents = to.documents_among(found) or documents
-        for number, part in enumerate(found):
-            part.lower(to, documents)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit each part, and ``AND`` after all but the first."""
+        parts = conjuncts(self)
+        packed = packed_sequences_of(parts, builder) or packed
+        for number, part in enumerate(parts):
+            part.lower(builder, packed)
             if number:
-                to.emit(program.AND)
+                builder.emit(program.AND)
 
-    def at(self, place: Place) -> Tensor:
-        found = conjuncts(self)
-        packed = [part for part in found if isinstance(part, VarLen)]
-        place = place._replace(starts=(packed[0].cu_seqlens_q, packed[0].of_keys)) if packed else place
-        return functools.reduce(operator.and_, [part.at(place) for part in found])
+    def at(self, index: LogitIndex) -> Tensor:
+        parts = conjuncts(self)
+        packed = [part for part in parts if isinstance(part, VarLen)]
+        index = index._replace(starts=(packed[0].cu_seqlens_q, packed[0].of_keys)) if packed else index
+        return functools.reduce(operator.and_, [part.at(index) for part in parts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,15 +295,15 @@ class Or(Mask):
         """Whether no part holds tensors."""
         return all(part.static for part in self.parts)
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """Each part, and ``OR`` after all but the first."""
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit each part, and ``OR`` after all but the first."""
         for number, part in enumerate(self.parts):
-            part.lower(to, documents)
+            part.lower(builder, packed)
             if number:
-                to.emit(program.OR)
+                builder.emit(program.OR)
 
-    def at(self, place: Place) -> Tensor:
-        return functools.reduce(operator.or_, [part.at(place) for part in self.parts])
+    def at(self, index: LogitIndex) -> Tensor:
+        return functools.reduce(operator.or_, [part.at(index) for part in self.parts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,15 +317,81 @@ class Not(Mask):
         """Whether the part holds no tensors."""
         return self.part.static
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """The part, and ``NOT``."""
-        self.part.lower(to, documents)
-        to.emit(program.NOT)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit the part, and ``NOT``."""
+        self.part.lower(builder, packed)
+        builder.emit(program.NOT)
 
-    def at(self, place: Place) -> Tensor:
-        return ~self.part.at(place)
+    def at(self, index: LogitIndex) -> Tensor:
+        return ~self.part.at(index)
 
 
 def conjuncts(mask: Mask) -> list[Mask]:
-    """The masks of which a conjunction consists, those of the conjunctions in it too; of any other mask, itself."""
+    """Return the parts of a conjunction, with those of nested conjunctions in place of these; a list of any other mask alone."""
     return [leaf for part in mask.parts for leaf in conjuncts(part)] if isinstance(mask, And) else [mask]
+
+
+# ---- lowering --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredMask:
+    """A mask as the operator takes it.
+
+    ``additive`` are the floating tensors, which belong to the biases; ``moved`` says that packed sequences of keys lie elsewhere
+    than those of queries.
+    """
+
+    program: list[int]
+    tensors: list[Tensor]
+    additive: tuple[Tensor, ...] = ()
+    moved: bool = False
+
+
+_programs: dict[Any, LoweredMask] = {}
+
+
+def lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
+    """Return the program of ``mask`` and its tensors; that of a mask without tensors is cached.
+
+    Raises:
+        ShapeError, DtypeError, ArgumentError: a tensor of the mask does not fit the call.
+    """
+    concrete = type(sizes.queries) is int and type(sizes.keys) is int
+    if not concrete or not mask.static or torch.compiler.is_compiling():
+        return _lower(mask, sizes)
+    key = (mask, sizes.queries, sizes.keys)
+    lowered = _programs.get(key)
+    if lowered is None:
+        if len(_programs) >= _MAX_PROGRAMS:
+            _programs.clear()
+        lowered = _programs[key] = _lower(mask, sizes)
+    return lowered
+
+
+def _lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
+    parts = conjuncts(mask)
+    added = tuple(part.tensor for part in parts if isinstance(part, Dense) and part.additive)
+    hiding = [part for part in parts if not (isinstance(part, Dense) and part.additive)]
+    builder = ProgramBuilder(sizes)
+    packed = packed_sequences_of(hiding, builder)
+    for part in hiding:
+        begin = len(builder.program)
+        part.lower(builder, packed)
+        if not builder.drop_if_all_visible(begin) and begin:
+            builder.emit(program.AND)
+    return LoweredMask(builder.program, builder.tensors, added, packed is not None and not packed.same)
+
+
+def packed_sequences_of(parts: list[Mask], builder: ProgramBuilder) -> PackedSequences | None:
+    """Return the sequences that the VarLen among the parts of a conjunction separates.
+
+    Raises:
+        ArgumentError: there are several.
+    """
+    masks = list({id(mask): mask for mask in parts if isinstance(mask, VarLen)}.values())
+    if len(masks) > 1:
+        raise ArgumentError(
+            f"opkit.attention: a conjunction holds {len(masks)} VarLen masks, one is allowed. Use Segments for the others."
+        )
+    return builder.packed_sequences(masks[0]) if masks else None

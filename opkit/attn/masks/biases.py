@@ -1,4 +1,4 @@
-"""What is added to the logits: tensors, ALiBi, decomposed relative positions; several of them in a list."""
+"""Biases, which are added to the logits: tensors, ALiBi, decomposed relative positions; several of them in a list."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import dataclasses
 from torch import Tensor
 
 from opkit.attn.masks import program
-from opkit.attn.masks.lowering import Sizes, check_device, dense, fits, numbered
-from opkit.attn.place import Place
+from opkit.attn.masks.logit_index import LogitIndex
+from opkit.attn.masks.program_builder import CallSizes, broadcasts, check_tensor, dense, number_in
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.op import torch_private as private
 
 
 class Bias:
-    """What biases are that are no tensors; use those below."""
+    """The base class of biases that are not tensors; use those below."""
 
-    def lower(self, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
-        """The program, whose tensors are appended to ``tensors``."""
+    def lower(self, sizes: CallSizes, tensors: list[Tensor]) -> list[int]:
+        """Return the program, whose tensors are appended to ``tensors``."""
         raise NotImplementedError(type(self))
 
-    def at(self, place: Place) -> Tensor:
-        """What is added to the logit of a query and a key."""
+    def at(self, index: LogitIndex) -> Tensor:
+        """Return what is added to the logit of a query and a key."""
         raise NotImplementedError(type(self))
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """``score`` and what is added to it: a bias is a ``score_mod`` of torch's flex_attention, of as many keys as queries."""
-        return score + self.at(Place(b, h, q_idx, kv_idx, 0))
+        """Return ``score`` plus the bias, which is a ``score_mod`` of torch's flex_attention for as many keys as queries."""
+        return score + self.at(LogitIndex(b, h, q_idx, kv_idx, 0))
 
     def sized(self, queries: int, keys: int) -> SizedBias:
-        """A ``score_mod`` for so many queries and keys."""
+        """Return a ``score_mod`` for these numbers of queries and keys."""
         return SizedBias(self, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True)
 class SizedBias:
-    """A bias beside the numbers of queries and keys for which it is called; see :meth:`Bias.sized`."""
+    """A bias with the numbers of queries and keys for which it is called; see :meth:`Bias.sized`."""
 
     bias: Bias
     queries: int
     keys: int
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """``score`` and what is added to it."""
-        return score + self.bias.at(Place(b, h, q_idx, kv_idx, self.keys - self.queries))
+        """Return ``score`` plus the bias."""
+        return score + self.bias.at(LogitIndex(b, h, q_idx, kv_idx, self.keys - self.queries))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,24 +63,24 @@ class ALiBi(Bias):
 
     slopes: Tensor
 
-    def lower(self, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
-        """``BIAS_ALIBI``."""
+    def lower(self, sizes: CallSizes, tensors: list[Tensor]) -> list[int]:
+        """Return ``BIAS_ALIBI`` and its operand."""
         _check_floating("ALiBi: slopes", self.slopes, sizes)
         slopes = self.slopes.unsqueeze(0) if self.slopes.dim() == 1 else self.slopes
         if (
             slopes.dim() != 2
             or not private.or_true(slopes.shape[1] == sizes.heads)
-            or not fits(slopes.shape[0], sizes.batch)
+            or not broadcasts(slopes.shape[0], sizes.batch)
         ):
             raise ShapeError(
                 f"opkit.attention: ALiBi: slopes of shape {tuple(self.slopes.shape)} must be (heads,) = ({sizes.heads},) or "
                 f"(batch, heads) = ({sizes.batch}, {sizes.heads})."
             )
-        return [program.BIAS_ALIBI, numbered(tensors, slopes.float())]
+        return [program.BIAS_ALIBI, number_in(tensors, slopes.float())]
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, index: LogitIndex) -> Tensor:
         slopes = self.slopes.float()[..., None, None]
-        return -place.of_all(slopes) * (place.i + place.known_shift() - place.j).abs()
+        return -index.of_all(slopes) * (index.i + index.known_shift() - index.j).abs()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,8 +98,8 @@ class RelativePosition(Bias):
     rel_h: Tensor
     rel_w: Tensor
 
-    def lower(self, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
-        """``BIAS_REL``."""
+    def lower(self, sizes: CallSizes, tensors: list[Tensor]) -> list[int]:
+        """Return ``BIAS_REL`` and its operands."""
         full = [self._part("rel_h", self.rel_h, sizes), self._part("rel_w", self.rel_w, sizes)]
         kh, kw = full[0].shape[-1], full[1].shape[-1]
         if not private.or_true(kh * kw == sizes.keys):
@@ -107,19 +107,19 @@ class RelativePosition(Bias):
                 f"opkit.attention: RelativePosition: rel_h has {kh} rows and rel_w {kw} columns, that is {kh * kw} keys; there "
                 f"are {sizes.keys}."
             )
-        return [program.BIAS_REL, *(numbered(tensors, part) for part in full), kw]
+        return [program.BIAS_REL, *(number_in(tensors, part) for part in full), kw]
 
-    def at(self, place: Place) -> Tensor:
+    def at(self, index: LogitIndex) -> Tensor:
         wide = self.rel_w.shape[-1]
-        row, column = (place._replace(j=at) for at in (place.j // wide, place.j % wide))
+        row, column = (index._replace(j=j) for j in (index.j // wide, index.j % wide))
         return row.of_all(self.rel_h) + column.of_all(self.rel_w)
 
     @staticmethod
-    def _part(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
+    def _part(name: str, tensor: Tensor, sizes: CallSizes) -> Tensor:
         name = f"RelativePosition: {name}"
         _check_floating(name, tensor, sizes)
         want = (sizes.batch, sizes.heads, sizes.queries)
-        if tensor.dim() != 4 or not all(map(fits, tensor.shape, want)):
+        if tensor.dim() != 4 or not all(map(broadcasts, tensor.shape, want)):
             shape = ", ".join(map(str, want))
             raise ShapeError(
                 f"opkit.attention: {name} of shape {tuple(tensor.shape)} must be (batch, heads, queries, n) = ({shape}, n), "
@@ -128,17 +128,17 @@ class RelativePosition(Bias):
         return tensor.expand(*want, tensor.shape[-1])
 
 
-def lower(bias: object, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
-    """The program of a bias, of a floating tensor, or of several; its tensors are appended to ``tensors``.
+def lower(bias: object, sizes: CallSizes, tensors: list[Tensor]) -> list[int]:
+    """Return the program of a bias, of a floating tensor, or of several; its tensors are appended to ``tensors``.
 
     Raises:
-        ArgumentTypeError: it is none of these.
+        ArgumentTypeError: ``bias`` is none of these.
         ShapeError, DtypeError, ArgumentError: a tensor does not fit the call.
     """
     if isinstance(bias, Bias):
         return bias.lower(sizes, tensors)
     if isinstance(bias, Tensor):
-        return [program.BIAS_DENSE, numbered(tensors, dense("bias", bias, sizes, floating=True))]
+        return [program.BIAS_DENSE, number_in(tensors, dense("bias", bias, sizes, floating=True))]
     if isinstance(bias, (list, tuple)):
         return [word for part in bias for word in lower(part, sizes, tensors)]
     raise ArgumentTypeError(
@@ -148,18 +148,18 @@ def lower(bias: object, sizes: Sizes, tensors: list[Tensor]) -> list[int]:
 
 
 def has_alibi(bias: object) -> bool:
-    """Whether distances of packed places are part of ``bias``."""
+    """Return whether ``bias`` depends on distances between packed positions."""
     return any(map(has_alibi, bias)) if isinstance(bias, (list, tuple)) else isinstance(bias, ALiBi)
 
 
-def _check_floating(name: str, tensor: Tensor, sizes: Sizes) -> None:
-    check_device(name, tensor, sizes.device)
+def _check_floating(name: str, tensor: Tensor, sizes: CallSizes) -> None:
+    check_tensor(name, tensor, sizes.device)
     if not tensor.is_floating_point():
         raise DtypeError(f"opkit.attention: {name} has dtype {tensor.dtype}, expected a floating one.")
 
 
 def refuse_moved(bias: object) -> None:
-    """Raise for a bias that counts packed places, beside documents whose keys lie elsewhere than their queries."""
+    """Raise for a bias that counts packed positions, where packed sequences of keys lie elsewhere than those of queries."""
     if has_alibi(bias):
         raise ArgumentError(
             "opkit.attention: ALiBi counts distances in the packed sequences, where VarLen's queries and keys lie at different "

@@ -1,4 +1,4 @@
-"""Masks with a diagonal: a query sees keys by how far they lie from its own place.
+"""Masks with a diagonal: a query sees keys by their distance from its own position.
 
 Queries are counted by ``i`` and keys by ``j``, both from 0. Where there are fewer queries than keys, or more, the
 diagonal of :class:`Causal`, :class:`SlidingWindow` and :class:`PrefixLM` lies where ``align`` says:
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from opkit.attn.masks import program
 from opkit.attn.masks.algebra import Mask
+from opkit.attn.masks.logit_index import LogitIndex
 from opkit.attn.masks.program import UNLIMITED
-from opkit.attn.place import Place
 from opkit.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from opkit.attn.masks.lowering import Documents, Lowering
+    from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 
 Align = Literal["top-left", "bottom-right"]
 ALIGNS = ("top-left", "bottom-right")
@@ -40,7 +40,7 @@ def _check_align(mask: Mask, align: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """A query sees the keys up to its own place: ``j <= i``, or ``j <= i + keys - queries`` for "bottom-right".
+    """A query sees the keys up to its own position: ``j <= i``, or ``j <= i + keys - queries`` for "bottom-right".
 
     Args:
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default, as in torch.
@@ -59,17 +59,17 @@ class Causal(Mask):
     def __post_init__(self) -> None:
         _check_align(self, self.align)
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``BAND`` without a lower end."""
-        to.band(-UNLIMITED, 0, self.align, documents)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``BAND`` without a lower end."""
+        builder.band(-UNLIMITED, 0, self.align, packed)
 
-    def at(self, place: Place) -> Tensor:
-        return place.distance(self.align) <= 0
+    def at(self, index: LogitIndex) -> Tensor:
+        return index.distance(self.align) <= 0
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """A query sees the ``left`` keys before its own place, its own, and the ``right`` keys after it.
+    """A query sees the ``left`` keys before its own position, its own, and the ``right`` keys after it.
 
     Args:
         left: how many keys before; None: all of them.
@@ -97,23 +97,23 @@ class SlidingWindow(Mask):
                     f"SlidingWindow: {name}={value!r} must be a number of keys, 0 or more, or None for all."
                 )
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``BAND``."""
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``BAND``."""
         lower = -UNLIMITED if self.left is None else -self.left
-        to.band(lower, UNLIMITED if self.right is None else self.right, self.align, documents)
+        builder.band(lower, UNLIMITED if self.right is None else self.right, self.align, packed)
 
-    def at(self, place: Place) -> Tensor:
-        distance = place.distance(self.align)
+    def at(self, index: LogitIndex) -> Tensor:
+        distance = index.distance(self.align)
         near = distance >= (-UNLIMITED if self.left is None else -self.left)
         return near & (distance <= (UNLIMITED if self.right is None else self.right))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefixLM(Mask):
-    """Every query sees the first ``lengths[b]`` keys, and the keys up to its own place.
+    """Every query sees the first ``lengths[b]`` keys, and the keys up to its own position.
 
     Args:
-        lengths: integers, (batch,) or a scalar tensor for all batches; beside a :class:`VarLen`, (documents,).
+        lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
     """
 
@@ -123,11 +123,11 @@ class PrefixLM(Mask):
     def __post_init__(self) -> None:
         _check_align(self, self.align)
 
-    def lower(self, to: Lowering, documents: Documents | None) -> None:
-        """``LENGTH BAND OR``."""
-        to.lengths(self, self.lengths, documents)
-        to.band(-UNLIMITED, 0, self.align, documents)
-        to.emit(program.OR)
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit ``LENGTH BAND OR``."""
+        builder.lengths(self, self.lengths, packed)
+        builder.band(-UNLIMITED, 0, self.align, packed)
+        builder.emit(program.OR)
 
-    def at(self, place: Place) -> Tensor:
-        return place.first(self.lengths) | (place.distance(self.align) <= 0)
+    def at(self, index: LogitIndex) -> Tensor:
+        return index.first(self.lengths) | (index.distance(self.align) <= 0)

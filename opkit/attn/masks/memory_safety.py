@@ -1,4 +1,4 @@
-"""Whether what programs name is there: kernels read memory by what a call says of it."""
+"""Check that tensors have the shapes and dtypes that a call's programs say: kernels read memory accordingly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from opkit.attn.calls import AnyCall, GradientCall
 from opkit.attn.masks import program
 
-Sizes = tuple[int, int, int, int]  # batch, heads, queries, keys
+GridSizes = tuple[int, int, int, int]  # batch, heads, queries, keys
 
 
 def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether queries, keys and values have four dimensions, one dtype, and sizes that agree."""
+    """Return whether queries, keys and values have four dimensions, one dtype, and sizes that agree."""
     if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
         return False
     heads = q.shape[1] % k.shape[1] == 0 if k.shape[1] else q.shape[1] == 0
@@ -22,12 +22,12 @@ def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
-    """Whether there is one sink for each head, or none at all."""
+    """Return whether there is one sink for each head, or no sinks."""
     return sinks is None or tuple(sinks.shape) == (q.shape[1],)
 
 
 def results_fit(call: GradientCall) -> bool:
-    """Whether the result of a forward, its log-sum-exp, and their gradients have the shapes and dtypes that they must have."""
+    """Return whether the results of the forward and their gradients have the shapes and dtypes that they must have."""
     results = [each.shape == (*call.q.shape[:3], call.v.shape[3]) for each in (call.out, call.gradient)]
     sums = [call.lse] if call.of_lse is None else [call.lse, call.of_lse]
     same = call.out.dtype == call.gradient.dtype == call.q.dtype
@@ -35,81 +35,81 @@ def results_fit(call: GradientCall) -> bool:
 
 
 def mask_fits(call: AnyCall) -> bool:
-    """Whether each tensor that a mask's program names is there, with the shape and dtype that it must have."""
+    """Return whether each tensor that a mask's program names exists and has the right shape and dtype."""
     return _fits(call.mask, call.mask_tensors, _sizes(call), _MASK)
 
 
 def bias_fits(call: AnyCall) -> bool:
-    """The same of a bias's program."""
+    """Return the same for a bias's program."""
     return _fits(call.bias, call.bias_tensors, _sizes(call), _BIAS)
 
 
-def _sizes(call: AnyCall) -> Sizes:
+def _sizes(call: AnyCall) -> GridSizes:
     return call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
 
 
-_Check = Callable[[Sequence[int], Sequence[Tensor], Sizes], bool]
+_Check = Callable[[Sequence[int], Sequence[Tensor], GridSizes], bool]
 
 
 def _fits(
-    words: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes, checks: dict[int, tuple[int, int, _Check]]
+    words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes, checks: dict[int, tuple[int, int, _Check]]
 ) -> bool:
     at = 0
     while at < len(words):
         if words[at] not in checks:
             return False
         operands, named, check = checks[words[at]]
-        given = words[at + 1 : at + 1 + operands]
-        if len(given) < operands or not all(0 <= n < len(tensors) for n in given[:named]):
+        operand_words = words[at + 1 : at + 1 + operands]
+        if len(operand_words) < operands or not all(0 <= n < len(tensors) for n in operand_words[:named]):
             return False
-        if not check(given, [tensors[n] for n in given[:named]], sizes):
+        if not check(operand_words, [tensors[n] for n in operand_words[:named]], sizes):
             return False
         at += 1 + operands
     return True
 
 
-def _spreads(tensor: Tensor, *sizes: int) -> bool:
+def _broadcasts(tensor: Tensor, *sizes: int) -> bool:
     return tensor.dim() == len(sizes) and all(mine in (1, full) for mine, full in zip(tensor.shape, sizes, strict=True))
 
 
-def _nothing(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
+def _nothing(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
     return True
 
 
-def _segments(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
+def _segments(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
     (batch, _, queries, keys), (mine, theirs) = sizes, tensors
     return (
         all(t.dtype == torch.int32 for t in tensors)
-        and _spreads(mine, batch, queries)
-        and _spreads(theirs, batch, keys)
+        and _broadcasts(mine, batch, queries)
+        and _broadcasts(theirs, batch, keys)
     )
 
 
-def _length(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    return tensors[0].dtype == torch.int32 and _spreads(tensors[0], sizes[0])
+def _length(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    return tensors[0].dtype == torch.int32 and _broadcasts(tensors[0], sizes[0])
 
 
-def _dense(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    return tensors[0].dtype == torch.bool and _spreads(tensors[0], *sizes)
+def _dense(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    return tensors[0].dtype == torch.bool and _broadcasts(tensors[0], *sizes)
 
 
-def _band_at(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    return tensors[0].dtype == torch.int32 and _spreads(tensors[0], sizes[0], sizes[2])
+def _band_at(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    return tensors[0].dtype == torch.int32 and _broadcasts(tensors[0], sizes[0], sizes[2])
 
 
-def _added(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    return _spreads(tensors[0], *sizes)
+def _added(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    return _broadcasts(tensors[0], *sizes)
 
 
-def _alibi(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    return _spreads(tensors[0], *sizes[:2])
+def _alibi(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    return _broadcasts(tensors[0], *sizes[:2])
 
 
-def _relative(given: Sequence[int], tensors: Sequence[Tensor], sizes: Sizes) -> bool:
-    (high, wide), width = tensors, given[2]
+def _relative(operand_words: Sequence[int], tensors: Sequence[Tensor], sizes: GridSizes) -> bool:
+    (high, wide), width = tensors, operand_words[2]
     if high.dim() != 4 or wide.dim() != 4 or width < 1 or wide.shape[3] != width:
         return False
-    return all(_spreads(t[..., 0], *sizes[:3]) for t in tensors) and high.shape[3] * width >= sizes[3]
+    return all(_broadcasts(t[..., 0], *sizes[:3]) for t in tensors) and high.shape[3] * width >= sizes[3]
 
 
 _MASK: dict[int, tuple[int, int, _Check]] = {  # operands, how many of them name tensors, what these must be

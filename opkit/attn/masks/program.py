@@ -1,4 +1,4 @@
-"""Masks and biases as the operator takes them: programs of integers over lists of tensors, and what they mean.
+"""Define the programs of masks and biases, integers over lists of tensors, and interpret them in torch operations.
 
 A mask's program is in postfix: a leaf pushes which keys each query sees, and ``AND``, ``OR`` and ``NOT`` combine what was
 pushed. An empty program hides nothing. A bias's program is a list of terms, which are added. Each opcode is followed by
@@ -38,7 +38,7 @@ UNLIMITED = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The logits of a call: how many queries and keys there are, and on which device."""
+    """The grid of a call's logits: the numbers of queries and keys, and the device."""
 
     queries: int
     keys: int
@@ -59,7 +59,7 @@ Tensors = Sequence[Tensor]
 
 
 def visible(program: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor | None:
-    """Which keys each query sees: bool, (batch or 1, heads or 1, queries, keys); None where nothing is hidden."""
+    """Return which keys each query sees: bool, (batch or 1, heads or 1, queries, keys); None where nothing is hidden."""
     stack: list[Tensor] = []
     at = 0
     while at < len(program):
@@ -124,7 +124,7 @@ _MASK: dict[int, tuple[int, _Operate]] = {
 
 
 def biased(logits: Tensor, program: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor:
-    """``logits``, (batch, heads, queries, keys), with each term of a bias's program added in their dtype."""
+    """Return ``logits``, (batch, heads, queries, keys), with each term of a bias's program added in their dtype."""
     at = 0
     while at < len(program):
         operands, term = _BIAS[int(program[at])]
@@ -156,18 +156,18 @@ _BIAS: dict[int, tuple[int, _Term]] = {
 
 
 def bias_gradients(of_logits: Tensor, program: Sequence[int], tensors: Tensors) -> list[Tensor | None]:
-    """The gradients of a bias's tensors, in their dtypes, from that of the logits; None for one that no term names."""
-    found: list[Tensor | None] = [None] * len(tensors)
+    """Return the gradients of a bias's tensors, in their dtypes, from that of the logits; None for one that no term names."""
+    gradients: list[Tensor | None] = [None] * len(tensors)
     at = 0
     while at < len(program):
         kind = int(program[at])
         operands = program[at + 1 : at + 1 + _BIAS[kind][0]]
         for number, gradient in zip(operands, _BIAS_GRADIENTS[kind](of_logits, operands, tensors), strict=False):
             summed = gradient.sum_to_size(tensors[number].shape).to(tensors[number].dtype)
-            earlier = found[number]
-            found[number] = summed if earlier is None else earlier + summed
+            earlier = gradients[number]
+            gradients[number] = summed if earlier is None else earlier + summed
         at += 1 + len(operands)
-    return found
+    return gradients
 
 
 def _of_dense(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What changes logits, as functions ``score_mod(score, b, h, q_idx, kv_idx)`` that torch's flex_attention and opkit's take."""
+"""Functions ``score_mod(score, b, h, q_idx, kv_idx)`` that change logits, for the flex_attention of torch and of opkit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit.attn.arguments import check_softcap
 from opkit.attn.masks.biases import Bias, SizedBias
-from opkit.attn.place import Place
+from opkit.attn.masks.logit_index import LogitIndex
 from opkit.errors import ArgumentError, ArgumentTypeError
 
 _KINDS = "Softcap, ALiBi, RelativePosition, a floating tensor that is added, or ScoreMods of several"
@@ -33,7 +33,7 @@ class Softcap:
         check_softcap(self.cap)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """``score``, bounded."""
+        """Return ``score``, bounded."""
         return self.cap * torch.tanh(score / self.cap)
 
 
@@ -55,20 +55,20 @@ class ScoreMods:
         parsed(self)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """``score`` after all of them."""
+        """Return ``score`` after all parts were applied."""
         for part in self.parts:
             if isinstance(part, Tensor):
-                score = score + Place(b, h, q_idx, kv_idx).of_all(part)
+                score = score + LogitIndex(b, h, q_idx, kv_idx).of_all(part)
             else:
                 score = part(score, b, h, q_idx, kv_idx)
         return score
 
 
 def parsed(score_mod: Any) -> tuple[float | None, list[Any]]:
-    """The soft cap and the biases, some beside their sizes, of what may be a ``score_mod``.
+    """Return the soft cap and the biases, some with their sizes, that a ``score_mod`` consists of.
 
     Raises:
-        ArgumentTypeError: it is another function.
+        ArgumentTypeError: it is a function of another kind.
         ArgumentError: a soft cap comes after a bias, or after a soft cap.
     """
     parts = [] if score_mod is None else list(score_mod.parts) if isinstance(score_mod, ScoreMods) else [score_mod]
@@ -88,6 +88,6 @@ def _check(part: Any) -> None:
         return
     name = getattr(part, "__qualname__", None) or f"{type(part).__name__}: {part!r}"
     raise ArgumentTypeError(
-        f"opkit: a score_mod is one of opkit.masks ({_KINDS}), got {name}. A Python function is not run: say what it computes by "
-        "these, give what it adds to the logits as a tensor, or call torch.nn.attention.flex_attention.flex_attention."
+        f"opkit: a score_mod is one of opkit.masks ({_KINDS}), got {name}. A Python function is not run: express it by "
+        "these, pass what it adds to the logits as a tensor, or call torch.nn.attention.flex_attention.flex_attention."
     )

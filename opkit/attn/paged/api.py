@@ -27,7 +27,7 @@ from opkit.op.operator import CustomOp, use_kernel
 
 @functools.cache
 def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """``opkit::paged_attention``, defined and given its kernels when it is first asked for."""
+    """Return ``opkit::paged_attention``; the first call defines it and registers its kernels."""
     op = custom_op("opkit::paged_attention", mutates_args=(), inline=False)(paged_reference.paged_attention)
     op.register_fake(_fake)
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode", trusted=True)
@@ -41,7 +41,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
 
 @functools.cache
 def append_kv_operator() -> CustomOp[Any, None]:
-    """``opkit::append_kv``, defined when it is first asked for."""
+    """Return ``opkit::append_kv``; the first call defines it and registers its kernel."""
     written = ("k_pages", "v_pages", "k_scale", "v_scale")
     op = custom_op("opkit::append_kv", mutates_args=written, inline=False)(paged_reference.append_kv)
     op.register_fake(_nothing)
@@ -70,7 +70,7 @@ def paged_attention(
     """Attention of each sequence's last queries to its keys and values, which lie in pages.
 
     The last query of a sequence sees all of its ``lengths`` keys; those before see, if ``causal``, one fewer each. A sequence
-    without keys gives zeros. What pages hold beside the keys that are seen does not matter, NaN included.
+    without keys gives zeros. What pages hold apart from visible keys does not matter, NaN included.
 
     Args:
         q: ``(batch, heads, d)``, one query for each sequence; ``(batch, n, heads, d)``, n queries each; or, with
@@ -81,9 +81,9 @@ def paged_attention(
         page_table: ``(batch, most_pages)``, integers. Entries after a sequence's last page may hold anything.
         lengths: ``(batch,)``, integers: keys of each sequence, those of its queries included.
         cu_seqlens_q: ``(batch + 1,)``, integers: where each sequence's queries begin, and the total.
-        causal: whether a query sees no key after its own place.
-        window: how many keys a query sees, its own place's being the last whether ``causal`` or not; or, as in FlashAttention,
-            how many it sees before and after its own place, -1 for all of them.
+        causal: whether a query sees no key after its own position.
+        window: how many keys a query sees, its own position's being the last whether ``causal`` or not; or, as in FlashAttention,
+            how many it sees before and after its own position, -1 for all of them.
         scale: of logits; ``d ** -0.5`` if left out.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sinks: ``(heads,)``, one more logit for each query, without a value.
@@ -115,13 +115,13 @@ def paged_attention(
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     scales = [_scale_of(name, s, p) for name, s, p in (("k_scale", k_scale, k_pages), ("v_scale", v_scale, v_pages))]
     call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap or 0.0, sinks, *scales)
-    out, lse = _PAGED(*call) if kernel is None else _forced(_PAGED, kernel, call)
+    out, lse = _PAGED(*call) if kernel is None else _call_kernel(_PAGED, kernel, call)
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
 
 
-def _forced(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
+def _call_kernel(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
     with use_kernel(op, kernel):
         return op(*call)
 
@@ -182,7 +182,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _ragged(x: Tensor, lengths: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(total, heads, d)``, and where each sequence's tokens begin."""
+    """Return ``(total, heads, d)``, and where each sequence's tokens begin."""
     if starts is not None:
         return x, starts
     starts = torch.arange(lengths.shape[0] + 1, device=lengths.device)
@@ -190,7 +190,7 @@ def _ragged(x: Tensor, lengths: Tensor, starts: Tensor | None) -> tuple[Tensor, 
 
 
 def _band(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
-    """The least and the greatest of a key's place less its query's."""
+    """Return the least and the greatest of a key's position minus its query's."""
     left, right = window if isinstance(window, tuple) else (-1 if window is None else window - 1, -1)
     if isinstance(window, int) and window < 1:
         raise ArgumentError(f"opkit.paged_attention: window is {window}; a query sees at least 1 key, or pass None")
@@ -232,7 +232,7 @@ def _check(
     function: str = "paged_attention",
     name: str = "q",
 ) -> None:
-    """What the operator's shape patterns do not say."""
+    """Check what the operator's shape patterns do not say."""
     if k_pages.dim() != 4 or v_pages.dim() != 4 or k_pages.dtype != v_pages.dtype:
         raise ShapeError(
             f"opkit.{function}: k_pages is {k_pages.dtype} {tuple(k_pages.shape)} and v_pages {v_pages.dtype} "

@@ -1,4 +1,4 @@
-"""Decoding attention on the CPU: what `cpp_ext/attention` computes, for contiguous and for paged keys and values.
+"""The CPU kernel of decoding attention (`cpp_ext/attention`), for contiguous and for paged keys and values.
 
 :func:`decode` is for few queries to contiguous keys; ``opkit.attention`` may call it. :func:`paged` is the kernel of
 ``opkit.paged_attention``. Both read keys and values once for all query heads of a KV head and all queries.
@@ -24,7 +24,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, 
 
 @functools.cache
 def available() -> bool:
-    """Whether opkit's compiled core is there."""
+    """Return whether opkit's compiled core is installed."""
     try:
         import opkit._core
     except ImportError:
@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel takes these dtypes and head sizes; it asks neither numbers nor devices."""
+    """Return whether the kernel takes these dtypes and head sizes; it checks neither counts nor devices."""
     return (
         q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and k.dtype == v.dtype
@@ -44,7 +44,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """:func:`takes`, and the heads of queries are a multiple of those of keys."""
+    """Return :func:`takes`, and whether the heads of queries are a multiple of those of keys."""
     return takes(q, k_pages, v_pages) and k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
 
 
@@ -132,7 +132,7 @@ class PagedCall(NamedTuple):
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """The CPU kernel of ``opkit.paged_attention``; its arguments are a :class:`PagedCall`.
 
     Raises:
@@ -140,19 +140,19 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     from opkit import _core
 
-    call = PagedCall(*given)
+    call = PagedCall(*arguments)
     if not takes_pages(call.q, call.k_pages, call.v_pages):
         raise KernelError(
-            f"opkit::paged_attention: kernel 'decode' does not take q {_told(call.q)} with k_pages {_told(call.k_pages)}"
+            f"opkit::paged_attention: kernel 'decode' does not take q {_shape(call.q)} with k_pages {_shape(call.k_pages)}"
         )
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     kernel = _core.DecodeAttention(**_paged_shape(_readable(call), new_out(), new_lse()))
     converted = not all(a is b for a, b in zip(call, _readable(call), strict=True))
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = (
-            _readable(PagedCall(*given)) if converted else given
+            _readable(PagedCall(*arguments)) if converted else arguments
         )
         out, lse = new_out(), new_lse()
         kernel(
@@ -165,7 +165,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _readable(call: PagedCall) -> PagedCall:
-    """The call with what the kernel reads: dense rows, and the dtypes of its page table, lengths, sinks and scales."""
+    """Return the call as the kernel reads it: dense rows, and the dtypes of its page table, lengths, sinks and scales."""
     return PagedCall(
         dense_rows(call.q), dense_rows(call.k_pages), dense_rows(call.v_pages), call.page_table.to(torch.int32).contiguous(),
         call.lengths.to(torch.int64).contiguous(), call.starts.to(torch.int64).contiguous(), *call[6:10],
@@ -187,7 +187,7 @@ def _paged_shape(call: PagedCall, out: Tensor, lse: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(x: Tensor) -> str:
+def _shape(x: Tensor) -> str:
     return f"{x.dtype} {tuple(x.shape)}"
 
 

@@ -1,4 +1,4 @@
-"""What paged attention and appending to a paged KV cache compute, in plain torch, on any device."""
+"""The references of paged attention and of appending to a paged KV cache, in plain torch, on any device."""
 
 import torch
 from jaxtyping import Float, Integer, Shaped
@@ -34,7 +34,7 @@ def paged_attention(
     out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
     lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
     tokens = torch.arange(q.shape[0], device=q.device)
-    sequence, position = _places(tokens, lengths, starts)
+    sequence, position = _positions(tokens, lengths, starts)
     block = max(1, _ELEMENTS // max(1, keys * k_pages.shape[2] * max(k_pages.shape[3], v_pages.shape[3])))
     for some in torch.split(tokens, block):
         pages = page_table[sequence[some]].clamp(0, max(k_pages.shape[0] - 1, 0)).long()
@@ -45,8 +45,8 @@ def paged_attention(
     return out, lse
 
 
-def _places(tokens: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each query, and its position there."""
+def _positions(tokens: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each query, and its position there."""
     sequence = torch.searchsorted(starts.to(tokens.dtype), tokens, right=True) - 1
     sequence = sequence.clamp(0, max(lengths.shape[0] - 1, 0))
     return sequence, lengths[sequence] - starts[sequence + 1] + tokens
@@ -84,8 +84,8 @@ def _attend(
     sink = torch.full_like(q[0, :, 0], -torch.inf) if sinks is None else sinks.to(q.dtype)
     logits = torch.cat([logits, sink[None, :, None].expand(*q.shape[:2], 1)], dim=-1)
     lse = logits.logsumexp(-1)
-    dead = (lse == -torch.inf)[..., None]
-    weights = logits.masked_fill(dead, 0.0).softmax(-1)[..., :-1].masked_fill(dead, 0.0)
+    masked = (lse == -torch.inf)[..., None]
+    weights = logits.masked_fill(masked, 0.0).softmax(-1)[..., :-1].masked_fill(masked, 0.0)
     out = torch.einsum("thgk,tkhd->thgd", weights.unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
     return out.to(dtype), lse
 

@@ -1,6 +1,6 @@
-"""From the FX graph that AOTAutograd made to a :class:`Graph`, which needs no torch, and what that cannot hold.
+"""This module converts an FX graph of AOTAutograd's to a :class:`Graph` without torch, and to the torch objects that it uses.
 
-Nodes that compute sizes are left out: what uses them gets the size itself, as an index over the symbols.
+Nodes that compute sizes are left out: their users get the size itself, as an index over the symbols.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.randomness import has_effect
-from opkit.compiler.capture.sizes import Sizes
+from opkit.compiler.capture.partition import has_effect
+from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
-from opkit.compiler.ir.graph import Graph, Node, Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
 from opkit.compiler.run.control_flow import CONTROL_FLOW
 from opkit.op import operator as operators
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
-_OWN = str(Path(operators.__file__).parent)  # what calls an operator is the user's line, not how
+_OWN = str(Path(operators.__file__).parent)  # frames of opkit's own files are not the user's lines
 _NUMBERS = (bool, int, float, complex, str)
 
 
 class Unsupported(Exception):
-    """A graph is not for the compiler: torch runs it. The message says what stands against it."""
+    """The compiler cannot compile a graph, so torch runs it. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A graph, and what belongs to it in torch.
+    """A graph, and the torch objects that it uses.
 
     Attributes:
         graph: the graph.
-        constants: the tensors that it holds, by node.
-        targets: what its operators are called by, by a node's target.
-        opaques: the values of its :class:`Opaque` arguments, by their text.
-        computed: sizes that the runtime computes from others: Python's text, by name.
+        constants: its constant tensors, by node.
+        targets: the functions that its operators are called by, by a node's target.
+        opaques: the values of its :class:`OpaqueValue` arguments, by their text.
+        computed: Python expressions of sizes that the runtime computes from others, by name.
         resolved: the numbers of the inputs that may come with other strides, conjugated or negated.
-        bodies: the graphs that its control flow operators call, to be compiled, by the text of their Opaque.
-        left: why torch runs parts of it that are graphs themselves.
+        bodies: the graphs that its control flow operators call, which are compiled too, by the text of their OpaqueValue.
+        uncompiled: why torch runs parts of it that are graphs themselves.
     """
 
     graph: Graph
@@ -56,11 +56,11 @@ class Captured:
     computed: dict[str, str]
     resolved: frozenset[int]
     bodies: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict[str, fx.GraphModule])
-    left: tuple[str, ...] = ()
+    uncompiled: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
-        """All that decides what the graph is compiled into."""
+        """A text of everything that decides what the graph is compiled into."""
         atoms = {leaf for node in self.graph.nodes for leaf in _leaves(node.result)}
         sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Size))
         unnamed = dataclasses.replace(self.graph, name="")
@@ -69,52 +69,55 @@ class Captured:
 
 
 def capture(
-    module: fx.GraphModule, name: str, given: Sequence[Any] = (), fixed: int | None = None, is_body: bool = False
+    module: fx.GraphModule, name: str, real_inputs: Sequence[Any] = (), fixed: int | None = None, is_body: bool = False
 ) -> Captured:
     """Convert a graph.
 
     Args:
         module: the graph.
-        name: for people.
-        given: the inputs as they will be, where they are laid out in another way than when the graph was traced.
+        name: its name in messages.
+        real_inputs: the inputs of its calls, if their layout differs from that of the traced inputs.
         fixed: as in ``Graph``.
-        is_body: whether a control flow operator calls it, with inputs that may be laid out in any way.
+        is_body: whether a control flow operator calls it, with inputs of any layout.
 
     Raises:
-        Unsupported: it has what only torch can run: other devices, sparse tensors, symbolic floats, unknown dtypes.
+        Unsupported: it contains something that only torch can run: other devices, sparse tensors, symbolic floats, unknown
+            dtypes.
     """
-    return _Conversion(module, given, is_body).run(name, fixed)
+    return _Conversion(module, real_inputs, is_body).run(name, fixed)
 
 
 class _Conversion:
     """The state of one conversion."""
 
-    def __init__(self, module: fx.GraphModule, given: Sequence[Any], is_body: bool) -> None:
+    def __init__(self, module: fx.GraphModule, real_inputs: Sequence[Any], is_body: bool) -> None:
         self.module = module
-        self.given = given
+        self.real_inputs = real_inputs
         self.is_body = is_body
-        self.sizes = Sizes()
+        self.sizes = SymbolicSizes()
         self.constants: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Callable[..., Any]] = {}
         self.opaques: dict[str, Any] = {}
-        self.replaced: dict[fx.Node, Any] = {}  # nodes that are no nodes of the graph: what stands for each
+        self.replaced: dict[
+            fx.Node, Any
+        ] = {}  # FX nodes without a node in the graph, and the size or object that replaces each
         self.resolved: set[int] = set()
         self.bodies: dict[str, fx.GraphModule] = {}
-        self.left: list[str] = []
+        self.uncompiled: list[str] = []
         self._types: dict[Any, TensorType] = {}
 
     def run(self, name: str, fixed: int | None) -> Captured:
         nodes = list(self.module.graph.nodes)
         inputs = [self._input(number, node) for number, node in enumerate(n for n in nodes if n.op == "placeholder")]
-        held = [made for node in nodes if node.op == "get_attr" for made in self._held(node)]
-        calls = [made for node in nodes if node.op == "call_function" for made in self._call(node)]
+        attributes = [converted for node in nodes if node.op == "get_attr" for converted in self._attribute(node)]
+        calls = [converted for node in nodes if node.op == "call_function" for converted in self._call(node)]
         self._refuse_others(nodes)
         outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
-        graph = Graph(name, (*inputs, *held, *calls), outputs, self.sizes.values, fixed)
+        graph = Graph(name, (*inputs, *attributes, *calls), outputs, self.sizes.values, fixed)
         computed = dict(self.sizes.computed)
         return Captured(
             graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved), self.bodies,
-            tuple(self.left),
+            tuple(self.uncompiled),
         )  # fmt: skip
 
     def _refuse_others(self, nodes: Iterable[fx.Node]) -> None:
@@ -127,18 +130,18 @@ class _Conversion:
     def _input(self, number: int, node: fx.Node) -> Node:
         value = node.meta.get("val")
         if (
-            number < len(self.given)
-            and isinstance(self.given[number], torch.Tensor)
+            number < len(self.real_inputs)
+            and isinstance(self.real_inputs[number], torch.Tensor)
             and isinstance(value, torch.Tensor)
         ):
-            value = self.given[number]
+            value = self.real_inputs[number]
         is_object = private.is_script_object(value) or private.is_ragged_size(value)
-        result = Opaque(f"input {node.name}") if is_object else self._result(value, node)
+        result = OpaqueValue(f"input {node.name}") if is_object else self._result(value, node)
         tangent = node.name.startswith("tangents") and not node.name.startswith("tangents_token")  # which may be None
         if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or tangent or self.is_body):
-            self.resolved.add(number)  # what autograd hands to a backward may be so, however it was traced
+            self.resolved.add(number)  # autograd may pass such tensors to a backward, however it was traced
             self._refuse_writes(node)
-        if isinstance(result, Index | Opaque):
+        if isinstance(result, Index | OpaqueValue):
             self.replaced[node] = result
         return Node(node.name, "input", (), {}, result)
 
@@ -146,8 +149,8 @@ class _Conversion:
         if any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users):
             raise Unsupported(f"{node.name} is written to, and may have to be copied before it is read")
 
-    def _held(self, node: fx.Node) -> list[Node]:
-        """A constant tensor; a module (a branch of a condition, say) is an argument of a higher-order operator."""
+    def _attribute(self, node: fx.Node) -> list[Node]:
+        """Convert a constant tensor; a module (a branch of a condition, say) is an argument of a higher-order operator."""
         value = functools.reduce(getattr, str(node.target).split("."), self.module)
         if isinstance(value, fx.GraphModule):
             self._note_body(node, f"module {node.target}", value)
@@ -158,16 +161,16 @@ class _Conversion:
         return [Node(node.name, "constant", (), {}, self._tensor(value, node))]
 
     def _note_body(self, node: fx.Node, text: str, value: fx.GraphModule) -> None:
-        """A graph that others call: the compiler's, where all that call it are control flow operators."""
+        """Note a graph that nodes call: it is compiled if all its callers are control flow operators."""
         callers = [user for user in node.users if not _is_control_flow(user)]
-        self.left += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
+        self.uncompiled += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
         if not callers:
             self.bodies[text] = value
 
     def _call(self, node: fx.Node) -> list[Node]:
         value = node.meta.get("val")
         if "val" not in node.meta and node.users:
-            raise Unsupported(f"{node.name} ({node.target}): nothing is known of its result")
+            raise Unsupported(f"{node.name} ({node.target}): its result has no metadata")
         if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
             self._refuse_data_dependent(node)
             if private.is_ragged_size(value):
@@ -175,10 +178,10 @@ class _Conversion:
             self.replaced[node] = self.sizes.index(value)
             return []
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
-            return []  # a guard; where anything else uses it, that is refused
+            return []  # a guard; any other use of it is refused
         target = self._target(node)
         arguments = self._argument(node.args)
-        kwargs = {} if _is_control_flow(node) else node.kwargs  # the one there may be says that no input is written to
+        kwargs = {} if _is_control_flow(node) else node.kwargs  # the only possible one says that no input is written to
         named = {key: self._argument(each) for key, each in kwargs.items()}
         return [
             Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node), has_effect(node))
@@ -256,23 +259,23 @@ class _Conversion:
             raise Unsupported(f"{node.name} is a {type(value).__name__} that is computed while the program runs")
         return Ref(node.name)
 
-    def _by_name(self, argument: Any) -> TypeName | Opaque:
+    def _by_name(self, argument: Any) -> TypeName | OpaqueValue:
         if isinstance(argument, torch.dtype) and _bare(argument) in OF_TORCH:
             return TypeName(OF_TORCH[_bare(argument)])
         if isinstance(argument, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return self._opaque(str(argument), argument)
         return self._opaque(f"{type(argument).__name__} {_name_of(argument)}", argument)
 
-    def _opaque(self, text: str, value: Any) -> Opaque:
+    def _opaque(self, text: str, value: Any) -> OpaqueValue:
         known = self.opaques.setdefault(text, value)
         if known is not value and known != value:
             text = f"{text} {len(self.opaques)}"
             self.opaques[text] = value
-        return Opaque(text)
+        return OpaqueValue(text)
 
 
 def _plain(shape: Any, strides: Any, offset: Any) -> bool:
-    """Whether all are numbers, by which the type can be looked up: hashing a symbolic one would add a guard."""
+    """Return whether all are numbers, so that the type can be cached: hashing a symbolic one would add a guard."""
     return all(type(n) is int for n in shape) and all(type(n) is int for n in strides) and type(offset) is int
 
 
@@ -282,7 +285,7 @@ def _bare(dtype: torch.dtype) -> str:
 
 
 def _is_arithmetic(target: Any) -> bool:
-    """Whether a node computes with sizes and not with tensors."""
+    """Return whether a node computes with sizes and not with tensors."""
     return not private.is_overload(target) or (target.namespace == "aten" and target._opname.startswith("sym_"))
 
 
@@ -304,14 +307,14 @@ def _leaves(result: Any) -> set[Any]:
 
 
 def origin(node: fx.Node) -> str:
-    """The user's line that a node comes from, or ""."""
+    """Return the user's line that a node comes from, or ""."""
     trace = node.meta.get("stack_trace")
     return "" if not trace else _last_line(trace)
 
 
 @functools.lru_cache(maxsize=4096)
 def _last_line(trace: str) -> str:
-    """The user's line that a stack trace ends in, as "model.py:12: y = x + 1"."""
+    """Return the user's line at the end of a stack trace, as "model.py:12: y = x + 1"."""
     start = trace.rfind('File "')
     found = _FRAME.match(trace, start) if start >= 0 else None
     while found is not None and found[1].startswith(_OWN):

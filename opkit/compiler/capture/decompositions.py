@@ -1,4 +1,4 @@
-"""Operators that AOTAutograd takes apart, as their fakes give other dtypes or strides than their kernels do."""
+"""Decompositions for operators whose fake implementations return other dtypes or strides than their kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ aten = torch.ops.aten
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Any:
-    """Of narrow floats with float32 weights: as its kernel does, in float32 with float32 statistics.
+    """Compute group norm of narrow floats with float32 weights as its kernel does: in float32, with float32 statistics.
 
-    Its fake gives statistics of the values' dtype, and its backward's fake a gradient of the weight's (torch 2.11 to 2.14).
+    Its fake returns statistics of the values' dtype, and its backward's fake a gradient of the weight's (torch 2.11 to 2.14).
     """
     if weight is None or weight.dtype == x.dtype:
         return NotImplemented
@@ -34,9 +34,9 @@ def _group_norm_backward(
 
 
 def _batch_norm(op: Any, x: Tensor, *rest: Any) -> Any:
-    """Of narrow floats with float32 weights or running statistics: as its CPU kernel does, with float32 statistics.
+    """Compute batch norm of narrow floats with float32 weights or running statistics with float32 statistics, as its CPU kernel.
 
-    Its fake gives saved statistics of the values' dtype on CPUs (torch 2.11 to 2.14).
+    Its fake returns saved statistics of the values' dtype on CPUs (torch 2.11 to 2.14).
     """
     wide = next((t.dtype for t in rest if isinstance(t, Tensor)), x.dtype)
     if wide == x.dtype or wide != torch.promote_types(wide, x.dtype) or x.device.type != "cpu":
@@ -46,7 +46,7 @@ def _batch_norm(op: Any, x: Tensor, *rest: Any) -> Any:
 
 
 def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
-    """As its kernel does, which keeps channels last; its fake gives a row-major tensor (torch 2.11 to 2.14)."""
+    """Roll as the kernel does, which preserves channels-last strides; the fake returns row-major strides (torch 2.11 to 2.14)."""
     if x.is_contiguous() or not dims or not x.numel():
         return NotImplemented
     for shift, dim in zip(shifts, dims, strict=True):

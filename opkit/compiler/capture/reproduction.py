@@ -1,4 +1,4 @@
-"""A graph as a Python script that runs alone: what is left behind where the compiler fails."""
+"""This module writes a graph on which the compiler failed as a self-contained Python script that reproduces the failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opkit.compiler.capture import torch_private as private
 
 _HEAD = '''"""A graph that opkit's compiler failed on, in the stage "{stage}": {error}
 
-Run this file to see it again. The inputs are random; their sizes, strides and dtypes are those of the graph.
+Run this file to reproduce the failure. The inputs are random; their sizes, strides and dtypes are those of the graph.
 """
 
 import torch
@@ -44,26 +44,28 @@ torch.compile(graph, backend=opkit_backend, options={{"strict": True}})(*inputs)
 
 
 def write(module: fx.GraphModule, stage: str, error: BaseException) -> Path | None:
-    """Write the script to the cache folder; None where that cannot be done."""
+    """Write the script to the cache folder and return its path, or None if that fails."""
     try:
         content = text(module, stage, error)
         folder = Path(os.path.abspath(config.get().cache_dir)) / "failed-graphs"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.py"
         path.write_text(content, encoding="utf-8")
-    except Exception:  # the failure that is to be reported counts for more than the report
+    except Exception:  # a failure here must not hide the one that is reported
         return None
     return path
 
 
 def text(module: fx.GraphModule, stage: str, error: BaseException) -> str:
-    """The script."""
+    """Return the script."""
     method = module.code.strip("\n").replace("\n", "\n    ")
-    said = str(error).splitlines()[0].replace('"""', "'''").replace("\\", "/") if str(error) else type(error).__name__
-    given = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
-    inputs = "".join(f"    {_made(value)},\n" for value in given)
+    message = (
+        str(error).splitlines()[0].replace('"""', "'''").replace("\\", "/") if str(error) else type(error).__name__
+    )
+    examples = [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
+    inputs = "".join(f"    {_input_text(value)},\n" for value in examples)
     return (
-        _HEAD.format(stage=stage, error=said)
+        _HEAD.format(stage=stage, error=message)
         + f"    {method}\n"
         + _TAIL.format(constants=_constants(module), inputs=inputs)
     )
@@ -71,13 +73,13 @@ def text(module: fx.GraphModule, stage: str, error: BaseException) -> str:
 
 def _constants(module: fx.GraphModule) -> str:
     names = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr")
-    held = {name: getattr(module, name, None) for name in names}
+    constants = {name: getattr(module, name, None) for name in names}
     return "".join(
-        f"graph.{name} = {_made(value)}\n" for name, value in held.items() if isinstance(value, torch.Tensor)
+        f"graph.{name} = {_input_text(value)}\n" for name, value in constants.items() if isinstance(value, torch.Tensor)
     )
 
 
-def _made(value: Any) -> str:
+def _input_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape, strides = (tuple(map(private.example_of, of)) for of in (value.shape, value.stride()))
         return f"tensor_of({shape}, {strides}, {value.dtype})"

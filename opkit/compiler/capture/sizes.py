@@ -1,4 +1,4 @@
-"""Symbolic integers of torch as indices of the IR: each sympy expression is converted once, and then looked up."""
+"""This module converts torch's symbolic integers to indices of the IR: each sympy expression once, then from a cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.index import Index, index, size
 
 
-class Sizes:
+class SymbolicSizes:
     """The symbols of one graph.
 
     Attributes:
-        values: what each symbol was when the graph was captured, by name.
-        computed: sizes that the IR has no arithmetic for: Python's text for each in terms of the symbols, by name.
+        values: the value of each symbol when the graph was captured, by name.
+        computed: Python expressions in terms of the symbols for sizes that the IR has no arithmetic for, by name.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class Sizes:
         self._known: dict[Any, Index] = {}
 
     def index(self, number: Any) -> Index:
-        """An int or SymInt as an index."""
+        """Return an int or SymInt as an index."""
         if type(number) is int:
             return index(number)
         if not number.node.is_symbolic():
             return index(int(number))
-        asked = private.expression(number)
-        found = self._known.get(asked)
+        expression = private.expression(number)
+        found = self._known.get(expression)
         if found is None:
-            found = self._known[asked] = self._converted(private.replaced(number), number)
+            found = self._known[expression] = self._converted(private.replaced(number), number)
         return found
 
     def _converted(self, expression: Any, number: Any) -> Index:
@@ -54,7 +54,7 @@ class Sizes:
         return size(symbol.name, max(private.least(symbol, number), 0))
 
     def _computed(self, expression: sympy.Expr, number: Any) -> Index:
-        """A size of its own, for what is neither polynomial nor quotient: the maximum of two sizes and the like."""
+        """Return a new size for an expression that is neither polynomial nor quotient, such as the maximum of two sizes."""
         for symbol in sorted(expression.free_symbols, key=str):
             self._symbol(symbol, number)  # pyright: ignore[reportArgumentType]
         text = private.python_text(expression)
@@ -67,7 +67,7 @@ class Sizes:
 
 
 def _in_integers(expression: sympy.Expr) -> bool:
-    """Whether the parts are integers too, exponents not negative, and divisors above zero, as those of an index are."""
+    """Return whether an expression is valid in an index: integer parts, no negative exponents, positive divisors."""
     if isinstance(expression, sympy.Pow | _functions.PowByNatural):
         return expression.args[1].is_Integer and bool(expression.args[1] >= 0)  # pyright: ignore[reportOperatorIssue]
     if type(expression) in _DIVISIONS:

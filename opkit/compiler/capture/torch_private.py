@@ -1,4 +1,4 @@
-"""Every private torch name that the compiler relies on, in one place.
+"""This module holds every private torch name that the compiler uses.
 
 Read in torch 2.13.0; the same names are in torch 2.11 unless the line says otherwise.
 """
@@ -41,18 +41,18 @@ run_with_rng_state = _rng_prims.run_with_rng_state
 is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
-"""The name of the logger to which Dynamo says, at level DEBUG, why it compiles a function again."""
+"""The name of the logger in which Dynamo explains, at level DEBUG, why it compiles a function again."""
 
 
 def log_recompiles() -> None:
-    """Have Dynamo write to it."""
+    """Make Dynamo write to this logger."""
     _log_state.enable_artifact("recompiles")
 
 
-def results_of_the_user() -> int | None:
-    """Of a forward graph that is being compiled: how many of its results, the first ones, leave AOTAutograd's hands.
+def user_result_count() -> int | None:
+    """Return how many of the first results of the forward graph that is being compiled are the user's.
 
-    The others are saved for the backward graph, which can be told how they are laid out; see ``report_strides``.
+    The others are saved for the backward graph, for which ``report_strides`` sets their strides.
     """
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
@@ -60,15 +60,17 @@ def results_of_the_user() -> int | None:
 
 
 def report_strides(strides: Iterable[tuple[int, ...] | None]) -> None:
-    """Tell AOTAutograd how a forward graph lays its results out: those after the tokens that order its effects."""
+    """Report to AOTAutograd the strides of a forward graph's results, without the tokens that order its effects."""
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         tokens = 0 if context.fw_metadata is None else len(context.fw_metadata.tokens)
         context.output_strides.extend([*strides][tokens:])
 
 
-def donate_nothing() -> None:
-    """Keep AOTAutograd from refusing ``retain_graph=True``: no backward here writes into what was saved for it.
+def disable_donated_buffers() -> None:
+    """Clear the list of donated buffers, with which AOTAutograd refuses ``retain_graph=True``.
+
+    No backward here writes into tensors that were saved for it.
 
     The list is that of the forward graph that is being compiled. Where there are tensors of subclasses, AOTAutograd has other
     metadata for the calls of the backward, with the same list.
@@ -93,25 +95,25 @@ _WHILE_SAVING = ("bundled_autograd_cache", "force_autograd_cache", "strict_autog
 
 
 def is_saving() -> bool:
-    """Return whether Dynamo wants a function that can be saved: ``torch.compile(...).aot_compile(...)`` was called."""
+    """Return whether Dynamo needs a function that can be saved: ``torch.compile(...).aot_compile(...)`` was called."""
     return bool(getattr(_functorch_config, "bundled_autograd_cache", False))
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """Keep AOTAutograd from making its own pickle of what it is given, and have it compile backwards at once."""
+    """Prevent AOTAutograd from pickling its graphs, and make it compile backwards at once."""
     return _functorch_config.patch(**dict.fromkeys(_WHILE_SAVING, False), force_non_lazy_backward_lowering=True)
 
 
 def expression(number: Any) -> Any:
-    """The sympy expression of a symbolic integer, before replacements that were found later."""
+    """Return the sympy expression of a symbolic integer, before replacements that were found later."""
     return number.node._expr
 
 
 def replaced(number: Any) -> Any:
-    """The same in the terms that the shape environment has settled on.
+    """Return the sympy expression of a symbolic integer after the shape environment's replacements.
 
-    What is computed from sizes and is 0 or 1 is a number, and the graph guarded: whether a dimension is repeated, or has no
-    elements, must be known.
+    An expression of sizes with the value 0 or 1 becomes that number, with a guard: the compiler must know whether a dimension is
+    repeated or has no elements.
     """
     settled = number.node.expr
     if settled.is_Atom or not settled.free_symbols:
@@ -123,7 +125,7 @@ def replaced(number: Any) -> Any:
 
 
 def example(symbol: Any, number: Any) -> int | None:
-    """The value that a symbol had when the graph was captured; None of one that depends on data."""
+    """Return the value that a symbol had when the graph was captured; None for one that depends on data."""
     environment = number.node.shape_env
     known = getattr(environment, "backed_var_to_val", None)  # torch 2.12 and newer
     value = (environment.var_to_val if known is None else known).get(symbol)
@@ -131,7 +133,7 @@ def example(symbol: Any, number: Any) -> int | None:
 
 
 def is_ragged_size(number: Any) -> bool:
-    """Return whether a SymInt stands for the sizes of a nested tensor's rows, which is no number."""
+    """Return whether a SymInt is a nested int: the sizes of a nested tensor's rows, which are no number."""
     if not isinstance(number, torch.SymInt) or not number.node.is_symbolic():
         return isinstance(number, torch.SymInt) and number.node.is_nested_int()
     environment: Any = number.node.shape_env
@@ -141,7 +143,7 @@ def is_ragged_size(number: Any) -> bool:
 
 
 def example_of(number: Any) -> int:
-    """The value that an int or SymInt had when the graph was captured; 2 for one that depends on data."""
+    """Return the value that an int or SymInt had when the graph was captured; 2 for one that depends on data."""
     if type(number) is int:
         return number
     expression = number.node.expr
@@ -150,34 +152,34 @@ def example_of(number: Any) -> int:
 
 
 def least(symbol: Any, number: Any) -> int:
-    """What a symbol is at least, as far as torch knows; negative where that is nothing."""
+    """Return the lower bound of a symbol, or a negative number if torch knows none."""
     known = number.node.shape_env.var_to_range.get(symbol)
     return int(known.lower) if known is not None and known.lower.is_Integer else -1
 
 
 def python_text(expression: Any) -> str:
-    """A sympy expression as Python spells it, in terms of ``math``, ``min``, ``max`` and the symbols' names."""
+    """Return a sympy expression as Python text, in terms of ``math``, ``min``, ``max`` and the symbols' names."""
     return _PythonPrinter().doprint(expression)
 
 
 def builtin(overload: Any) -> Callable[..., Any]:
-    """The compiled function behind an OpOverload, which calls the dispatcher."""
+    """Return the builtin function of an OpOverload, which calls the dispatcher."""
     return overload._op
 
 
 def overloads(packet: Any) -> list[Any]:
-    """Every overload of an operator."""
+    """Return every overload of an operator."""
     return [getattr(packet, name) for name in packet.overloads()]
 
 
 def schema(overload: Any) -> Any:
-    """The schema of an OpOverload."""
+    """Return the schema of an OpOverload."""
     return overload._schema
 
 
 @functools.cache
 def out_variant(overload: Any) -> Any:
-    """The overload that writes its one result to ``out=``, of an OpOverload; None where there is none."""
+    """Return the overload of an operator that writes its one result to ``out=``, or None."""
     wanted = [(a.name, str(a.type)) for a in overload._schema.arguments]
     for other in overloads(overload.overloadpacket):
         arguments = other._schema.arguments
@@ -189,13 +191,13 @@ def out_variant(overload: Any) -> Any:
 
 
 def output_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """What an FX graph returns."""
+    """Return the results of an FX graph."""
     returned = graph.output_node().args[0]
     return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
 
 
 def is_overload(target: Any) -> bool:
-    """Whether the target of an FX node is one overload of an operator."""
+    """Return whether the target of an FX node is an OpOverload."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -218,7 +220,7 @@ def is_script_object(value: Any) -> bool:
 
 
 def overload_named(name: str) -> Any:
-    """The overload that "aten.add.Tensor" names.
+    """Return the overload with a name such as "aten.add.Tensor".
 
     Raises:
         AttributeError: there is none.
@@ -232,13 +234,13 @@ def qualified_name(target: Any) -> str:
     return target._schema.name if is_overload(target) else ""
 
 
-def watched(
+def watch_compilation(
     model: Callable[..., Any],
     backend: Callable[..., Any],
     guarded: Callable[[list[str]], None],
     recompiled: Callable[[str], None],
 ) -> Callable[..., Any]:
-    """A compiled model that tells the guards of each graph, and why Dynamo compiles a function again."""
+    """Compile a model, and report the guards of each graph, and why Dynamo compiles a function again."""
 
     def failed(failure: Any) -> None:
         recompiled(f"{failure.orig_code.co_name}: {failure.reason}")
@@ -250,7 +252,7 @@ def watched(
 
 
 def _guards_text(guards: Iterable[Any]) -> list[str]:
-    """A line for each guard: as code where Dynamo has it so, else its kind and what it is on."""
+    """Return a line for each guard: its code if Dynamo has it, else its kind and its source."""
     lines: list[str] = []
     for guard in sorted(guards, key=lambda guard: guard.sort_key()):
         kind = f"{guard.create_fn_name()} {guard.name}".rstrip()
@@ -260,12 +262,12 @@ def _guards_text(guards: Iterable[Any]) -> list[str]:
 
 
 def graph_breaks() -> list[str]:
-    """Why Dynamo ended graphs before their function did, since it was reset."""
+    """Return the reasons for graph breaks since Dynamo was reset."""
     return [str(reason).strip() for reason in _dynamo_counters["graph_break"]]
 
 
 def reset() -> None:
-    """Forget everything that Dynamo compiled, and its counters."""
+    """Drop everything that Dynamo compiled, and its counters."""
     torch._dynamo.reset()
     _dynamo_counters.clear()
 
@@ -288,13 +290,13 @@ def output_kind(output: Any) -> str:
 
 
 def has_subclasses(metadata: Any) -> bool:
-    """Whether an input, output or gradient is a tensor of a subclass."""
+    """Return whether an input, output or gradient is a tensor of a subclass."""
     described = [each for name in _OUTSIDE_GRAPHS for each in getattr(metadata, name)]
     return any(type(each).__name__ not in ("PlainTensorMeta", "int") for each in described)
 
 
 def is_torchs_own(target: Any) -> bool:
-    """Whether an FX target is an operator, or a packet of them, that torch's version decides."""
+    """Return whether an FX target is an operator, or a packet of overloads, that torch itself defines."""
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace in _FIXED_NAMESPACES
     return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.split("::")[0] in (
@@ -308,12 +310,12 @@ def functorch_settings() -> dict[str, Any]:
 
 
 def modes() -> int:
-    """How many modes of ``__torch_function__`` and ``__torch_dispatch__`` are entered."""
+    """Return the number of active modes of ``__torch_function__`` and ``__torch_dispatch__``."""
     return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
 
 
 def compiles_backwards() -> bool:
-    """Whether Dynamo also traces backward passes, for which it knows AOTAutograd's functions from others."""
+    """Return whether compiled autograd is on: it traces backward passes, and treats AOTAutograd's functions specially."""
     from torch._dynamo import compiled_autograd
 
     return bool(
@@ -324,17 +326,17 @@ def compiles_backwards() -> bool:
 
 
 def caches_disabled() -> bool:
-    """Whether the user wants no cache of torch.compile's to be used."""
+    """Return whether the user disabled the caches of torch.compile."""
     return bool(getattr(_compiler_config, "force_disable_caches", False))
 
 
 def cache_tag() -> str:
-    """What the user wants to be part of the keys of torch.compile's caches."""
+    """Return the text that the user adds to the keys of torch.compile's caches."""
     return str(getattr(_compiler_config, "cache_key_tag", ""))
 
 
 def autocasts() -> bool:
-    """Whether autocast is on, for any device."""
+    """Return whether autocast is on, for any device."""
     return torch._C._is_any_autocast_enabled()
 
 
@@ -346,35 +348,35 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def is_transformed() -> bool:
-    """Whether the caller runs within vmap, grad or another of functorch's transformations."""
+    """Return whether the caller runs within vmap, grad or another of functorch's transformations."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one."""
+    """Return whether a tensor is a view of another one for autograd."""
     return tensor._is_view()
 
 
-def let_go(context: Any) -> None:
-    """Have a backward's context drop the tensors that were saved, unless the graph is kept."""
+def release_saved_tensors(context: Any) -> None:
+    """Release the saved tensors of a backward's context, unless ``retain_graph=True``."""
     context.maybe_clear_saved_tensors()
 
 
-def give_none_for_undifferentiable(context: Any) -> None:
-    """Have a backward get None, and not zeros, for results that were marked as not differentiable."""
+def no_zeros_for_undifferentiable(context: Any) -> None:
+    """Make a backward get None, and not zeros, for results that were marked as not differentiable."""
     context._materialize_non_diff_grads = False
 
 
 # ---- what runs compiled graphs ---------------------------------------------------------------------------------------
 
 handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
-"""Handles of the C shim, in capsules: each is to be deleted."""
+"""Return handles of the C shim, in capsules; the caller must delete each of them."""
 
 tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
-"""Tensors for handles in capsules, which it takes over."""
+"""Return tensors for handles in capsules, and take over the handles."""
 
 
-def is_watched() -> bool:
-    """Whether a profiler or a mode wants to see the operators that are called."""
+def is_observed() -> bool:
+    """Return whether a profiler or a mode observes the operators that are called."""
     profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
     return profiled or torch._C._len_torch_dispatch_stack() > 0

@@ -1,4 +1,4 @@
-"""From what AOTAutograd knows of a graph to a :class:`Wiring`, in the plain cases."""
+"""This module derives the :class:`Wiring` of a plain graph from AOTAutograd's metadata."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.identity import Unnamed
-from opkit.compiler.run.autograd import Result, Wiring
+from opkit.compiler.capture.cache_key import NotCacheable
+from opkit.compiler.run.autograd import GraphResult, Wiring
 
-# Fields of ViewAndMutationMeta, some of one version of torch's alone, by what stands against a graph where they hold.
+# Fields of ViewAndMutationMeta, some of them in one version of torch only, and why a graph is not plain if they are set.
 _REFUSED = {
     "mutated_inp_runtime_indices": "inputs are written to outside of the graph",
     "num_intermediate_bases": "results are views of one tensor",
@@ -31,23 +31,23 @@ _INPUT_REFUSED = ("mutates_metadata", "mutates_storage_metadata", "mutation_indu
 _KINDS = ("non_alias", "unsafe_view_alias", "is_input")
 
 
-def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool, is_guarded: bool = False) -> Wiring:
-    """How the graph that is being compiled is called.
+def wiring(metadata: Any, inputs: int, shares_memory: bool, autocast: bool, is_guarded: bool = False) -> Wiring:
+    """Return how the graph that is being compiled is called.
 
     Args:
-        metadata: AOTAutograd's, or None.
-        inputs: how many Dynamo's graph has.
-        several_in_one: whether some of them lie in one storage.
-        autocast: whether autocast was on when Dynamo's graph came: while AOTAutograd's are compiled it is off.
-        is_guarded: whether guards on its sizes are kept with it, so that they may change.
+        metadata: AOTAutograd's metadata, or None.
+        inputs: the number of inputs of Dynamo's graph.
+        shares_memory: whether some inputs share a storage.
+        autocast: whether autocast was on for Dynamo's graph: it is off while AOTAutograd's graphs are compiled.
+        is_guarded: whether guards on the sizes are saved with the graph, so that sizes may change.
 
     Raises:
-        Unnamed: it is none of the plain cases.
+        NotCacheable: the graph is not plain.
     """
     for reason in _reasons(metadata, inputs, is_guarded):
-        raise Unnamed(reason)
-    if several_in_one and metadata.mutated_graph_handled_indices:
-        raise Unnamed("inputs share memory, and one is written to")
+        raise NotCacheable(reason)
+    if shares_memory and metadata.mutated_graph_handled_indices:
+        raise NotCacheable("inputs share memory, and one is written to")
     return Wiring(
         inputs,
         tuple(map(_result, metadata.output_info)),
@@ -59,19 +59,19 @@ def wiring(metadata: Any, inputs: int, several_in_one: bool, autocast: bool, is_
 
 
 def connected(found: Wiring, gradients: tuple[Any, ...]) -> Wiring:
-    """The wiring, once it is known which inputs get gradients: the others are detached where they have a history.
+    """Return the wiring with the inputs to detach: those that have a history and get no gradient.
 
     Raises:
-        Unnamed: the backward graph does not give one for each input.
+        NotCacheable: the backward graph does not return one gradient for each input.
     """
     if len(gradients) != found.inputs:
-        raise Unnamed("the backward has more results than there are inputs")
+        raise NotCacheable("the backward has more results than there are inputs")
     return dataclasses.replace(found, detached=tuple(n for n in found.detached if gradients[n] is None))
 
 
 def _reasons(metadata: Any, inputs: int, is_guarded: bool) -> Iterator[str]:
     if metadata is None:
-        yield "nothing is known of it"
+        yield "AOTAutograd has no metadata of it"
         return
     refused = {name: reason for name, reason in _REFUSED.items() if not (is_guarded and name == "dynamic_outputs")}
     yield from (reason for name, reason in refused.items() if getattr(metadata, name, None))
@@ -95,6 +95,8 @@ def _result_reasons(output: Any) -> Iterator[str]:
         yield "a result was made under no_grad and requires gradients"
 
 
-def _result(output: Any) -> Result:
+def _result(output: Any) -> GraphResult:
     kind = private.output_kind(output)
-    return Result(output.base_idx if kind == "is_input" else None, output.requires_grad, kind == "unsafe_view_alias")
+    return GraphResult(
+        output.base_idx if kind == "is_input" else None, output.requires_grad, kind == "unsafe_view_alias"
+    )

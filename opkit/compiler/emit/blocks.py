@@ -1,4 +1,4 @@
-"""The expressions of a block as C: what is used twice is computed once, the rest is written where it is used."""
+"""This module writes the expressions of a block as C: one that is used twice gets a variable, others are written in place."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TypeAlias
 
 from opkit.compiler.emit import callees, indices, near
-from opkit.compiler.emit.ahead import Ahead
 from opkit.compiler.emit.expressions import apply, convert, reinterpret
+from opkit.compiler.emit.prefetch import Prefetches
 from opkit.compiler.emit.types import C_TYPES, number, variable_type
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Atom, Div, Index, Mod, Value
 from opkit.compiler.ir.kernel import Accumulator
 
@@ -23,19 +22,19 @@ _LONG = 160  # characters, from which on an expression gets a name, so that no l
 
 
 @dataclasses.dataclass
-class Writer:
-    """The text so far.
+class CWriter:
+    """The C text of a function so far.
 
     Attributes:
-        lines: of it.
-        depth: how many blocks are open.
-        names: how many variables were named.
+        lines: its lines.
+        depth: the number of open blocks.
+        names: the number of named variables.
         accumulators: those declared so far, by name.
-        fails: whether the function has a place to go to where it fails.
-        near: the types of which it calls functions for arguments near zero.
-        dtypes: of the arguments.
+        fails: whether the function needs a label to jump to on failure.
+        near: the types whose functions for arguments near zero it calls.
+        dtypes: the dtypes of the arguments.
         streamed: the arguments that are written past the caches.
-        ahead: the rows that it asks for before it reads them.
+        prefetches: the rows that it prefetches.
         callees: the numbers of libraries' functions in the runtime's table.
     """
 
@@ -47,7 +46,7 @@ class Writer:
     near: frozenset[str] = frozenset()
     dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     streamed: frozenset[str] = frozenset()
-    ahead: Ahead = dataclasses.field(default_factory=Ahead)
+    prefetches: Prefetches = dataclasses.field(default_factory=Prefetches)
     callees: Mapping[Callee, int] = dataclasses.field(default_factory=dict[Callee, int])
 
     def line(self, text: str) -> None:
@@ -61,64 +60,64 @@ class Writer:
 
 
 @dataclasses.dataclass
-class Scope:
-    """What a block knows.
+class CScope:
+    """The names and values that are visible in a block.
 
     Attributes:
-        writer: where its text goes.
-        spelled: what was computed before and still holds, with its name.
-        reads: what changes the value of each expression: buffers and accumulators.
-        uses: how often each expression of the block's own statements is used by others.
-        rows: of buffers that are filled by way of a row: its name, and where in it.
+        writer: the text that the block is written to.
+        spelled: expressions that were computed before and are still valid, with their C text.
+        reads: the buffers and accumulators that each expression depends on.
+        uses: how often other expressions use each expression of the block's own statements.
+        rows: the row for each buffer that is filled through one, and the index in it.
     """
 
-    writer: Writer
+    writer: CWriter
     spelled: dict[Key, str]
     reads: dict[Key, frozenset[str]]
     uses: dict[Expr, int]
     rows: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-    def within(self, roots: Iterable[Expr]) -> Scope:
-        """The scope of a block inside, whose own statements need ``roots``."""
-        return Scope(self.writer, dict(self.spelled), self.reads, _uses(roots), dict(self.rows))
+    def within(self, roots: Iterable[Expr]) -> CScope:
+        """Return the scope of a block inside, whose own statements need ``roots``."""
+        return CScope(self.writer, dict(self.spelled), self.reads, _uses(roots), dict(self.rows))
 
     def forget(self, changed: frozenset[str]) -> None:
-        """Drop what may have another value now."""
+        """Drop the expressions whose value may have changed."""
         stale = [key for key in self.spelled if self.reads.get(key, frozenset()) & changed]
         for key in stale:
             del self.spelled[key]
 
     def value(self, root: Expr, named: bool = False) -> str:
-        """An expression; ``named``: as the name of a variable, or a number."""
+        """Return an expression; ``named``: as the name of a variable, or a number."""
         once: dict[Key, str] = {}
         for node in _missing(root, self.spelled):
             self._spell(node, once, named and node is root)
         return self.spelled.get(root) or once[root]
 
     def index(self, at: Index) -> str:
-        """An index; what is read from memory for it gets names."""
+        """Return an index; expressions in it are computed in variables first."""
         for root in values(at):
             self.value(root, named=True)
         return self._index(at, {})
 
     def fails(self, root: Expr) -> bool:
-        """Whether computing it can stop the program."""
+        """Return whether computing it can stop the program."""
         return any(node.op in expr.CHECKS for node in _missing(root, self.spelled))
 
     def _spell(self, node: Expr, once: dict[Key, str], named: bool) -> None:
         self.reads[node] = frozenset(_own(node)).union(*(self.reads[child] for child in _children(node)))
         if node.op == "where":
             for arm in node.args[1:]:  # both arms are computed: a choice that need not jump can be vectorised
-                self._keep(arm, once)
+                self._name_value(arm, once)
         args = [self.spelled.get(arg) or once[arg] for arg in node.args]
         text = once[node] = _TEXTS.get(node.op, _scalar)(
             self, node, args, [self._index(at, once) for at in expr.indices(node)]
         )
         if node.op in expr.CHECKS or named or self.uses.get(node, 0) > 1 or len(text) > _LONG:
-            self._keep(node, once)
+            self._name_value(node, once)
 
-    def _keep(self, node: Expr, once: dict[Key, str]) -> None:
-        """Give a name to what has none."""
+    def _name_value(self, node: Expr, once: dict[Key, str]) -> None:
+        """Give an expression a variable if it has none."""
         if node not in self.spelled and node.op not in _TRIVIAL:
             text = once[node]
             self.spelled[node] = text if text.isidentifier() else self.writer.name(variable_type(node.dtype), text)
@@ -143,7 +142,7 @@ class Scope:
 
 
 def values(at: Index) -> list[Expr]:
-    """The expressions that an index is computed from."""
+    """Return the expressions that an index is computed from."""
     return [leaf.expr for leaf in at.leaves() if isinstance(leaf, Value)]
 
 
@@ -152,12 +151,12 @@ def _children(node: Expr) -> list[Expr]:
 
 
 def _own(node: Expr) -> list[str]:
-    """The buffer or variable that a node itself reads."""
+    """Return the buffer or variable that a node itself reads."""
     return [node.data[0]] if node.op == "load" else [node.data] if node.op == "var" else []
 
 
 def _missing(root: Expr, known: Container[object]) -> list[Expr]:
-    """Each node that is not known, what it needs first."""
+    """Return each node that is not known, what it needs first."""
     order: list[Expr] = []
     seen: set[Expr] = set()
     stack = [(root, False)]
@@ -187,12 +186,12 @@ def _uses(roots: Iterable[Expr]) -> dict[Expr, int]:
 # ---- one node --------------------------------------------------------------------------------------------------------
 
 
-def _load(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _load(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     element = f"p_{node.data[0]}[{at[0]}]"
     return f"({args[0]} ? {element} : {number(0, node.dtype)})" if args else element
 
 
-def _var(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _var(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     accumulator = scope.writer.accumulators.get(node.data)
     name = f"v_{node.data}"
     if accumulator is None or not marks_nan(accumulator):
@@ -200,7 +199,7 @@ def _var(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return f"(v_{node.data}_nan ? {number(math.nan, node.dtype)} : {name})"
 
 
-def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _bound(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     """Checked in a statement of its own, from which the function ends."""
     x, n = scope.writer.name("int64_t", args[0]), scope.writer.name("int64_t", at[0])
     scope.writer.fails = True
@@ -208,23 +207,23 @@ def _bound(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
     return f"({x} < 0 ? {x} + {n} : {x})"
 
 
-def _nonzero(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _nonzero(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     x = scope.writer.name(C_TYPES[node.dtype], args[0])
     scope.writer.fails = True
     scope.writer.line(f"if ({x} == 0) {{ opkit_fail(runtime, 3, 0, 0); goto end; }}")
     return x
 
 
-def _scalar(scope: Scope, node: Expr, args: list[str], at: list[str]) -> str:
+def _scalar(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     if scope.writer.near and near.has(node):
         text, dtype = near.argument(node, args[0])
         x = scope.writer.name(C_TYPES[dtype], text)
-        scope.writer.line(near.noted(node, x))
+        scope.writer.line(near.far_statement(node, x))
         return near.call(node, x)
     return apply(node.op, node.args[-1].dtype, args, node.dtype)
 
 
-_TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
+_TEXTS: dict[str, Callable[[CScope, Expr, list[str], list[str]], str]] = {
     "const": lambda scope, node, args, at: number(node.data, node.dtype),
     "index": lambda scope, node, args, at: at[0] if at[0].isidentifier() else f"({at[0]})",
     "load": _load,
@@ -239,5 +238,5 @@ _TEXTS: dict[str, Callable[[Scope, Expr, list[str], list[str]], str]] = {
 
 
 def marks_nan(accumulator: Accumulator) -> bool:
-    """Whether NaN is kept apart, in a flag: then the greatest and least are plain comparisons, which can be vectorised."""
+    """Return whether a flag records NaN: then maximum and minimum are plain comparisons, which can be vectorised."""
     return accumulator.reduction in ("max", "min") and accumulator.dtype in ("f32", "f64")

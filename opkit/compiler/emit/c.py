@@ -1,16 +1,15 @@
-"""Statements of a kernel as C: a function over a part of the parallel iterations."""
+"""This module writes a kernel as C: a function over a part of its parallel iterations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import ahead, calls, indices, near, streams, stretches
-from opkit.compiler.emit.blocks import Scope, Writer, marks_nan, values
+from opkit.compiler.emit import calls, indices, near, prefetch, streaming_stores, strips
+from opkit.compiler.emit.blocks import CScope, CWriter, marks_nan, values
 from opkit.compiler.emit.expressions import apply, convert
 from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
-from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import (
     Accumulator,
@@ -39,21 +38,21 @@ def function(
     types: frozenset[str] = frozenset(),
     order: Mapping[Callee, int] | None = None,
 ) -> str:
-    """The kernel over the iterations from ``begin`` to ``end``.
+    """Return the kernel over the iterations from ``begin`` to ``end``.
 
     Args:
-        kernel: what the function computes.
-        name: of the function.
-        exclusive: no two arguments are the same memory.
-        types: in the form of :mod:`opkit.compiler.emit.near` for functions of these types, which says whether it failed.
-        order: the numbers of libraries' functions in the runtime's table.
+        kernel: the kernel.
+        name: the function's name.
+        exclusive: whether no two arguments share memory.
+        types: the types whose functions near zero the function calls (:mod:`opkit.compiler.emit.near`); it returns if one failed.
+        order: the numbers of library functions in the runtime's table.
     """
     loops, body = parallel(kernel)
-    writer = Writer(
+    writer = CWriter(
         near=types,
         dtypes={a.buffer: a.dtype for a in kernel.arguments},
-        streamed=streams.buffers(kernel),
-        ahead=ahead.of(loops, body),
+        streamed=streaming_stores.buffers(kernel),
+        prefetches=prefetch.of(loops, body),
         callees=order or {},
     )
     calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
@@ -62,7 +61,7 @@ def function(
         writer.line(f"{near.FLAGS[t]} {flag} = 0;")
     large = list(_large(kernel.body))
     _allocate(writer, large)
-    _iterations(Scope(writer, {}, {}, {}), loops, body, frozenset(s.name for s in large))
+    _iterations(CScope(writer, {}, {}, {}), loops, body, frozenset(s.name for s in large))
     if writer.fails or large:
         writer.lines.append("end:;")
     for scratch in large:
@@ -88,8 +87,8 @@ def _signature(kernel: Kernel, name: str, exclusive: bool) -> str:
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], large: frozenset[str]) -> None:
-    """The parallel loops as one: the part's first iteration is split into axes, which then count like an odometer."""
+def _iterations(scope: CScope, loops: Sequence[Loop], body: Sequence[Statement], large: frozenset[str]) -> None:
+    """Write the parallel loops as one: the first iteration is split into axes, which then count like an odometer."""
     if not loops:
         return _block(scope, body, large)
     axes, writer = [f"a{loop.axis.number}" for loop in loops], scope.writer
@@ -103,7 +102,7 @@ def _iterations(scope: Scope, loops: Sequence[Loop], body: Sequence[Statement], 
     return None
 
 
-def _odometer(scope: Scope, axes: list[str], extents: list[str], innermost: Loop, large: frozenset[str]) -> None:
+def _odometer(scope: CScope, axes: list[str], extents: list[str], innermost: Loop, large: frozenset[str]) -> None:
     *outer, inner = axes
     scope.writer.line("for (int64_t left = end - begin; left > 0;) {")
     scope.writer.line(f"  const int64_t until = left < {extents[-1]} - {inner} ? {inner} + left : {extents[-1]};")
@@ -116,32 +115,32 @@ def _odometer(scope: Scope, axes: list[str], extents: list[str], innermost: Loop
     scope.writer.line("}")
 
 
-def _loop(scope: Scope, loop: Loop, large: frozenset[str]) -> None:
+def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
     changed = _changed(loop.body)
     scope.forget(changed)
-    for asked in scope.writer.ahead.before if loop is scope.writer.ahead.within else ():
-        scope.writer.line(asked.text(scope.index(asked.at), "0", str(asked.length)))
+    for row in scope.writer.prefetches.before if loop is scope.writer.prefetches.within else ():
+        scope.writer.line(row.text(scope.index(row.at), "0", str(row.length)))
     _over(scope, loop, "0", scope.index(loop.axis.extent), large)
     scope.forget(changed)
 
 
-def _over(scope: Scope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
-    """A loop over a part of its axis; from where the axis stands, where ``first`` is its name."""
+def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
+    """Write a loop over a part of its axis; if ``first`` is the axis's name, from its current value on."""
     a, writer, roots = f"a{loop.axis.number}", scope.writer, _roots(loop.body)
-    rows = stretches.of(loop, roots, writer)
+    rows = strips.of(loop, roots, writer)
     if rows:
-        scope, first, last = stretches.begin(scope, loop.axis, rows, first, last)
+        scope, first, last = strips.begin(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):
-        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.noted(writer, roots)})")
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.far_clauses(writer, roots)})")
     writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     writer.line("}")
     if rows:
-        stretches.end(scope, loop.axis, rows)
+        strips.end(scope, loop.axis, rows)
 
 
-def _vectorises(scope: Scope, loop: Loop) -> bool:
-    """Whether its iterations may be told to be independent: nothing leaves the loop, and no order counts."""
+def _vectorises(scope: CScope, loop: Loop) -> bool:
+    """Return whether a loop gets ``omp simd``: its iterations are independent, and nothing jumps out of it."""
     return (
         loop.how == "vector"
         and loop.stop is None
@@ -155,7 +154,7 @@ def _is_clause(accumulator: Accumulator) -> bool:
     return accumulator.reduction not in _POSITIONED and accumulator.dtype not in NARROW
 
 
-def _clauses(writer: Writer, loop: Loop) -> str:
+def _clauses(writer: CWriter, loop: Loop) -> str:
     clauses: dict[str, None] = {}
     for accumulator in (writer.accumulators[s.name] for s in loop.body if isinstance(s, Update)):
         op = REDUCTIONS[accumulator.reduction][0]
@@ -167,7 +166,7 @@ def _clauses(writer: Writer, loop: Loop) -> str:
 
 
 def _inside(
-    scope: Scope, body: Sequence[Statement], large: frozenset[str], stop: tuple[Index, Index] | None = None
+    scope: CScope, body: Sequence[Statement], large: frozenset[str], stop: tuple[Index, Index] | None = None
 ) -> None:
     """The body of a loop."""
     inner = scope.within(_roots(body))
@@ -178,14 +177,14 @@ def _inside(
     scope.writer.depth -= 1
 
 
-def _block(scope: Scope, body: Sequence[Statement], large: frozenset[str]) -> None:
+def _block(scope: CScope, body: Sequence[Statement], large: frozenset[str]) -> None:
     _statements(scope.within(_roots(body)), body, large)
 
 
 # ---- statements ------------------------------------------------------------------------------------------------------
 
 
-def _statements(scope: Scope, body: Sequence[Statement], large: frozenset[str]) -> None:
+def _statements(scope: CScope, body: Sequence[Statement], large: frozenset[str]) -> None:
     for statement in body:
         if isinstance(statement, Loop):
             _loop(scope, statement, large)
@@ -195,20 +194,20 @@ def _statements(scope: Scope, body: Sequence[Statement], large: frozenset[str]) 
             _SIMPLE[type(statement)](scope, statement)
 
 
-def _let(scope: Scope, let: Let) -> None:
+def _let(scope: CScope, let: Let) -> None:
     text = scope.value(let.value)
     scope.writer.line(f"const {variable_type(let.value.dtype)} v_{let.name} = {text};")
     if let.value.op not in ("const", "var"):
         scope.spelled[let.value] = f"v_{let.name}"
 
 
-def _scratch(scope: Scope, scratch: Scratch, large: frozenset[str]) -> None:
+def _scratch(scope: CScope, scratch: Scratch, large: frozenset[str]) -> None:
     if scratch.name not in large:
         length = max(1, scratch.length.constant or 0)
         scope.writer.line(f"{C_TYPES[scratch.dtype]} p_{scratch.name}[{length}] __attribute__((aligned(64)));")
 
 
-def _store(scope: Scope, store: Store) -> None:
+def _store(scope: CScope, store: Store) -> None:
     text = scope.value(store.value)
     memory, at = scope.rows.get(store.buffer) or (f"p_{store.buffer}", scope.index(store.at))
     element, kind = f"{memory}[{at}]", store.value.dtype
@@ -221,8 +220,8 @@ def _store(scope: Scope, store: Store) -> None:
     scope.forget(frozenset({store.buffer}))
 
 
-def _accumulator(scope: Scope, accumulator: Accumulator) -> None:
-    """Truth values are held in an int, whose vectors are as wide as those of what is compared."""
+def _accumulator(scope: CScope, accumulator: Accumulator) -> None:
+    """Declare an accumulator. Truth values are an int, whose vectors are as wide as those of the compared values."""
     scope.writer.accumulators[accumulator.name] = accumulator
     ctype = "int" if accumulator.dtype == "b1" else C_TYPES[accumulator.dtype]
     scope.writer.line(f"{ctype} v_{accumulator.name} = {number(neutral(accumulator), accumulator.dtype)};")
@@ -233,7 +232,7 @@ def _accumulator(scope: Scope, accumulator: Accumulator) -> None:
 
 
 def neutral(accumulator: Accumulator) -> bool | int | float:
-    """What a reduction begins with."""
+    """Return the neutral value of a reduction."""
     start, row = REDUCTIONS[accumulator.reduction][1], dtype(accumulator.dtype)
     if start in ("zero", "one"):
         return int(start == "one")
@@ -244,7 +243,7 @@ def neutral(accumulator: Accumulator) -> bool | int | float:
     return greatest if start == "greatest" else least
 
 
-def _update(scope: Scope, update: Update) -> None:
+def _update(scope: CScope, update: Update) -> None:
     accumulator = scope.writer.accumulators[update.name]
     x, v = scope.value(update.value, named=True), f"v_{update.name}"
     if accumulator.reduction in _POSITIONED:
@@ -258,8 +257,8 @@ def _update(scope: Scope, update: Update) -> None:
     scope.forget(frozenset({update.name, f"{update.name}_at"}))
 
 
-def _position(scope: Scope, update: Update, accumulator: Accumulator, x: str) -> None:
-    """The extreme with the lowest position; NaN is beyond all, and the first one counts."""
+def _position(scope: CScope, update: Update, accumulator: Accumulator, x: str) -> None:
+    """Update an extreme and its position: the lowest position wins, and NaN counts as the most extreme value."""
     assert update.at is not None, update.name
     v, at = f"v_{update.name}", scope.writer.name("int64_t", scope.index(update.at))
     compared = DTYPES[accumulator.dtype].compute
@@ -279,7 +278,7 @@ _SIMPLE = {Let: _let, Store: _store, Accumulator: _accumulator, Update: _update}
 
 
 def _roots(body: Iterable[Statement]) -> list[Expr]:
-    """The expressions of the statements themselves, not of loops among them."""
+    """Return the expressions of the statements themselves, not of loops among them."""
     roots: list[Expr] = []
     for s in body:
         roots += [s.value] if isinstance(s, Let | Store | Update) else []
@@ -288,7 +287,7 @@ def _roots(body: Iterable[Statement]) -> list[Expr]:
 
 
 def _changed(body: Iterable[Statement]) -> frozenset[str]:
-    """The buffers and accumulators that statements write to."""
+    """Return the buffers and accumulators that statements write to."""
     names: set[str] = set()
     for s in body:
         names |= {s.buffer} if isinstance(s, Store) else _changed(s.body) if isinstance(s, Loop) else set()
@@ -297,7 +296,7 @@ def _changed(body: Iterable[Statement]) -> frozenset[str]:
 
 
 def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
-    """The scratch memory that is no array of the stack."""
+    """Yield the scratch memory that is no array of the stack."""
     for s in body:
         if isinstance(s, Loop):
             yield from _large(s.body)
@@ -307,8 +306,8 @@ def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
             yield s
 
 
-def _allocate(writer: Writer, large: Sequence[Scratch]) -> None:
-    """Aligned to 64 bytes by hand: malloc and free are all that is asked of C's library."""
+def _allocate(writer: CWriter, large: Sequence[Scratch]) -> None:
+    """Allocate scratch memory, aligned to 64 bytes by hand: malloc and free are the only functions used of C's library."""
     for s in large:
         writer.line(f"void *m_{s.name} = 0;")
     for s in large:

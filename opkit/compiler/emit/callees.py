@@ -1,6 +1,6 @@
-"""Calls of functions as C: of those of numbers, and of those of runs of elements.
+"""This module writes calls of libraries' functions as C: of scalar functions, and of functions of runs of elements.
 
-A function of runs is given values, each a pointer, an integer or a float, as ``opk_trampoline`` of opkit.h says.
+A function of runs takes values, each a pointer, an integer or a float, as ``opk_trampoline`` of opkit.h says.
 """
 
 from __future__ import annotations
@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from opkit.compiler.emit.types import C_TYPES, variable_type
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 
 
 def pointer(callee: Callee, number: int) -> str:
-    """The declaration of a function, from the runtime's table."""
-    given, result = ", ".join(variable_type(t) for t in callee.arguments), variable_type(callee.result)
-    if callee.given:
-        given, result = "const union opkit_value *, const char **", "int32_t"
-    return f"{result} (*const c_{number})({given}) = ({result} (*)({given}))runtime->functions[{number}];"
+    """Return the declaration of a function, from the runtime's table."""
+    parameters, result = ", ".join(variable_type(t) for t in callee.arguments), variable_type(callee.result)
+    if callee.run_parameters:
+        parameters, result = "const union opkit_value *, const char **", "int32_t"
+    return f"{result} (*const c_{number})({parameters}) = ({result} (*)({parameters}))runtime->functions[{number}];"
 
 
 def text(node: Expr, number: int, arguments: Sequence[str]) -> str:
-    """The value of a call; of a function of runs, of a run of one."""
+    """Return the value of a call; of a function of runs, of a run of one."""
     callee: Callee = node.data
-    if not callee.given:
+    if not callee.run_parameters:
         return f"c_{number}({', '.join(arguments)})"
     kinds = taken(callee)
     declared = "".join(
@@ -31,20 +30,20 @@ def text(node: Expr, number: int, arguments: Sequence[str]) -> str:
         for n, (kind, dtype, argument) in enumerate(zip(kinds, callee.arguments, arguments, strict=True))
         if kind == "elements"
     )
-    given = [f"&e{n}" if kind == "elements" else arguments[n] for n, kind in enumerate(kinds)]
-    return f"({{ {declared}{C_TYPES[callee.result]} e; {run(callee, number, given, '&e', '1')} e; }})"
+    arguments = [f"&e{n}" if kind == "elements" else arguments[n] for n, kind in enumerate(kinds)]
+    return f"({{ {declared}{C_TYPES[callee.result]} e; {run(callee, number, arguments, '&e', '1')} e; }})"
 
 
 def run(callee: Callee, number: int, arguments: Iterable[str], result: str, count: str) -> str:
-    """The statement that calls a function of runs; its arguments are pointers and numbers."""
+    """Return the statement that calls a function of runs; its arguments are pointers and numbers."""
     rest = iter(arguments)
     known = {"result": f".p = {result}", "count": f".i = {count}"}
     members = {"elements": "p", "i": "i", "f": "f"}
-    values = [known.get(kind) or f".{members[kind]} = {next(rest)}" for kind in callee.given]
+    values = [known.get(kind) or f".{members[kind]} = {next(rest)}" for kind in callee.run_parameters]
     listed = ", ".join(f"{{{each}}}" for each in values)
     return f"{{ const char *said; c_{number}((const union opkit_value[]){{{listed}}}, &said); }}"
 
 
 def taken(callee: Callee) -> list[str]:
-    """What the arguments of a function of runs are: "elements", or numbers."""
-    return [kind for kind in callee.given if kind not in ("result", "count")]
+    """Return what the arguments of a function of runs are: "elements", or numbers."""
+    return [kind for kind in callee.run_parameters if kind not in ("result", "count")]

@@ -1,6 +1,6 @@
-"""Calls of libraries' functions in a loop: in loops of their own over a stretch, for no vector is made around a call.
+"""This module writes calls of libraries' functions in separate loops over a strip, since calls prevent vectorisation.
 
-Functions of runs are called once for a stretch. Else:
+Functions of runs are called once for a strip. Else:
 
 double t3[512], t4[512];
 for (int64_t a0 = c0; a0 < u0; ++a0) t3[a0 - c0] = p_x[a0] * 2;    // before it, as vectors
@@ -14,23 +14,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from opkit.compiler.emit import callees, near
-from opkit.compiler.emit.blocks import Scope, Writer
+from opkit.compiler.emit.blocks import CScope, CWriter
 from opkit.compiler.emit.types import C_TYPES
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr, rewrite
+from opkit.compiler.ir.expr import Callee, Expr, rewrite
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
 
 
-def declare(writer: Writer, functions: Sequence[Callee]) -> None:
-    """Takes the functions from the runtime's table."""
+def declare(writer: CWriter, functions: Sequence[Callee]) -> None:
+    """Declare the functions as pointers from the runtime's table."""
     for callee in functions:
         writer.line(callees.pointer(callee, writer.callees[callee]))
 
 
-def first_of_all(body: Sequence[Statement], roots: Sequence[Expr]) -> dict[Expr, Expr]:
-    """The calls of a loop's body, each with what it is without the body's variables; none where they cannot go first.
+def hoisted_calls(body: Sequence[Statement], roots: Sequence[Expr]) -> dict[Expr, Expr]:
+    """Return the calls of a loop's body, each with its variables resolved; none if they cannot be moved before the loop.
 
-    They can where the body begins with all its variables, and they read nothing that it overwrites but through those.
+    They can if the body begins with all its variables, and they read nothing that it overwrites except through these.
     """
     calls = [node for root in roots for node in root.walk() if node.op == "call"]
     kinds = [type(s) for s in body]
@@ -54,74 +53,74 @@ def _resolved(root: Expr, lets: Mapping[str, Expr]) -> Expr:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class Strip:
     """A part of a loop.
 
     Attributes:
         loop: the head of a loop over it.
         at: where in a row of its own an element is.
         count: its length.
-        most: the greatest length.
+        max_length: the greatest length.
     """
 
     loop: str
     at: str
     count: str
-    most: int
+    max_length: int
 
 
-def write(scope: Scope, calls: Mapping[Expr, Expr], stretch: Stretch) -> None:
-    """Writes the calls of a stretch, and notes where their values are."""
+def write(scope: CScope, calls: Mapping[Expr, Expr], strip: Strip) -> None:
+    """Write the calls of a strip, and notes where their values are."""
     for call, alone in calls.items():
         if alone not in scope.spelled:
-            _write(scope, alone, stretch)
+            _write(scope, alone, strip)
         scope.spelled[call], scope.reads[call] = scope.spelled[alone], frozenset()
 
 
-def _write(scope: Scope, call: Expr, stretch: Stretch) -> None:
+def _write(scope: CScope, call: Expr, strip: Strip) -> None:
     """A loop for the arguments, and one that calls or, of a function of runs, a call."""
     kinds = callees.taken(call.data) or ["number"] * len(call.args)
     needed = [arg for arg, kind in zip(call.args, kinds, strict=True) if kind == "elements" or _varies(arg, kind)]
-    rows = {arg: _array(scope.writer, arg.dtype, stretch.most) for arg in dict.fromkeys(needed)}
-    _fill(scope, rows, stretch)
-    result = _array(scope.writer, call.dtype, stretch.most)
-    if call.data.given:
+    rows = {arg: _array(scope.writer, arg.dtype, strip.max_length) for arg in dict.fromkeys(needed)}
+    _fill(scope, rows, strip)
+    result = _array(scope.writer, call.dtype, strip.max_length)
+    if call.data.run_parameters:
         number = scope.writer.callees[call.data]
-        given = [rows[a] if k == "elements" else scope.value(a) for a, k in zip(call.args, kinds, strict=True)]
-        scope.writer.line(callees.run(call.data, number, given, result, stretch.count))
+        arguments = [rows[a] if k == "elements" else scope.value(a) for a, k in zip(call.args, kinds, strict=True)]
+        scope.writer.line(callees.run(call.data, number, arguments, result, strip.count))
     else:
-        spelled = scope.spelled | {arg: row + stretch.at for arg, row in rows.items()}
-        known = Scope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})
-        scope.writer.line(f"{stretch.loop} {result}{stretch.at} = {known.value(call)};")
-    scope.spelled[call], scope.reads[call] = result + stretch.at, frozenset()
+        spelled = scope.spelled | {arg: row + strip.at for arg, row in rows.items()}
+        known = CScope(scope.writer, spelled, scope.reads | dict.fromkeys(rows, frozenset[str]()), {})
+        scope.writer.line(f"{strip.loop} {result}{strip.at} = {known.value(call)};")
+    scope.spelled[call], scope.reads[call] = result + strip.at, frozenset()
 
 
 def _varies(arg: Expr, kind: str) -> bool:
     return kind == "number" and arg.op != "const"
 
 
-def _fill(scope: Scope, rows: Mapping[Expr, str], stretch: Stretch) -> None:
+def _fill(scope: CScope, rows: Mapping[Expr, str], strip: Strip) -> None:
     """The loop for the arguments."""
     writer, arguments = scope.writer, list(rows)
     if not rows:
         return
     inside = scope.within(arguments)
-    writer.line("" if any(map(scope.fails, arguments)) else f"SIMD(omp simd{noted(writer, arguments)})")
-    writer.line(f"{stretch.loop} {{")
+    writer.line("" if any(map(scope.fails, arguments)) else f"SIMD(omp simd{far_clauses(writer, arguments)})")
+    writer.line(f"{strip.loop} {{")
     writer.depth += 1
     for arg, row in rows.items():
-        writer.line(f"{row}{stretch.at} = {inside.value(arg)};")
+        writer.line(f"{row}{strip.at} = {inside.value(arg)};")
     writer.depth -= 1
     writer.line("}")
 
 
-def _array(writer: Writer, dtype: str, length: int) -> str:
+def _array(writer: CWriter, dtype: str, length: int) -> str:
     writer.names += 1
     writer.line(f"{C_TYPES[dtype]} t{writer.names}[{length}] __attribute__((aligned(64)));")
     return f"t{writer.names}"
 
 
-def noted(writer: Writer, roots: Sequence[Expr]) -> str:
-    """The clauses for what is noted of arguments that are too large."""
+def far_clauses(writer: CWriter, roots: Sequence[Expr]) -> str:
+    """Return the clauses for what is noted of arguments that are too large."""
     types = near.of(node for root in roots for node in root.walk()) if writer.near else ()
     return "".join(f" reduction(|:far_{t})" for t in sorted(types))

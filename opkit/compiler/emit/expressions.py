@@ -1,4 +1,4 @@
-"""How C writes each op of the IR: one table, by op and kind of type, and the conversions."""
+"""This module writes each op of the IR as C, from one table by op and kind of type, and conversions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SPELLED: dict[str, dict[str, str]] = {
 
 
 def apply(op: str, dtype: str, texts: Sequence[str], result: str) -> str:
-    """An op on values of ``dtype`` that ``texts`` write (of ``where``, but the first); its value is of type ``result``.
+    """Return an op on values of ``dtype`` that ``texts`` write (of ``where``, but the first); its value is of type ``result``.
 
     >>> apply("add", "f32", ["x", "y"], "f32"), apply("add", "bf16", ["x", "y"], "bf16")
     ('(x + y)', 'opk_f32_to_bf16((opk_bf16_to_f32(x) + opk_bf16_to_f32(y)))')
@@ -80,7 +80,7 @@ def convert(text: str, source: str, target: str) -> str:
 
 
 def _whole(text: str, source: str, target: str) -> str:
-    """A float as an integer: through a wide one, as ATen does, for C leaves open what does not fit."""
+    """Return a float as an integer: through a wide one, as ATen does, for C leaves open what does not fit."""
     if target == "u64":
         return f"opk_whole_{source}({text})"
     wide = "(int64_t)" if target == "u32" or (target == "u8" and source == "f64") else "(int32_t)"
@@ -88,7 +88,7 @@ def _whole(text: str, source: str, target: str) -> str:
 
 
 def reinterpret(text: str, source: str, target: str) -> str:
-    """The same bits as another type.
+    """Return the same bits as another type.
 
     >>> reinterpret("x", "f32", "i32"), reinterpret("x", "i64", "u64")
     ('opk_bits_f32_i32(x)', '(uint64_t)x')

@@ -1,4 +1,4 @@
-"""Indices as C: sums of products of 64-bit integers."""
+"""This module writes indices as C: sums of products of 64-bit integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Spell = Callable[[Atom], str]
 
 
 def text(index: Index, spell: Spell) -> str:
-    """The value; ``spell`` writes the atoms. Terms with the fewest axes come first, so that a loop's own stands last.
+    """Return the value; ``spell`` writes the atoms. Terms with the fewest axes come first, so that a loop's own stands last.
 
     >>> from opkit.compiler.ir.index import axis, size
     >>> text(axis(1, 8) + axis(0, 4) * 8 * size("n") - 3, plain)
@@ -33,18 +33,18 @@ def _depth(term: tuple[tuple[Atom, ...], int]) -> int:
 
 
 def plain(atom: Atom) -> str:
-    """An axis or a size by the name of its variable."""
+    """Return an axis or a size by the name of its variable."""
     assert isinstance(atom, Axis | Size), atom
     return f"a{atom.number}" if isinstance(atom, Axis) else f"n_{atom.name}"
 
 
 def nested(atom: Atom) -> str:
-    """An axis or a size by its name, quotients and remainders in full."""
+    """Return an axis or a size by its name, quotients and remainders in full."""
     return divided(atom, nested) if isinstance(atom, Div | Mod) else plain(atom)
 
 
 def divided(atom: Div | Mod, spell: Spell) -> str:
-    """A quotient or remainder: unsigned where nothing is negative, in 32 bits where all fits, for these are fast.
+    """Return a quotient or remainder: unsigned where nothing is negative, in 32 bits where all fits, for these are fast.
 
     >>> from opkit.compiler.ir.index import axis, size
     >>> divided(Div(axis(0, 8), axis(1, 4)), plain), divided(Mod(axis(0, size("n")), size("m")), plain)

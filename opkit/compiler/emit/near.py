@@ -1,8 +1,8 @@
-"""Kernels in two forms: with functions for arguments near zero, and once more where an argument was too large for them.
+"""This module writes kernels in two forms: with functions for arguments near zero, and a fallback for larger arguments.
 
-sin, cos and tan of arguments of any size take twice the time that those of the usual sizes do, and a choice in a loop would
-keep it from being made vectors of. So a kernel that calls them is written twice. The first form notes in ``far_f32`` and
-``far_f64`` whether an argument was too large, and gives that back; the second one then computes all once more.
+sin, cos and tan of arguments of any size take twice as long as of usual sizes, and a branch in a loop would prevent
+vectorisation. So a kernel that calls them is written twice. The first form records in ``far_f32`` and ``far_f64`` whether an
+argument was too large, and returns that; the second one then recomputes everything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = {"f32": "int32_t", "f64": "int64_t"}
 
 
 def types(kernel: Kernel, exclusive: bool) -> frozenset[str]:
-    """The types of which the kernel has functions with such a form; none where it cannot be run twice.
+    """Return the types of which the kernel has functions with such a form; none where it cannot be run twice.
 
     It can unless it reads what it writes. Nor may a number that comes of too large an argument decide where it reads.
     """
@@ -33,28 +33,28 @@ def types(kernel: Kernel, exclusive: bool) -> frozenset[str]:
 
 
 def of(nodes: Iterable[Expr]) -> frozenset[str]:
-    """The types of the functions among these nodes that have such a form."""
+    """Return the types of the functions among these nodes that have such a form."""
     return frozenset(_type(node) for node in nodes if has(node))
 
 
 def has(node: Expr) -> bool:
-    """Whether it is a call of a function that has such a form."""
+    """Return whether it is a call of a function that has such a form."""
     return bool(node.args) and f"{node.op}_{_type(node)}" in LIMITS
 
 
-def noted(node: Expr, x: str) -> str:
-    """A statement: notes whether the argument, a variable, is too large."""
+def far_statement(node: Expr, x: str) -> str:
+    """Return a statement: notes whether the argument, a variable, is too large."""
     t = _type(node)
     return f"far_{t} |= __builtin_fabs{'f' if t == 'f32' else ''}({x}) > {LIMITS[f'{node.op}_{t}']};"
 
 
 def argument(node: Expr, text: str) -> tuple[str, str]:
-    """The argument as the function takes it, and its type."""
+    """Return the argument as the function takes it, and its type."""
     return convert(text, node.dtype, _type(node)), _type(node)
 
 
 def call(node: Expr, x: str) -> str:
-    """The function near zero."""
+    """Return the function near zero."""
     return convert(f"opk_{node.op}_near_{_type(node)}({x})", _type(node), node.dtype)
 
 

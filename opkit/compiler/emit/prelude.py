@@ -1,4 +1,4 @@
-"""What kernels call, as text that a unit holds as far as it is needed: small functions, and the sharing among threads."""
+"""This module holds the C that kernels call: small functions, of which a unit includes those it needs, and thread launches."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ extern void free(void *);
 
 
 def text(code: str) -> str:
-    """The definitions of all that ``code`` calls."""
+    """Return the definitions of all that ``code`` calls."""
     own: dict[str, str] = {}
     others: dict[str, None] = {}
     _collect(code, own, others)

@@ -1,4 +1,4 @@
-"""The kernels of a schedule as C: one translation unit, or a few that are compiled side by side.
+"""This module writes the kernels of a schedule as C: one translation unit, or a few that are compiled in parallel.
 
 The program's steps are runs of kernels between calls of torch's operators. Each run is a segment, an exported function::
 
@@ -13,10 +13,10 @@ The program's steps are runs of kernels between calls of torch's operators. Each
     };
 
 ``buffers`` points at the first element of each buffer and ``sizes`` holds the symbolic sizes, in the orders that
-:func:`source` was given. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
+:func:`source` takes. ``parallel`` is GOMP_parallel and ``thread`` omp_get_thread_num of the OpenMP that torch has
 loaded, so that a process has one pool of threads; where either is NULL, all runs in the calling thread. ``threads`` is how
-many may be used. ``functions`` are those of libraries that kernels call, in the order of ``schedule.called``. A segment
-returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one ``opkit_runtime`` for each call
+many may be used. ``functions`` are the library functions that kernels call, in the order of ``schedule.called_functions``. A
+segment returns 0, or the code of what went wrong, which is then in ``error`` (zeros before; one ``opkit_runtime`` for each call
 that runs at the same time) with two numbers:
 
     1   an index that was read from memory is out of range: the index, the extent
@@ -30,10 +30,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from opkit.compiler.emit import indices, near, prelude
 from opkit.compiler.emit.c import function
 from opkit.compiler.emit.types import TYPEDEFS
-from opkit.compiler.ir.callee import Callee
+from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
 from opkit.compiler.ir.kernel import Kernel, parallel
-from opkit.compiler.ir.schedule import Launch, batches, called
+from opkit.compiler.ir.schedule import KernelLaunch, batches, called_functions
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link
@@ -41,21 +41,23 @@ _SIMD = "#define SIMD(text) _Pragma(#text)"
 
 
 def source(
-    launches: Sequence[Sequence[Launch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
+    launches: Sequence[Sequence[KernelLaunch]], buffers: Sequence[str], sizes: Sequence[str], units: int = 1
 ) -> tuple[str, ...]:
-    """The units: each distinct kernel once, and in the first of them a function for each segment.
+    """Return the units: each distinct kernel once, and in the first of them a function for each segment.
 
     Args:
         launches: the segments.
         buffers: the program's buffers, in the order of the table of pointers.
         sizes: its symbolic sizes, in the order of theirs.
-        units: how many there may be; kernels are shared out where that saves more than another compiler costs.
+        units: their maximum number; kernels are distributed if that saves more time than another compiler process costs.
     """
     names = _names(launch.kernel for segment in launches for launch in segment)
     shared = {
         launch.kernel for segment in launches for launch in segment if len(set(launch.buffers)) < len(launch.buffers)
     }
-    order = {callee: i for i, callee in enumerate(called(launch for segment in launches for launch in segment))}
+    order = {
+        callee: i for i, callee in enumerate(called_functions(launch for segment in launches for launch in segment))
+    }
     code = {name: _kernel(kernel, name, kernel not in shared, order) for kernel, name in names.items()}
     tables = ({name: i for i, name in enumerate(buffers)}, {name: i for i, name in enumerate(sizes)})
     segments = [_segment(number, segment, names, *tables) for number, segment in enumerate(launches)]
@@ -70,7 +72,7 @@ def _unit(body: str) -> str:
 
 
 def _shared_out(code: Mapping[str, str], units: int) -> list[dict[str, str]]:
-    """The kernels by unit: the longest first, each where there is least."""
+    """Return the kernels by unit: the longest first, each in the shortest unit."""
     count = max(1, min(units, sum(map(len, code.values())) // _WORTH_A_UNIT))
     parts: list[dict[str, str]] = [{} for _ in range(count)]
     for name, text in sorted(code.items(), key=lambda item: -len(item[1])):
@@ -90,10 +92,10 @@ def _names(kernels: Iterable[Kernel]) -> dict[Kernel, str]:
 
 
 def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, int]) -> str:
-    """The function, and one that takes its arguments from a call."""
-    given = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
-    given += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
-    arguments = f"({', '.join([*given, 'call->runtime', 'begin', 'end'])})"
+    """Return the function, and one that takes its arguments from a call."""
+    parameters = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
+    parameters += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
+    arguments = f"({', '.join([*parameters, 'call->runtime', 'begin', 'end'])})"
     types = near.types(kernel, exclusive)
     first = [function(kernel, f"{name}_near", exclusive, types, order)] if types else []
     call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"
@@ -107,7 +109,7 @@ def _range(name: str) -> str:
 
 def _segment(
     number: int,
-    segment: Sequence[Launch],
+    segment: Sequence[KernelLaunch],
     names: Mapping[Kernel, str],
     buffers: Mapping[str, int],
     sizes: Mapping[str, int],
@@ -123,7 +125,7 @@ def _segment(
     return "\n".join([*lines, "  return 0;", "}"])
 
 
-def _call(launch: Launch, name: str, buffers: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+def _call(launch: KernelLaunch, name: str, buffers: Mapping[str, int], sizes: Mapping[str, int]) -> str:
     pointers = _array("void *const", [f"buffers[{buffers[each]}]" for each in launch.buffers])
     numbers = _array("const int64_t", [f"sizes[{sizes[each]}]" for each in launch.sizes])
     places = dict(zip(launch.kernel.sizes, launch.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""How C names the element types and writes their numbers."""
+"""This module holds C's names of the element types, and writes numbers of them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ TYPEDEFS = "\n".join(
 
 
 def variable_type(dtype: str) -> str:
-    """The type of a variable: as in memory, but truth values are C's own, which the vectoriser keeps as masks."""
+    """Return the type of a variable: as in memory, but truth values are C's own, which the vectoriser keeps as masks."""
     return "_Bool" if dtype == "b1" else C_TYPES[dtype]
 
 
 def number(value: bool | int | float, dtype: str) -> str:
-    """A constant.
+    """Return a constant.
 
     >>> number(1.5, "f32"), number(-0.0, "f64"), number(-3, "i32"), number(1.0, "bf16")
     ('0x1.8000000000000p+0f', '(-0x0.0p+0)', '(-3)', '0x3f80u')
@@ -57,7 +57,7 @@ def number(value: bool | int | float, dtype: str) -> str:
 
 
 def bits(value: float, dtype: str) -> int:
-    """A number as the sixteen bits of a narrow float.
+    """Return a number as the sixteen bits of a narrow float.
 
     >>> hex(bits(1.0, "bf16")), hex(bits(1.0, "f16"))
     ('0x3f80', '0x3c00')

@@ -1,4 +1,4 @@
-"""What indices are made of: variables of loops, sizes, quotients, remainders, and integers that are computed."""
+"""The atoms of indices: loop variables, sizes, quotients, remainders, and computed integers."""
 
 from __future__ import annotations
 

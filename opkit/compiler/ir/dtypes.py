@@ -1,4 +1,4 @@
-"""The element types of the IR, by the short names that it prints: a table, and what follows from it."""
+"""The table of the IR's element types, by the short names that it prints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PARTS = {"c64": "f32", "c128": "f64"}
 
 
 def dtype(name: str) -> DType:
-    """The row of a type.
+    """Return the row of a type.
 
     >>> dtype("bf16").compute
     'f32'
@@ -68,7 +68,7 @@ def is_float(name: str) -> bool:
 
 
 def is_int(name: str) -> bool:
-    """Whether the values are integers; bool is not."""
+    """Return whether the values are integers; bool is not."""
     return DTYPES[name].kind == "int"
 
 

@@ -1,4 +1,4 @@
-"""Scalar expressions: what one element of a tensor is, given the axes of the loops around it.
+"""Scalar expressions: the value of one element of a tensor, as a function of the axes of the loops around it.
 
 Expressions are values: equal ones are the same object (hash-consing), so a subexpression that occurs twice is one node,
 and ``is`` compares.
@@ -14,16 +14,39 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from opkit.compiler.ir.callee import Callee
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, IndexLike, Value, index
 from opkit.compiler.ir.ops import OPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """A function of numbers, or one of runs of elements.
+
+    Attributes:
+        name: its symbol.
+        library: the path of the library, or the name that the loader knows it by.
+        arguments: the types that it takes, keys of ``DTYPES``.
+        result: the type of its value.
+        run_parameters: the kind of each parameter of a function of runs: "elements" (a pointer to them), "i" or "f" (an integer
+            or a float: these three are the arguments, in order), "result" (a pointer to the results), "count" (their number).
+            Empty for a function of numbers.
+        instance: the number of a function of runs in its library.
+    """
+
+    name: str
+    library: str
+    arguments: tuple[str, ...]
+    result: str
+    run_parameters: tuple[str, ...] = ()
+    instance: int = 0
 
 
 class Expr:
@@ -52,11 +75,11 @@ class Expr:
         return _printed(self)
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Expr:
-        """The same with other indices for axes."""
+        """Return the same with other indices for axes."""
         return rewrite(self, lambda e: moved(e, axes))
 
     def walk(self) -> list[Expr]:
-        """Each node once, arguments before what uses them; also those that an index is computed from."""
+        """Return each node once, arguments before what uses them; also those that an index is computed from."""
         order: dict[Expr, None] = {}
         _visit(self, order)
         return list(order)
@@ -67,7 +90,7 @@ _lock = threading.Lock()
 
 
 def make(op: str, dtype: str, args: tuple[Expr, ...] = (), data: Any = None) -> Expr:
-    """The node; the same object whenever it is asked for."""
+    """Return the node; equal nodes are the same object."""
     key = (op, dtype, tuple(map(id, args)), type(data), _bits(data))
     with _lock:
         found = _known.get(key)
@@ -91,18 +114,18 @@ CHECKS = frozenset(["bound", "nonzero"])  # ops that can stop the program
 
 
 def const(number: bool | int | float, dtype: str) -> Expr:
-    """A number of a type; the value is converted to the type's kind."""
+    """Return a number of a type; the value is converted to the type's kind."""
     convert: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
     return make("const", dtype, (), convert[DTYPES[dtype].kind](number))
 
 
 def load(buffer: str, dtype: str, *coordinates: IndexLike, mask: Expr | None = None) -> Expr:
-    """An element of a buffer at its logical coordinates; where ``mask`` is false nothing is read, and it is zero."""
+    """Return an element of a buffer at its logical coordinates; where ``mask`` is false nothing is read, and it is zero."""
     return make("load", dtype, () if mask is None else (mask,), (buffer, tuple(map(index, coordinates))))
 
 
 def position(at: IndexLike, dtype: str = "i64") -> Expr:
-    """An index as a number."""
+    """Return an index as a number."""
     constant = index(at).constant
     whole = const(constant, "i64") if constant is not None else make("index", "i64", (), index(at))
     return cast(whole, dtype)
@@ -113,33 +136,33 @@ def var(name: str, dtype: str) -> Expr:
 
 
 def bound(at: Expr, extent: IndexLike) -> Expr:
-    """A position in a dimension of ``extent``, negative ones from its end; the program stops where it is outside."""
+    """Return a position in a dimension of ``extent``, negative ones from its end; the program stops where it is outside."""
     return make("bound", at.dtype, (at,), index(extent))
 
 
 def nonzero(value: Expr) -> Expr:
-    """An integer that is not 0; the program stops where it is."""
+    """Return an integer that is not 0; the program stops where it is."""
     known = value.op == "nonzero" or (value.op == "const" and value.data)
     return value if known else make("nonzero", value.dtype, (value,))
 
 
 def random(seed: Expr, count: IndexLike, dtype: str = "f32") -> Expr:
-    """A number in [0, 1) that the seed and the count decide."""
+    """Return a number in [0, 1) that the seed and the count decide."""
     return make("random", dtype, (seed,), index(count))
 
 
 def call(callee: Callee, *args: Expr) -> Expr:
-    """The value of a library's function."""
+    """Return the value of a library's function."""
     return make("call", callee.result, args, callee)
 
 
-def cast(value: Expr, dtype: str, asked: bool = False) -> Expr:
-    """The value as another type. ``asked``: the user wrote the conversion, so its rounding is kept."""
+def cast(value: Expr, dtype: str, explicit: bool = False) -> Expr:
+    """Return the value as another type. ``explicit``: the user wrote the conversion, so its rounding must stay."""
     if value.dtype == dtype:
         return value
     if value.op == "const" and _safe(value, dtype):
         return const(_converted(value.data, dtype), dtype)
-    return make("cast", dtype, (value,), asked)
+    return make("cast", dtype, (value,), explicit)
 
 
 def where(condition: Expr, yes: Expr, no: Expr) -> Expr:
@@ -147,15 +170,15 @@ def where(condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 
 def op(name: str, *args: Expr) -> Expr:
-    """An op whose type follows from its arguments'."""
+    """Return an op whose type follows from its arguments'."""
     row = OPS[name]
     assert row.kind == "scalar", name
-    assert row.result != "given", name
+    assert row.result != "explicit", name
     return make(name, "b1" if row.result == "b1" else args[0].dtype, args)
 
 
 def _safe(value: Expr, dtype: str) -> bool:
-    """Whether Python converts such a constant as C does, with no rounding to think of.
+    """Return whether Python converts such a constant as C does, with no rounding to think of.
 
     A constant holds the number that was written, of which its type may have but the nearest.
     """
@@ -177,7 +200,7 @@ def _converted(number: Any, dtype: str) -> Any:
 
 
 def rewrite(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """Every node, arguments first, replaced by what ``change`` makes of it with its new arguments."""
+    """Return every node, arguments first, replaced by what ``change`` makes of it with its new arguments."""
     done: dict[Expr, Expr] = {}
     for node in _in_order(root):
         args = tuple(done[a] for a in node.args)
@@ -186,7 +209,7 @@ def rewrite(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def _in_order(root: Expr) -> list[Expr]:
-    """Each node of the tree of arguments once, arguments first."""
+    """Return each node of the tree of arguments once, arguments first."""
     order: list[Expr] = []
     seen: set[Expr] = set()
     stack: list[tuple[Expr, bool]] = [(root, False)]
@@ -211,14 +234,14 @@ def _visit(root: Expr, order: dict[Expr, None]) -> None:
 
 
 def indices(node: Expr) -> tuple[Index, ...]:
-    """The indices that a node holds itself."""
+    """Return the indices that a node holds itself."""
     if node.op == "load":
         return node.data[1]
     return (node.data,) if node.op in ("index", "random", "bound") else ()
 
 
 def moved(node: Expr, axes: Mapping[Any, IndexLike]) -> Expr:
-    """A node with other indices for axes in its own indices; its arguments stay."""
+    """Return a node with other indices for axes in its own indices; its arguments stay."""
     if node.op == "load":
         buffer, coordinates = node.data
         return make("load", node.dtype, node.args, (buffer, tuple(c.substitute(axes) for c in coordinates)))

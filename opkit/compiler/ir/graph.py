@@ -1,8 +1,8 @@
-"""A captured graph: torch's operators by name, with what is known of each result. The compiler's input, without torch.
+"""A captured graph, the compiler's input without torch: torch's operators by name, with the type of each result.
 
 Nodes are in the order in which they run. An argument is a :class:`Ref` to an earlier node's result, a Python constant
 (None, bool, int, float, complex, str), an ``Index`` (a size), or a list, tuple or dict of these; a dtype is a
-:class:`TypeName`; devices, layouts and memory formats are :class:`Opaque`.
+:class:`TypeName`; devices, layouts and memory formats are :class:`OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TypeName(NamedTuple):
     name: str
 
 
-class Opaque(NamedTuple):
-    """A value that only an extern call can use, by a name that the capture can turn back into it."""
+class OpaqueValue(NamedTuple):
+    """A value that only an extern call can use, by a name that the capture maps to it."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorType:
-    """What is known of a tensor before the program runs.
+    """The type of a tensor: its properties that are known before the program runs.
 
     Attributes:
         dtype: a key of ``DTYPES``.
@@ -50,7 +50,7 @@ class TensorType:
     device: str = "cpu"
 
 
-ResultType = TensorType | Index | Opaque | None
+ResultType = TensorType | Index | OpaqueValue | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Node:
         name: of its result, unique in the graph.
         target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem".
         args, kwargs: as the operator takes them.
-        result: the type of its result; a tuple for several; for a size, its Index; for an object, its Opaque.
+        result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
         origin: the user's line it comes from, or "".
-        effect: whether it does something apart from its result: it draws from torch's generator, checks, or prints.
+        effect: whether it has a side effect: it draws from torch's generator, checks, or prints.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Graph:
     """Nodes in order, inputs first.
 
     Attributes:
-        name: for people: "forward 0", "backward 0".
+        name: for messages: "forward 0", "backward 0".
         nodes: inputs and constants first.
         outputs: what is returned: Refs, constants, or indices.
         sizes: the value that each symbolic size had when the graph was captured, by its name.
@@ -107,7 +107,7 @@ def _line(node: Node) -> str:
 def _text(argument: Any) -> str:
     if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
         return "[" + ", ".join(map(_text, argument)) + "]"
-    return argument[0] if isinstance(argument, Ref | TypeName | Opaque) else str(argument)
+    return argument[0] if isinstance(argument, Ref | TypeName | OpaqueValue) else str(argument)
 
 
 def _type(result: Any) -> str:

@@ -111,15 +111,15 @@ class Index:
     # ---- its parts ---------------------------------------------------------------------------------------------------
 
     def atoms(self) -> set[Atom]:
-        """The atoms of its monomials; not those within them."""
+        """Return the atoms of its monomials; not those within them."""
         return {atom for monomial in self.terms for atom in monomial}
 
     def axes(self) -> set[Axis]:
-        """Every axis it depends on, also within quotients and remainders; not through :class:`Value`."""
+        """Return every axis it depends on, also within quotients and remainders; not through :class:`Value`."""
         return {atom for atom in self.leaves() if isinstance(atom, Axis)}
 
     def leaves(self) -> set[Atom]:
-        """Every axis, size and value it depends on, also within quotients and remainders."""
+        """Return every axis, size and value it depends on, also within quotients and remainders."""
         found: set[Atom] = set()
         for atom in self.atoms():
             if isinstance(atom, Div | Mod):
@@ -129,7 +129,7 @@ class Index:
         return found
 
     def coefficient(self, of: Axis) -> Index | None:
-        """What ``of`` is multiplied by, if the index is linear in it; else None."""
+        """Return what ``of`` is multiplied by, if the index is linear in it; else None."""
         terms: dict[Monomial, int] = {}
         for monomial, c in self.terms.items():
             if any(of in atom.dividend.axes() for atom in monomial if isinstance(atom, Div | Mod)):
@@ -143,7 +143,7 @@ class Index:
         return Index(terms)
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
-        """The index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
+        """Return the index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
         parts = ((index(c), *(_replaced(atom, axes) for atom in m)) for m, c in self.terms.items())
         return _recombined(sum((functools.reduce(lambda a, b: a * b, part) for part in parts), ZERO))
 
@@ -152,7 +152,7 @@ ZERO = Index({})
 
 
 def index(value: IndexLike) -> Index:
-    """An integer as an index.
+    """Return an integer as an index.
 
     >>> print(index(3) * 2)
     6
@@ -167,17 +167,17 @@ def _constant(value: int) -> Index:
 
 @functools.lru_cache(4096)
 def axis(number: int, extent: IndexLike) -> Index:
-    """The loop variable ``a<number>``, which runs from 0 to below ``extent``; 0 itself where that is 1."""
+    """Return the loop variable ``a<number>``, which runs from 0 to below ``extent``; 0 itself where that is 1."""
     return ZERO if extent == 1 else Index({(Axis(number, index(extent)),): 1})
 
 
 def size(name: str, least: int = 1) -> Index:
-    """A symbolic size."""
+    """Return a symbolic size."""
     return Index({(Size(name, least),): 1})
 
 
 def value(expr: Any) -> Index:
-    """An integer that is computed, as an index."""
+    """Return an integer that is computed, as an index."""
     return Index({(Value(expr),): 1})
 
 
@@ -190,12 +190,12 @@ def product(of: Iterable[IndexLike]) -> Index:
 
 
 def flat(coordinates: Iterable[Index], strides: Iterable[IndexLike]) -> Index:
-    """The sum of each coordinate times its stride."""
+    """Return the sum of each coordinate times its stride."""
     return _recombined(sum((c * s for c, s in zip(coordinates, strides, strict=True)), ZERO))
 
 
 def contiguous(shape: Iterable[IndexLike]) -> tuple[Index, ...]:
-    """The strides of a row-major tensor, in elements.
+    """Return the strides of a row-major tensor, in elements.
 
     >>> contiguous([2, 3, 4])
     (12, 4, 1)
@@ -218,7 +218,7 @@ def _product(a: Monomial, b: Monomial) -> Monomial:
 
 
 def _recombined(a: Index) -> Index:
-    """The index with ``x // b * b + x % b`` as ``x``: what two reshapes that undo each other leave."""
+    """Return the index with ``x // b * b + x % b`` as ``x``: what two reshapes that undo each other leave."""
     for monomial, c in a.terms.items():
         for atom in monomial:
             if type(atom) is Mod and len(atom.divisor.terms) == 1:
@@ -231,7 +231,7 @@ def _recombined(a: Index) -> Index:
 
 
 def _quotients(a: Index, remainder: Mod) -> list[Div]:
-    """The quotients in ``a`` that a remainder may belong to: of the same, or of its own remainder by a multiple."""
+    """Return the quotients in ``a`` that a remainder may belong to: of the same, or of its own remainder by a multiple."""
     found = [d for d in a.atoms() if type(d) is Div and d.divisor == remainder.divisor]
     return [d for d in found if _congruent(d.dividend, remainder)]
 
@@ -322,12 +322,12 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
 
 
 def upper(a: Index) -> Index | None:
-    """A number that it does not exceed, over sizes alone; None if none is known."""
+    """Return a number that it does not exceed, over sizes alone; None if none is known."""
     return _bound(a)
 
 
 def lower(a: Index) -> Index | None:
-    """A number that it does not go below, over sizes alone; None if none is known."""
+    """Return a number that it does not go below, over sizes alone; None if none is known."""
     bound = _bound(-a)
     return None if bound is None else -bound
 
@@ -344,7 +344,7 @@ def _bound(a: Index) -> Index | None:
 
 
 def _limits(atom: Atom) -> tuple[Index, Index] | None:
-    """The least and greatest value of an atom; atoms without a known sign have none."""
+    """Return the least and greatest value of an atom; atoms without a known sign have none."""
     if isinstance(atom, Axis):
         return ZERO, atom.extent - 1
     if isinstance(atom, Size):
@@ -360,7 +360,7 @@ def _limits(atom: Atom) -> tuple[Index, Index] | None:
 
 
 def is_nonnegative(a: Index) -> bool:
-    """Whether it is known that the value, over sizes alone, is at least 0."""
+    """Return whether it is known that the value, over sizes alone, is at least 0."""
     if all(c >= 0 for c in a.terms.values()):
         return not any(isinstance(atom, Value) for atom in a.atoms())
     if any(not isinstance(atom, Size) for atom in a.atoms()):
@@ -370,6 +370,6 @@ def is_nonnegative(a: Index) -> bool:
 
 
 def is_below(a: Index, limit: Index) -> bool:
-    """Whether it is known that 0 <= a < limit."""
+    """Return whether it is known that 0 <= a < limit."""
     low, high = lower(a), upper(a)
     return low is not None and high is not None and is_nonnegative(low) and is_nonnegative(limit - high - 1)

@@ -1,4 +1,4 @@
-"""A loop nest: how something is computed. What an emitter turns into a function.
+"""A kernel of the IR: a loop nest, which an emitter turns into a function.
 
 Statements run in order. Names of variables are unique in a kernel. Loads and stores are at one flat index, in elements
 from the buffer's first.
@@ -10,22 +10,21 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Axis, Index
 
 How = Literal["parallel", "plain", "vector"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument:
-    """A buffer that a kernel is given a pointer to.
+class KernelArgument:
+    """A buffer that a kernel takes as a pointer.
 
     Attributes:
         buffer: its name in the kernel.
         dtype: of its elements.
         written: whether the kernel stores to it.
-        streamed: whether it is so large that what is stored had better not go through the processor's caches.
+        streamed: whether it is so large that stores should bypass the processor's caches.
     """
 
     buffer: str
@@ -115,16 +114,16 @@ class Kernel:
 
     Attributes:
         name: an identifier of C.
-        arguments: the buffers it is given.
-        sizes: the names of the symbolic sizes it is given, after the buffers.
+        arguments: the buffers that it takes.
+        sizes: the names of the symbolic sizes that it takes, after the buffers.
         body: statements; the parallel loops, if any, are outermost and hold everything else. Several parallel loops directly
             within one another are one iteration space.
         grain: how many iterations of the parallel space are worth a thread; fewer run in the calling one.
-        origins: the operators it computes, for people.
+        origins: the operators that it computes, for messages.
     """
 
     name: str
-    arguments: tuple[Argument, ...]
+    arguments: tuple[KernelArgument, ...]
     sizes: tuple[str, ...]
     body: tuple[Statement, ...]
     grain: int = 1
@@ -132,7 +131,7 @@ class Kernel:
 
 
 def walk(body: Iterable[Statement]) -> Iterator[Statement]:
-    """Every statement, outer ones first."""
+    """Yield every statement, outer ones first."""
     for s in body:
         yield s
         if isinstance(s, Loop):
@@ -140,14 +139,14 @@ def walk(body: Iterable[Statement]) -> Iterator[Statement]:
 
 
 def callees(body: Iterable[Statement]) -> Iterator[Callee]:
-    """The functions of libraries that statements call, some more than once."""
+    """Yield the functions of libraries that statements call, some more than once."""
     for s in walk(body):
         if isinstance(s, Let | Store | Update):
             yield from (node.data for node in s.value.walk() if node.op == "call")
 
 
 def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
-    """The parallel loops around everything, outermost first, and what they hold."""
+    """Return the parallel loops around everything, outermost first, and what they hold."""
     loops: list[Loop] = []
     body = kernel.body
     while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":

@@ -1,7 +1,7 @@
 """The ops of the IR: one table, at most 60 rows. Each has a meaning here, a spelling in every emitter, and nothing else.
 
-An op of kind "scalar" makes one value from others; what it means is the numpy function beside it, applied to values of
-the type that ``result`` names: "same" as the arguments (which are all of one type), "b1", or "given" with the node.
+An op of kind "scalar" computes one value from others: the numpy function in its row, applied to values of the type that
+``result`` names: "same" as the arguments (which are all of one type), "b1", or "explicit" (the node says which).
 Integers wrap around. ``div`` of integers rounds towards zero, ``floordiv`` and ``rem`` follow Python; by zero, integers
 give 0 (where ATen raises, ``nonzero`` checks the divisor before). ``min`` and ``max`` give NaN if either is NaN.
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 Kind = Literal["scalar", "leaf"]
-Result = Literal["same", "b1", "given"]
+ResultKind = Literal["same", "b1", "explicit"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Op:
     name: str
     arity: int | None
     kind: Kind = "scalar"
-    result: Result = "same"
+    result: ResultKind = "same"
     takes: str = "bif"
     numpy: Callable[..., Any] | None = None
 
@@ -94,24 +94,24 @@ def _erfc(a: Any) -> Any:
 
 _ROWS = (
     # leaves
-    Op("const", 0, "leaf", "given"),  # a number; data: a Python bool, int or float
-    Op("index", 0, "leaf", "given"),  # an Index as an i64; data: the Index
+    Op("const", 0, "leaf", "explicit"),  # a number; data: a Python bool, int or float
+    Op("index", 0, "leaf", "explicit"),  # an Index as an i64; data: the Index
     Op(
-        "load", None, "leaf", "given"
+        "load", None, "leaf", "explicit"
     ),  # an element; data: (buffer, coordinates); the argument, if any: whether it is there
-    Op("var", 0, "leaf", "given"),  # what a let or an accumulator holds; data: its name
+    Op("var", 0, "leaf", "explicit"),  # what a let or an accumulator holds; data: its name
     Op(
-        "random", 1, "leaf", "given"
+        "random", 1, "leaf", "explicit"
     ),  # uniform in [0, 1), f32 or f64; data: the Index that counts draws; argument: the seed
     Op(
         "bound", 1, "leaf", "same"
     ),  # an index that must be in [-n, n), made at least 0; data: n; else the program stops
     Op("nonzero", 1, "leaf", "same"),  # an integer that must not be 0; else the program stops
-    Op("call", None, "leaf", "given"),  # the value of a library's function; data: the Callee
+    Op("call", None, "leaf", "explicit"),  # the value of a library's function; data: the Callee
     # choice and type
-    Op("where", 3, "scalar", "given"),  # the condition is b1; the other two are of one type
-    Op("cast", 1, "scalar", "given"),  # C's conversion; to b1: not 0. data: whether the user asked for it
-    Op("bitcast", 1, "scalar", "given"),  # the same bits as another type of the same size
+    Op("where", 3, "scalar", "explicit"),  # the condition is b1; the other two are of one type
+    Op("cast", 1, "scalar", "explicit"),  # C's conversion; to b1: not 0. data: whether the user wrote it
+    Op("bitcast", 1, "scalar", "explicit"),  # the same bits as another type of the same size
     # arithmetic
     Op("add", 2, numpy=np.add),
     Op("sub", 2, numpy=np.subtract, takes="if"),

@@ -1,11 +1,11 @@
-"""The forms of the compiler as text for people, and for tests to compare.
+"""This module prints the forms of the compiler, for people and for tests.
 
 >>> from opkit.compiler.ir.expr import load, op
 >>> from opkit.compiler.ir.index import Axis, axis, index
->>> from opkit.compiler.ir.kernel import Argument, Kernel, Loop, Store
+>>> from opkit.compiler.ir.kernel import KernelArgument, Kernel, Loop, Store
 >>> x = load("x", "f32", axis(0, 8))
 >>> double = Store("y", axis(0, 8), op("add", x, x))
->>> arguments = (Argument("x", "f32", False), Argument("y", "f32", True))
+>>> arguments = (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True))
 >>> print(kernel_text(Kernel("double", arguments, (), (Loop(Axis(0, index(8)), (double,), "vector"),))))
 kernel double(x: f32, y: f32 written)
   vector a0 < 8:
@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Statement, Update
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Step, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Statement, Update
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule
 
 
 def program_text(program: Program) -> str:
@@ -50,20 +50,20 @@ def schedule_text(schedule: Schedule) -> str:
     for buffer in schedule.buffers.values():
         place = f" at {schedule.places[buffer.name]}" if buffer.name in schedule.places else ""
         lines.append(f"  {_buffer(buffer)}{place}")
-    lines += [f"  {_launch(step) if isinstance(step, Launch) else step_text(step)}" for step in schedule.steps]
+    lines += [f"  {_launch(step) if isinstance(step, KernelLaunch) else step_text(step)}" for step in schedule.steps]
     lines.append(f"  return {_arguments(schedule.program.outputs)}")
-    kernels = dict.fromkeys(step.kernel for step in schedule.steps if isinstance(step, Launch))
+    kernels = dict.fromkeys(step.kernel for step in schedule.steps if isinstance(step, KernelLaunch))
     lines += [kernel_text(kernel) for kernel in kernels]
     lines += [f"not fused: {refusal}" for refusal in schedule.refusals]
     return "\n".join([*lines, *(f"apart: {reason}" for reason in schedule.apart)])
 
 
 def kernel_text(kernel: Kernel) -> str:
-    """The loop nest, a statement a line."""
-    given = ", ".join([*map(_argument, kernel.arguments), *kernel.sizes])
+    """Return the loop nest, a statement a line."""
+    parameters = ", ".join([*map(_argument, kernel.arguments), *kernel.sizes])
     grain = f" grain {kernel.grain}" if kernel.grain != 1 else ""
     origins = [f"  # {origin}" for origin in kernel.origins]
-    return "\n".join([f"kernel {kernel.name}({given}){grain}", *origins, *statements_text(kernel.body, "  ")])
+    return "\n".join([f"kernel {kernel.name}({parameters}){grain}", *origins, *statements_text(kernel.body, "  ")])
 
 
 def statements_text(body: Iterable[Statement], indent: str = "") -> list[str]:
@@ -90,7 +90,7 @@ def _head(s: Statement) -> str:
     return f"{s.buffer}[{s.at}] {'atomic ' if s.atomic else ''}{s.update or ''}= {s.value}"
 
 
-def _argument(argument: Argument) -> str:
+def _argument(argument: KernelArgument) -> str:
     return f"{argument.buffer}: {argument.dtype}{' written' if argument.written else ''}"
 
 
@@ -112,15 +112,15 @@ def _compute(step: Compute) -> str:
 def _extern(step: Extern) -> str:
     results = ", ".join("_" if name is None else str(name) for name in step.outputs)
     named = [f"{name}={_argument_text(value)}" for name, value in step.kwargs.items()]
-    given = ", ".join([*map(_argument_text, step.args), *named])
+    parameters = ", ".join([*map(_argument_text, step.args), *named])
     marks = [f"writes {', '.join(sorted(step.mutated))}"] if step.mutated else []
     marks += (["may alias"] if step.aliases else []) + (["into"] if step.out else [])
     marks += [step.reason] if step.reason else []
-    return f"{results or '_'} = call {step.target}({given})" + (f"  ({'; '.join(marks)})" if marks else "")
+    return f"{results or '_'} = call {step.target}({parameters})" + (f"  ({'; '.join(marks)})" if marks else "")
 
 
-def _launch(launch: Launch) -> str:
-    return f"{'beside it' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
+def _launch(launch: KernelLaunch) -> str:
+    return f"{'in parallel' if launch.joined else 'launch'} {launch.kernel.name}({', '.join([*launch.buffers, *launch.sizes])})"
 
 
 def _arguments(values: Sequence[Any]) -> str:
@@ -130,7 +130,7 @@ def _arguments(values: Sequence[Any]) -> str:
 def _argument_text(value: Any) -> str:
     if isinstance(value, Strided):
         return f"{value.buffer}[{_list(value.shape)}; {_list(value.strides)}; {value.offset}]"
-    if isinstance(value, Item):
+    if isinstance(value, ScalarItem):
         return f"item {value.buffer}"
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return f"[{_arguments(value)}]"

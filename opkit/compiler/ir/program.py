@@ -1,4 +1,4 @@
-"""A lowered graph: buffers, and the steps that fill them in order. What is computed, not yet how.
+"""A program of the IR: a lowered graph, with buffers and the steps that fill them in order. It says what is computed, not how.
 
 ``Compute`` fills a buffer (or a part of it) element by element; ``Extern`` calls an operator of torch. There is no
 order of loops here and no fusion: one Compute for each operation, however small.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.graph import Opaque
+from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, flat
 
 
@@ -45,7 +45,7 @@ class Buffer:
         return self.name if self.whole is None else self.whole.name
 
     def place(self, coordinates: Iterable[Index]) -> Index:
-        """Where an element is in memory."""
+        """Return where an element is in memory."""
         return flat(coordinates, self.strides) + self.offset
 
 
@@ -101,12 +101,12 @@ class Extern:
     Attributes:
         target: its name, as in the captured graph.
         args, kwargs: as there, with a :class:`Strided` for each tensor, and for each scalar that is computed a buffer of no
-            dimensions in a :class:`Item`.
+            dimensions in a :class:`ScalarItem`.
         outputs: the buffers that hold its results, None for a result that nobody uses; a result that is a size is
             the name of a symbolic size, in an Index.
         mutated: the buffers that it writes to, apart from its results.
         aliases: whether its results may lie in the memory of its arguments.
-        out: whether its one result is written into memory that it is given (``aten.mm.out``), rather than allocated by it.
+        out: whether its one result is written to a tensor that it takes (``aten.mm.out``), rather than allocated by it.
         origin: the operator and the user's line, for people.
         reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
         effect: whether it does something apart from its results and writes, as the graph's nodes say.
@@ -125,7 +125,7 @@ class Extern:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class ScalarItem:
     """The number in a buffer of one element, as a Python number."""
 
     buffer: str
@@ -140,7 +140,7 @@ class Program:
 
     Attributes:
         name: the graph's.
-        inputs: the graph's inputs in order: the names of buffers, sizes (an Index), or objects (an Opaque).
+        inputs: the graph's inputs in order: the names of buffers, sizes (an Index), or objects (an OpaqueValue).
         buffers: all of them, by name.
         steps: in an order in which they can run.
         outputs: the graph's results in order: Strided, Index, or a constant (None among them).
@@ -148,7 +148,7 @@ class Program:
     """
 
     name: str
-    inputs: tuple[str | Index | Opaque, ...]
+    inputs: tuple[str | Index | OpaqueValue, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
@@ -168,16 +168,16 @@ class Program:
         return [each for name in names for each in (name, *self.parts.get(name, ()))]
 
     def reads(self, step: Step) -> list[str]:
-        """The buffers whose elements a step needs, and their parts."""
+        """Return the buffers whose elements a step needs, and their parts."""
         return self.with_parts(reads(step))
 
     def writes(self, step: Step) -> list[str]:
-        """The buffers that a step changes, and their parts."""
+        """Return the buffers that a step changes, and their parts."""
         return self.with_parts(writes(step))
 
 
 def reads(step: Step) -> list[str]:
-    """The buffers whose elements a step needs, each once."""
+    """Return the buffers whose elements a step needs, each once."""
     if isinstance(step, Extern):
         return list(dict.fromkeys(_buffers((step.args, step.kwargs))))
     loaded = [buffer for root in roots(step) for buffer in loads(root)]
@@ -185,24 +185,24 @@ def reads(step: Step) -> list[str]:
 
 
 def writes(step: Step) -> list[str]:
-    """The buffers that a step changes."""
+    """Return the buffers that a step changes."""
     if isinstance(step, Compute):
         return [step.buffer]
     return [name for name in step.outputs if isinstance(name, str)] + sorted(step.mutated)
 
 
 def roots(step: Compute) -> list[Expr]:
-    """The body, and the expressions that the target's coordinates are computed from."""
+    """Return the body, and the expressions that the target's coordinates are computed from."""
     return [step.body, *(leaf.expr for at in step.target for leaf in at.leaves() if isinstance(leaf, Value))]
 
 
 def loads(root: Expr) -> list[str]:
-    """The buffers that an expression reads, also to compute an index."""
+    """Return the buffers that an expression reads, also to compute an index."""
     return [node.data[0] for node in root.walk() if node.op == "load"]
 
 
 def _buffers(argument: Any) -> list[str]:
-    if isinstance(argument, Strided | Item):
+    if isinstance(argument, Strided | ScalarItem):
         return [argument.buffer]
     if isinstance(argument, dict):
         argument = list(argument.values())

@@ -1,10 +1,10 @@
-"""Whether a program or a kernel is well formed: run between passes in tests, and where a fault was met.
+"""This module verifies that a program or a kernel is well formed; tests run it, and the rules of users are checked with it.
 
 >>> from opkit.compiler.ir.expr import load
 >>> from opkit.compiler.ir.index import axis
->>> from opkit.compiler.ir.kernel import Argument, Kernel, Store
+>>> from opkit.compiler.ir.kernel import KernelArgument, Kernel, Store
 >>> try:
-...     verify_kernel(Kernel("k", (Argument("y", "f32", True),), (), (Store("y", axis(0, 4), load("y", "f32", 0)),)))
+...     verify_kernel(Kernel("k", (KernelArgument("y", "f32", True),), (), (Store("y", axis(0, 4), load("y", "f32", 0)),)))
 ... except CompilerError as error:
 ...     print(error)
 kernel k, y[a0] = y[0]: a0 is used outside of its loop.
@@ -21,8 +21,8 @@ from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import OPS, REDUCTIONS
 from opkit.compiler.ir.printer import statements_text, step_text
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads
-from opkit.compiler.ir.verifier_expr import Known, verify_expr, verify_index
+from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Step, Strided, reads
+from opkit.compiler.ir.verifier_expr import KnownNames, verify_expr, verify_index
 from opkit.errors import CompilerError
 
 _POSITIONED = ("argmax", "argmin")
@@ -39,25 +39,25 @@ def verify_kernel(kernel: Kernel) -> None:
     place = f"kernel {kernel.name}"
     names = [a.buffer for a in kernel.arguments]
     _require(len(set(names)) == len(names), place, f"its arguments {names} are not all different")
-    known = Known(place, {a.buffer: (a.dtype, 1) for a in kernel.arguments}, frozenset(kernel.sizes))
+    known = KnownNames(place, {a.buffer: (a.dtype, 1) for a in kernel.arguments}, frozenset(kernel.sizes))
     nest = _Nest(known, {a.buffer for a in kernel.arguments if a.written})
     _body(kernel.body, nest)
 
 
 @dataclasses.dataclass
 class _Nest:
-    """What may be used and done at a place in a loop nest.
+    """The names that are visible, and the statements that are allowed, at a place in a loop nest.
 
     Attributes:
         known: for expressions.
         written: the buffers that may be stored to.
         accumulators: those declared.
-        names: all that were ever given, which must not be given again.
+        names: all names so far, which must not be used again.
         parallel: whether only parallel loops are around.
         vector: whether a vector loop is around.
     """
 
-    known: Known
+    known: KnownNames
     written: set[str]
     accumulators: dict[str, Accumulator] = dataclasses.field(default_factory=dict)
     names: set[str] = dataclasses.field(default_factory=set)
@@ -65,7 +65,7 @@ class _Nest:
     vector: bool = False
 
     def within(self, **changes: Any) -> _Nest:
-        """A block inside, whose names end with it."""
+        """Return a block inside, whose names end with it."""
         copied = dataclasses.replace(self, written=set(self.written), accumulators=dict(self.accumulators), **changes)
         return dataclasses.replace(copied, known=copied.known.copy())
 
@@ -169,7 +169,9 @@ def verify_program(program: Program) -> None:
         CompilerError: a step uses a buffer before it is filled, an axis or a type that does not fit, or the like.
     """
     place = f"program {program.name}"
-    known = Known(place, {b.name: (b.dtype, len(b.shape)) for b in program.buffers.values()}, frozenset(program.sizes))
+    known = KnownNames(
+        place, {b.name: (b.dtype, len(b.shape)) for b in program.buffers.values()}, frozenset(program.sizes)
+    )
     for name, buffer in program.buffers.items():
         _require(buffer.name == name, place, f"the buffer {buffer.name} is listed as {name}")
         _require(len(buffer.shape) == len(buffer.strides), place, f"{name} has not as many strides as sizes")
@@ -181,7 +183,7 @@ def verify_program(program: Program) -> None:
     _buffers_are(program.outputs, filled, known)
 
 
-def _step(program: Program, step: Step, known: Known, filled: set[str]) -> None:
+def _step(program: Program, step: Step, known: KnownNames, filled: set[str]) -> None:
     if isinstance(step, Extern):
         _buffers_are((step.args, step.kwargs), filled, known)
         made = [name for name in step.outputs if isinstance(name, str)]
@@ -197,7 +199,7 @@ def _step(program: Program, step: Step, known: Known, filled: set[str]) -> None:
     filled.update(whole for whole, parts in program.parts.items() if filled.issuperset(parts))
 
 
-def _compute(step: Compute, known: Known) -> None:
+def _compute(step: Compute, known: KnownNames) -> None:
     place = known.place
     for extent in step.axes:
         verify_index(extent, known)
@@ -227,9 +229,9 @@ def _reduction(step: Compute, dtype: str, place: str) -> None:
     _require(scan or not used & step.reduced, place, "the target depends on an axis that is reduced")
 
 
-def _buffers_are(argument: Any, filled: set[str], known: Known) -> None:
+def _buffers_are(argument: Any, filled: set[str], known: KnownNames) -> None:
     """Every buffer among the arguments of a call is filled."""
-    if isinstance(argument, Strided | Item):
+    if isinstance(argument, Strided | ScalarItem):
         _require(argument.buffer in known.buffers, known.place, f"there is no buffer {argument.buffer}")
         _require(argument.buffer in filled, known.place, f"{argument.buffer} is used before it is filled")
         for at in (*argument.shape, *argument.strides, argument.offset) if isinstance(argument, Strided) else ():

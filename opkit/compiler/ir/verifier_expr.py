@@ -1,4 +1,4 @@
-"""Whether expressions and indices are well formed: each op has the arguments that its row of the table asks for."""
+"""This module verifies expressions and indices: each op has the arguments that its row of the table requires."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from opkit.errors import CompilerError
 
 
 @dataclasses.dataclass
-class Known:
-    """What an expression may use.
+class KnownNames:
+    """The names that an expression may use.
 
     Attributes:
         place: where it stands, for messages.
@@ -32,7 +32,7 @@ class Known:
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     readable: frozenset[str] | None = None
 
-    def copy(self) -> Known:
+    def copy(self) -> KnownNames:
         return dataclasses.replace(
             self, buffers=dict(self.buffers), axes=dict(self.axes), variables=dict(self.variables)
         )
@@ -42,7 +42,7 @@ class Known:
             raise CompilerError(f"{self.place}: {otherwise}.")
 
 
-def verify_expr(root: Expr, known: Known) -> None:
+def verify_expr(root: Expr, known: KnownNames) -> None:
     """
     Raises:
         CompilerError: it is not well formed.
@@ -56,7 +56,7 @@ def verify_expr(root: Expr, known: Known) -> None:
         _RULES.get(node.op, _scalar)(node, known)
 
 
-def verify_index(at: Index, known: Known) -> None:
+def verify_index(at: Index, known: KnownNames) -> None:
     """
     Raises:
         CompilerError: it depends on a loop, a size or a variable that is not known here.
@@ -75,7 +75,7 @@ def verify_index(at: Index, known: Known) -> None:
             _value(atom, known)
 
 
-def _value(atom: Value, known: Known) -> None:
+def _value(atom: Value, known: KnownNames) -> None:
     verify_expr(atom.expr, known)
     known.require(is_int(atom.expr.dtype), f"the index {atom} is of type {atom.expr.dtype}")
 
@@ -83,7 +83,7 @@ def _value(atom: Value, known: Known) -> None:
 # ---- one op ----------------------------------------------------------------------------------------------------------
 
 
-def _scalar(node: Expr, known: Known) -> None:
+def _scalar(node: Expr, known: KnownNames) -> None:
     row, types = OPS[node.op], [arg.dtype for arg in node.args]
     known.require(len(types) == row.arity, f"{node.op} takes {row.arity} arguments, and has {len(types)}")
     known.require(len(set(types)) == 1, f"the arguments of {node.op} are of types {', '.join(types)}")
@@ -93,16 +93,16 @@ def _scalar(node: Expr, known: Known) -> None:
     known.require(node.dtype == wanted, f"{node.op} of {types[0]} is {wanted}, not {node.dtype}")
 
 
-def _const(node: Expr, known: Known) -> None:
+def _const(node: Expr, known: KnownNames) -> None:
     wanted = {"bool": bool, "int": int, "float": float}.get(DTYPES[node.dtype].kind)
     known.require(wanted is not None and type(node.data) is wanted, f"{node.data!r} is no constant of {node.dtype}")
 
 
-def _index(node: Expr, known: Known) -> None:
+def _index(node: Expr, known: KnownNames) -> None:
     known.require(node.dtype == "i64", f"an index is i64, not {node.dtype}")
 
 
-def _load(node: Expr, known: Known) -> None:
+def _load(node: Expr, known: KnownNames) -> None:
     buffer, coordinates = node.data
     known.require(buffer in known.buffers, f"there is no buffer {buffer} here")
     dtype, rank = known.buffers[buffer]
@@ -112,44 +112,44 @@ def _load(node: Expr, known: Known) -> None:
     known.require([arg.dtype for arg in node.args] in ([], ["b1"]), f"the mask of {node} is not one b1")
 
 
-def _var(node: Expr, known: Known) -> None:
+def _var(node: Expr, known: KnownNames) -> None:
     known.require(node.data in known.variables, f"there is no variable {node.data} here")
     wanted = known.variables[node.data]
     known.require(node.dtype == wanted, f"{node.data} is of type {wanted}, not {node.dtype}")
 
 
-def _random(node: Expr, known: Known) -> None:
+def _random(node: Expr, known: KnownNames) -> None:
     known.require(node.dtype in ("f32", "f64"), f"random numbers are f32 or f64, not {node.dtype}")
     known.require(len(node.args) == 1 and is_int(node.args[0].dtype), "the seed is not one integer")
 
 
-def _bound(node: Expr, known: Known) -> None:
+def _bound(node: Expr, known: KnownNames) -> None:
     types = [arg.dtype for arg in node.args]
     known.require(types == [node.dtype] and is_int(node.dtype), f"{node.op} takes and gives an integer, not {types}")
 
 
-def _call(node: Expr, known: Known) -> None:
+def _call(node: Expr, known: KnownNames) -> None:
     types, callee = tuple(arg.dtype for arg in node.args), node.data
     known.require(types == callee.arguments, f"{callee.name} takes {callee.arguments}, not {types}")
     known.require(node.dtype == callee.result, f"{callee.name} gives {callee.result}, not {node.dtype}")
 
 
-def _where(node: Expr, known: Known) -> None:
+def _where(node: Expr, known: KnownNames) -> None:
     types = [arg.dtype for arg in node.args]
     known.require(types == ["b1", node.dtype, node.dtype], f"where of {types} is not {node.dtype}")
 
 
-def _cast(node: Expr, known: Known) -> None:
+def _cast(node: Expr, known: KnownNames) -> None:
     known.require(len(node.args) == 1, "cast takes one argument")
 
 
-def _bitcast(node: Expr, known: Known) -> None:
+def _bitcast(node: Expr, known: KnownNames) -> None:
     known.require(len(node.args) == 1, "bitcast takes one argument")
     source = node.args[0].dtype
     known.require(DTYPES[source].bytes == DTYPES[node.dtype].bytes, f"{source} has not the size of {node.dtype}")
 
 
-_RULES: dict[str, Callable[[Expr, Known], None]] = {
+_RULES: dict[str, Callable[[Expr, KnownNames], None]] = {
     "const": _const,
     "index": _index,
     "load": _load,

@@ -1,10 +1,10 @@
-"""Which steps share a kernel. One pass over the program, in time linear in its steps.
+"""This module decides which steps share a kernel, in one pass over the program, in time linear in its steps.
 
-Groups and extern calls stand in the order in which they will run. A step may join any group that comes no earlier than
-everything it reads; so it tries the last one that it reads from, then the last one of the same size that reads
-something it reads too (which saves a pass over it), and else begins a group. What a refusing group computes cheaply, the
-step computes again for itself rather than reading it from memory. A step that reads from two groups makes one of them,
-where nothing in between needs the earlier one.
+Groups and extern calls are in the order in which they will run. A step may join any group that comes no earlier than everything
+it reads. So it tries the last group that it reads from, then the last one of the same size that reads something it reads too
+(which saves a pass over it), and else starts a new group. If a group refuses a step and computes something cheaply that the
+step reads, the step recomputes it instead of reading it from memory. A step that reads from two groups merges them, if nothing
+in between needs the earlier one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections import Counter
 
 from opkit.compiler.ir.expr import Expr, const
 from opkit.compiler.ir.index import Index, index, product
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Strided, reads
-from opkit.compiler.ir.schedule import Refusal
+from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Strided, reads
+from opkit.compiler.ir.schedule import FusionRefusal
 from opkit.compiler.lower import group as groups
-from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, loads_of
 from opkit.compiler.lower.inline import Parts, cost, invertible, substituted
+from opkit.compiler.lower.iteration_space import number
 
 Entry = Group | Extern
 
-CHEAP = 6  # what may be computed again for each element rather than read; see ``inline.cost``
+CHEAP = 6  # the largest cost of an element that is recomputed rather than read; see ``inline.cost``
 
 
 @dataclasses.dataclass
 class Fused:
-    """The groups and extern calls in order, and what was refused."""
+    """The groups and extern calls in order, and the steps that were not fused."""
 
     entries: list[Entry]
-    refusals: list[Refusal]
+    refusals: list[FusionRefusal]
 
 
 def fuse(program: Program) -> Fused:
@@ -45,23 +45,23 @@ def fuse(program: Program) -> Fused:
 class _Fuser:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.entries: list[Entry | None] = []  # None: it went into a later one
-        self.refusals: list[Refusal] = []
-        self.made: dict[str, int] = {}  # the last entry that writes a buffer
+        self.entries: list[Entry | None] = []  # None: merged into a later one
+        self.refusals: list[FusionRefusal] = []
+        self.last_writer: dict[str, int] = {}  # the last entry that writes a buffer
         self.read: dict[str, set[int]] = {}  # the entries that read it
-        self.needed: dict[int, int] = {}  # of an entry, the first later one that must come after it
-        self.latest: dict[Index, int] = {}  # the last group over so many points
-        self.parts: dict[str, list[Compute]] = {}  # the steps that make a buffer, unless a call writes to it too
+        self.needed: dict[int, int] = {}  # the first later entry that must come after an entry
+        self.latest: dict[Index, int] = {}  # the last group over a number of points
+        self.parts: dict[str, list[Compute]] = {}  # the steps that fill a buffer, unless a call writes to it too
         called = {name for step in program.steps if isinstance(step, Extern) for name in program.writes(step)}
         for step in program.steps:
             if isinstance(step, Compute) and step.buffer not in called:
                 self.parts.setdefault(step.buffer, []).append(step)
         self.uses = Counter(name for step in program.steps for name in program.reads(step))
-        returned = [output.buffer for output in program.outputs if isinstance(output, Strided | Item)]
+        returned = [output.buffer for output in program.outputs if isinstance(output, Strided | ScalarItem)]
         returned = program.with_parts(returned)
         self.uses.update(returned)
-        given = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
-        self.stored = {*returned, *given}  # what is in memory, whatever is fused
+        call_inputs = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
+        self.stored = {*returned, *call_inputs}  # buffers that are in memory in any case
         self.sizes = program.sizes
 
     def add(self, step: Compute | Extern) -> None:
@@ -73,7 +73,7 @@ class _Fuser:
 
     def _place(self, step: Compute, tries: int = 3) -> None:
         after = self._after(step)
-        if self._united(step, after):
+        if self._merge_sources(step, after):
             return None
         for at in self._candidates(step, after):
             entry = self.entries[at]
@@ -83,8 +83,8 @@ class _Fuser:
                 self._note(step, at)
                 return None
             if at == after:
-                self.refusals.append(Refusal(next(reversed(entry.members)), step.buffer, reason))
-                cheaper = self._computing_again(step, entry) if tries else step
+                self.refusals.append(FusionRefusal(next(reversed(entry.members)), step.buffer, reason))
+                cheaper = self._recomputing(step, entry) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)
         self.entries.append(groups.start(step))
@@ -99,28 +99,28 @@ class _Fuser:
         return found
 
     def _shares(self, step: Compute, entry: Entry | None) -> bool:
-        """Whether a step reads what a group reads or makes, or lies in memory with something of the group's."""
+        """Return whether a step reads something that a group reads or writes, or shares memory with a buffer of the group's."""
         assert isinstance(entry, Group)
-        beside = (each for name in (*reads(step), step.buffer) for each in self._beside(name))
-        return any(name in entry.loads or name in entry.members for name in (*reads(step), *beside))
+        neighbours = (each for name in (*reads(step), step.buffer) for each in self._parts_of_memory(name))
+        return any(name in entry.loads or name in entry.members for name in (*reads(step), *neighbours))
 
-    def _beside(self, name: str) -> tuple[str, ...]:
-        """The parts of the memory that a buffer is a part of."""
+    def _parts_of_memory(self, name: str) -> tuple[str, ...]:
+        """Return all parts of the memory that a buffer is a part of."""
         return self.program.parts.get(self.program.buffers[name].memory, ())
 
     def _after(self, step: Compute) -> int:
-        """The first entry that the step may join: the last that makes what it reads or uses what it overwrites."""
-        sources = [self.made.get(name, -1) for name in reads(step)]
-        return max([-1, *sources, self.made.get(step.buffer, -1), *self.read.get(step.buffer, ())])
+        """Return the first entry that the step may join: the last that writes what it reads, or uses what it overwrites."""
+        sources = [self.last_writer.get(name, -1) for name in reads(step)]
+        return max([-1, *sources, self.last_writer.get(step.buffer, -1), *self.read.get(step.buffer, ())])
 
     def _note(self, step: Compute | Extern, at: int) -> None:
         for name in self.program.reads(step):
-            self._comes_after(at, self.made.get(name, at))
+            self._comes_after(at, self.last_writer.get(name, at))
             self.read.setdefault(name, set()).add(at)
         for name in self.program.writes(step):
-            for earlier in (self.made.get(name, at), *self.read.get(name, ())):
+            for earlier in (self.last_writer.get(name, at), *self.read.get(name, ())):
                 self._comes_after(at, earlier)
-            self.made[name] = at
+            self.last_writer[name] = at
         if isinstance(step, Compute):
             self.latest[product(step.axes)] = at
 
@@ -130,24 +130,26 @@ class _Fuser:
 
     # ---- two groups into one ---------------------------------------------------------------------------------------
 
-    def _united(self, step: Compute, after: int) -> bool:
-        """Whether the step has joined the last group that it reads from, and earlier ones have too."""
-        sources = sorted({at for name in reads(step) if 0 <= (at := self.made.get(name, -1)) < after}, reverse=True)
+    def _merge_sources(self, step: Compute, after: int) -> bool:
+        """Merge earlier groups that the step reads from, and the step, into the last of them; return whether any was merged."""
+        sources = sorted(
+            {at for name in reads(step) if 0 <= (at := self.last_writer.get(name, -1)) < after}, reverse=True
+        )
         into = self.entries[after] if sources else None
-        united = False
+        merged = False
         for at in sources:
-            if isinstance(into, Group) and (both := self._union(at, into, after, step)) is not None:
+            if isinstance(into, Group) and (both := self._merged(at, into, after, step)) is not None:
                 self._move(at, after)
                 into = self.entries[after] = both
-                united = True
-        if united:
+                merged = True
+        if merged:
             assert isinstance(into, Group)
             assert groups.join(into, step) is None
             self._note(step, after)
-        return united
+        return merged
 
-    def _union(self, at: int, into: Group, after: int, step: Compute) -> Group | None:
-        """What a group and the steps of an earlier one are together, if they and ``step`` can be one."""
+    def _merged(self, at: int, into: Group, after: int, step: Compute) -> Group | None:
+        """Return the group of an earlier group's steps and a later one's, or None if they and ``step`` cannot share a kernel."""
         entry = self.entries[at]
         if not isinstance(entry, Group) or self.needed.get(at, after + 1) <= after or not groups.alike(entry, into):
             return None
@@ -157,11 +159,11 @@ class _Fuser:
         return both if groups.join(groups.copied(both), step) is None else None
 
     def _move(self, at: int, after: int) -> None:
-        """What an entry made, read and preceded, a later one does."""
+        """Transfer what an entry writes, reads and precedes to a later one."""
         entry = self.entries[at]
         assert isinstance(entry, Group)
         self.entries[at] = None
-        self.made.update((name, after) for name in entry.members if self.made[name] == at)
+        self.last_writer.update((name, after) for name in entry.members if self.last_writer[name] == at)
         for name in {*entry.loads, *entry.members} & self.read.keys():
             if at in self.read[name]:
                 self.read[name] = self.read[name] - {at} | {after}
@@ -170,15 +172,19 @@ class _Fuser:
         sizes = {product(member.step.axes) for member in entry.members.values()}
         self.latest.update((size, after) for size in sizes if self.latest.get(size) == at)
 
-    # ---- computing again -------------------------------------------------------------------------------------------
+    # ---- recomputation ---------------------------------------------------------------------------------------------
 
-    def _computing_again(self, step: Compute, entry: Group) -> Compute:
-        """The step with what the group computes cheaply computed by itself."""
-        inlined = {name: made for name in reads(step) if name in entry.members and (made := self._again(name, step))}
+    def _recomputing(self, step: Compute, entry: Group) -> Compute:
+        """Return the step with the cheap values of the group recomputed in it."""
+        inlined = {
+            name: producer
+            for name in reads(step)
+            if name in entry.members and (producer := self._recomputable(name, step))
+        }
         return substituted(step, inlined) if inlined else step
 
-    def _again(self, name: str, step: Compute) -> Parts | None:
-        """The steps that make a buffer, if another one may compute its elements for itself."""
+    def _recomputable(self, name: str, step: Compute) -> Parts | None:
+        """Return the steps that fill a buffer if ``step`` may recompute its elements, else None."""
         parts = self.parts.get(name)
         masked = any(load.args for load in loads_of(step) if load.data[0] == name)
         if parts is None or not invertible(parts, masked) or any(map(self._changed, parts)):
@@ -190,10 +196,10 @@ class _Fuser:
         return parts if alone or self._cheap(name, parts, step, points) else None
 
     def _cheap(self, name: str, parts: Parts, step: Compute, points: Index) -> bool:
-        """Whether computing is no more work than reading is: in operations for an element, and in elements read.
+        """Return whether recomputing is no more work than reading: in operations for an element, and in elements read.
 
-        What nobody else needs is not even made: where few of its elements are read (of a row the one that a target
-        names), they may be dear.
+        A buffer that no other step needs is then not computed at all: if few of its elements are read (of a row the one that a
+        target names), they may be expensive.
         """
         places = sum(load.data[0] == name for load in loads_of(step))
         times = places * number(product(step.axes), self.sizes) / max(1.0, number(points, self.sizes))
@@ -202,31 +208,33 @@ class _Fuser:
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
         return work <= CHEAP and wide <= (1 if name in self.stored else 2)
 
-    def _changed(self, made: Compute) -> bool:
-        """Whether something that the step reads is overwritten by a later one."""
-        at = self.made[made.buffer]
-        if any(self.made.get(name, -1) > at for name in reads(made)):
+    def _changed(self, producer: Compute) -> bool:
+        """Return whether a later step overwrites something that the step reads."""
+        at = self.last_writer[producer.buffer]
+        if any(self.last_writer.get(name, -1) > at for name in reads(producer)):
             return True
         entry = self.entries[at]
         members = [*entry.members] if isinstance(entry, Group) else []
-        return made.buffer in members and not set(members[members.index(made.buffer) :]).isdisjoint(reads(made))
+        return producer.buffer in members and not set(members[members.index(producer.buffer) :]).isdisjoint(
+            reads(producer)
+        )
 
 
 def _reads_what_it_overwrites(step: Compute, name: str, part: Compute) -> bool:
-    """Whether a step that computed ``part`` for itself would read elements that it overwrites at other points."""
+    """Return whether a step that recomputes ``part`` would read elements that it overwrites at other points."""
     read = [load.data[1] for load in loads_of(part) if load.data[0] == step.buffer]
     used = [load.data[1] for load in loads_of(step) if load.data[0] == name]
     return bool(read) and any(at != own for own, places in ((part.target, read), (step.target, used)) for at in places)
 
 
 def _is_wide(load: Expr, step: Compute) -> bool:
-    """Whether a step reads another element at every point."""
+    """Return whether a step reads a different element at every point."""
     read = product(axis.extent for axis in {a for at in load.data[1] for a in at.axes()})
     return read == product(step.axes)
 
 
 def _of_one(step: Compute) -> Compute:
-    """A reduction of single elements as the element itself."""
+    """Return a reduction of single elements as the element itself."""
     if step.reduction is None or any(step.axes[k] != 1 for k in step.reduced):
         return step
     body = const(0, "i64") if step.reduction.startswith("arg") else step.body

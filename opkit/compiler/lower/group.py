@@ -1,4 +1,4 @@
-"""A group of steps that become one kernel: the space they share, where each stands in it, and what cannot join.
+"""This module defines a group of steps that become one kernel: their shared iteration space, and which steps can join.
 
 The axes of the space are either *kept* or *reduced*. A reduction goes over all reduced axes; its results, and what is
 computed from them alone, have one value for each value of the kept axes ("a row"). Everything else has one for each
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Index, Value, product
 from opkit.compiler.ir.program import Compute, roots
-from opkit.compiler.lower.domain import Extents, refined, runs, substitution
+from opkit.compiler.lower.iteration_space import Extents, refined, runs, substitution
 
-MOST_MEMBERS = 96
-MOST_BUFFERS = 48
-FEW_ROWS = 4
+MAX_MEMBERS = 96
+MAX_BUFFERS = 48
+MAX_SERIAL_ROWS = 4
 LONG_ROW = 1 << 14
 
 
@@ -28,10 +28,10 @@ class Member:
 
     Attributes:
         step: what is computed.
-        rows: whether it has one value a row, and not one a point. A reduction has not: it visits every point.
-        phase: how many reductions it has to wait for.
+        rows: whether it has one value for each row, and not one for each point. A reduction visits every point.
+        phase: the number of reductions that it has to wait for.
         axes: its axes as indices over the group's space.
-        target: where it writes, over the group's space.
+        target: the coordinates that it writes to, over the group's space.
     """
 
     step: Compute
@@ -48,9 +48,9 @@ class Group:
     Attributes:
         space: the extents of the axes.
         reduced: the positions of those that reductions go over.
-        members: by the buffer that they write.
+        members: the steps, by the buffer that they write.
         loads: the buffers that are read from outside, or before they are written; a step may read what it overwrites.
-        closed: whether nothing may join.
+        closed: whether no step may join.
     """
 
     space: Extents = ()
@@ -69,18 +69,18 @@ class Group:
 
     @property
     def overwritten(self) -> set[str]:
-        """The buffers of which every point is read and then written."""
+        """The buffers whose points are all read and then written."""
         return {name for name in self.loads.keys() & self.members.keys() if not _per_row(self.members[name])}
 
-    def few_rows(self) -> bool:
-        """Whether the rows are too few to be shared out among threads, and long enough for that to matter."""
+    def has_few_rows(self) -> bool:
+        """Return whether the rows are too few to divide among threads, and long enough for that to matter."""
         rows = product(self.space[k] for k in self.kept).constant
         length = product(self.space[k] for k in self.reduced).constant
-        return rows is not None and rows <= FEW_ROWS and (length is None or length >= LONG_ROW)
+        return rows is not None and rows <= MAX_SERIAL_ROWS and (length is None or length >= LONG_ROW)
 
 
 def start(step: Compute) -> Group:
-    """A group of one."""
+    """Return a group of one."""
     group = Group(closed=_alone(step) is not None)
     space = tuple(e for e in step.axes if e != 1)
     reduced = _reduced_with(group, step, space)
@@ -92,7 +92,7 @@ def start(step: Compute) -> Group:
 
 
 def join(group: Group, step: Compute) -> str | None:
-    """Add a step, or say why that cannot be. The group is left as it was if it cannot."""
+    """Add a step and return None, or return the reason why it cannot join and leave the group unchanged."""
     reason = _alone(step) or ("it runs by itself" if group.closed else None) or _limits(group, step)
     if reason is not None:
         return reason
@@ -107,12 +107,12 @@ def join(group: Group, step: Compute) -> str | None:
 
 
 def copied(group: Group) -> Group:
-    """Another group of the same steps: what joins it does not join the first."""
+    """Return a copy of a group: steps that join the copy do not join the original."""
     return dataclasses.replace(group, members=dict(group.members), loads=dict(group.loads))
 
 
 def alike(group: Group, other: Group) -> bool:
-    """Whether two groups go over as many points, and over as many rows if they reduce anything: they may be one."""
+    """Return whether two groups may merge: they have equally many points, and equally many rows if both reduce."""
     same = product(group.space) == product(other.space)
     if group.reduced and other.reduced:
         return same and _rows(group) == _rows(other)
@@ -134,15 +134,15 @@ def _alone(step: Compute) -> str | None:
 
 
 def _limits(group: Group, step: Compute) -> str | None:
-    if len(group.members) >= MOST_MEMBERS:
-        return f"the kernel has {MOST_MEMBERS} steps"
-    if len(group.loads) + len(group.members) >= MOST_BUFFERS * 2:
+    if len(group.members) >= MAX_MEMBERS:
+        return f"the kernel has {MAX_MEMBERS} steps"
+    if len(group.loads) + len(group.members) >= MAX_BUFFERS * 2:
         return "the kernel has too many buffers"
     return "both write to it" if step.buffer in group.members else None
 
 
 def _space(group: Group, step: Compute, rows: bool) -> Extents | None:
-    """The group's space, refined so that the step's axes are products of its axes (of the kept ones, for ``rows``)."""
+    """Return the group's space, refined so that the step's axes are products of its axes (of the kept ones, for ``rows``)."""
     if not rows:
         return refined(group.space, step.axes)
     if not group.reduced or step.reduction is not None:
@@ -169,15 +169,15 @@ def _enter(group: Group, step: Compute, rows: bool, space: Extents) -> str | Non
     reason = _misaligned(group, new, members)
     if reason is not None:
         return reason
-    if new.phase and Group(space, reduced).few_rows() and not rows:
-        return "the rows before it are too few to be shared out among threads"
+    if new.phase and Group(space, reduced).has_few_rows() and not rows:
+        return "the rows before it are too few to divide among threads"
     _settle(group, space, reduced, members, new)
     return None
 
 
 def _placed(group: Group, space: Extents, reduced: frozenset[int]) -> dict[str, Member] | None:
-    """The members in another space; those of a group whose space stays are where they are."""
-    if space == group.space:  # what has one value a row is there only once the reduced axes are known
+    """Return the members in another space; those of a group whose space stays are where they are."""
+    if space == group.space:  # members with one value for each row exist only once the reduced axes are known
         return group.members
     placed = _place(list(group.members.values()), space, reduced)
     return None if placed is None else {member.step.buffer: member for member in placed}
@@ -195,7 +195,7 @@ def _settle(group: Group, space: Extents, reduced: frozenset[int], members: dict
 
 
 def _reduced_with(group: Group, step: Compute, space: Extents) -> frozenset[int] | None:
-    """The positions that reductions go over, with the step's: the same for all of them, or None."""
+    """Return the positions that reductions go over, with the step's: the same for all of them, or None."""
     steps = [step, *(m.step for m in group.members.values() if m.step.reduced)][: 2 if group.reduced else 1]
     found = [_positions(each, space) for each in steps if each.reduced]
     if any(positions is None or positions != found[0] for positions in found):
@@ -204,13 +204,13 @@ def _reduced_with(group: Group, step: Compute, space: Extents) -> frozenset[int]
 
 
 def _positions(step: Compute, space: Extents) -> frozenset[int] | None:
-    """The positions of the axes that a step reduces."""
+    """Return the positions of the axes that a step reduces."""
     placed = runs(step.axes, space)
     return None if placed is None else frozenset(p for k in step.reduced for p in placed[k])
 
 
 def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = frozenset()) -> list[Member] | None:
-    """The members in a space; None if the axes of one are not products of the space's."""
+    """Return the members in a space; None if the axes of one are not products of the space's."""
     kept = [k for k in range(len(space)) if k not in reduced]
     found = []
     for member in members:
@@ -226,7 +226,7 @@ def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = 
 
 
 def loads_of(step: Compute) -> list[Expr]:
-    """Every element that a step reads, also to compute where another one is."""
+    """Return every element that a step reads, also to compute where another one is."""
     return list(dict.fromkeys(node for root in roots(step) for node in _loads(root)))
 
 
@@ -236,7 +236,7 @@ def _loads(root: Expr) -> tuple[Expr, ...]:
 
 
 def _misaligned(group: Group, new: Member, members: dict[str, Member]) -> str | None:
-    """Why the step cannot take what it reads from the group; sets its phase if it can."""
+    """Return why the step cannot take what it reads from the group; sets its phase if it can."""
     for load in loads_of(new.step):
         buffer, coordinates = load.data
         if buffer not in members or buffer == new.step.buffer:
@@ -255,7 +255,7 @@ def _per_row(member: Member) -> bool:
 
 
 def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str | None:
-    """Why the step must not overwrite what the group reads."""
+    """Return why the step must not overwrite what the group reads."""
     buffer = new.step.buffer
     if buffer not in group.loads:
         return None

@@ -1,4 +1,4 @@
-"""The bodies of steps in place of what others load from them: a value is computed again instead of being stored."""
+"""This module inlines steps: the body of a step replaces loads of its results, so that a value is recomputed, not stored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from opkit.compiler.ir.program import Compute
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
 _QUICK = frozenset("add sub mul abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
 _DEAR = 10
-_CALL = 100  # of a function that nobody can look into
+_CALL = 100  # the cost of a library's function, whose code is unknown
 
 Parts = Sequence[Compute]
-"""The steps that fill a buffer: one, or several that fill parts which lie next to each other."""
+"""The steps that fill a buffer: one, or several that fill adjacent parts."""
 
 
 def cost(root: Expr) -> int:
-    """What computing an expression costs; reading an element from memory costs about 6."""
+    """Return the cost of computing an expression; reading an element from memory costs about 6."""
     return sum(_cost(node.op) for node in root.walk())
 
 
@@ -28,12 +28,12 @@ def _cost(op: str) -> int:
 
 
 def substituted(step: Compute, inlined: Mapping[str, Parts]) -> Compute:
-    """The step with the bodies of others in place of what it loads from them."""
+    """Return the step with the bodies of others in place of what it loads from them."""
     return dataclasses.replace(step, body=_inline(step.body, inlined))
 
 
 def invertible(parts: Parts, masked: bool) -> bool:
-    """Whether each element of a buffer can be computed from its coordinates alone; ``masked``: under a mask."""
+    """Return whether each element of a buffer can be computed from its coordinates alone; ``masked``: under a mask."""
     if any(part.reduction or part.update for part in parts):
         return False
     if (masked or len(parts) > 1) and not all(map(_maskable, parts)):
@@ -42,7 +42,7 @@ def invertible(parts: Parts, masked: bool) -> bool:
 
 
 def _maskable(part: Compute) -> bool:
-    """Whether nothing but loads depends on being at a right place."""
+    """Return whether nothing but loads depends on being at a right place."""
     return all(node.op not in CHECKS and not _computed(node) for node in part.body.walk())
 
 
@@ -51,7 +51,7 @@ def _computed(node: Expr) -> bool:
 
 
 def _offset(at: Index) -> Index | None:
-    """What a coordinate is more than an axis (or nothing), if it is no more than that."""
+    """Return what a coordinate is more than an axis (or nothing), if it is no more than that."""
     axes = at.axes()
     rest = at - index(0) if not axes else at - Index({(next(iter(axes)),): 1})
     plain = len(axes) <= 1 and not rest.axes() and not any(isinstance(leaf, Value) for leaf in rest.leaves())
@@ -59,7 +59,7 @@ def _offset(at: Index) -> Index | None:
 
 
 def _dimension(parts: Parts) -> int | None:
-    """The one dimension along which parts lie next to each other from 0 on, in order."""
+    """Return the one dimension along which parts lie next to each other from 0 on, in order."""
     offsets = [[_offset(at) for at in part.target] for part in parts]
     if any(each is None for row in offsets for each in row):
         return None
@@ -75,7 +75,7 @@ def _dimension(parts: Parts) -> int | None:
 
 
 def _length(part: Compute, dimension: int) -> Index:
-    """How long a part is along a dimension."""
+    """Return how long a part is along a dimension."""
     return next((axis.extent for axis in part.target[dimension].axes()), index(1))
 
 
@@ -91,7 +91,7 @@ def _inline(root: Expr, inlined: Mapping[str, Parts]) -> Expr:
 
 
 def _element(parts: Parts, coordinates: Sequence[Index]) -> Expr:
-    """What the steps compute for an element of their buffer."""
+    """Return what the steps compute for an element of their buffer."""
     if len(parts) == 1:
         return _body(parts[0], coordinates)
     dimension = _dimension(parts)
@@ -115,7 +115,7 @@ def _body(part: Compute, coordinates: Sequence[Index]) -> Expr:
 
 
 def _within(parts: Parts, number: int, dimension: int, at: Index) -> Expr:
-    """Whether a coordinate is in a part: that it is in none before is checked too, for nothing else may be read."""
+    """Return whether a coordinate is in a part: that it is in none before is checked too, for nothing else may be read."""
     begin = _offset(parts[number].target[dimension])
     assert begin is not None
     inside = op("lt", position(at), position(begin + _length(parts[number], dimension)))
@@ -123,7 +123,7 @@ def _within(parts: Parts, number: int, dimension: int, at: Index) -> Expr:
 
 
 def _masked(body: Expr, mask: Expr) -> Expr:
-    """An expression that reads memory only where the mask holds."""
+    """Return an expression that reads memory only where the mask holds."""
 
     def change(node: Expr) -> Expr:
         if node.op != "load":
@@ -135,13 +135,13 @@ def _masked(body: Expr, mask: Expr) -> Expr:
 
 
 def with_values(node: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """A node with the expressions that its own indices are computed from changed."""
+    """Return a node with the expressions in its own indices replaced."""
     leaves = {leaf for at in indices(node) for leaf in at.leaves() if isinstance(leaf, Value)}
     return moved(node, {leaf: value(change(leaf.expr)) for leaf in leaves}) if leaves else node
 
 
 def lossless(node: Expr) -> Expr:
-    """A conversion back from a narrow float that only stood between two steps is left out."""
+    """Remove a conversion to a narrow float and back, if it only connects two steps."""
     if node.op != "cast":
         return node
     (inner,) = node.args

@@ -1,9 +1,9 @@
-"""The loops around a group's statements: their order, which of them are one, which are parallel and which a vector.
+"""This module builds the loops around a group's statements: it orders and merges them, and makes them parallel or vector loops.
 
-Order: outermost the axis along which the elements lie farthest apart. Neighbours are made one loop where every access
-allows it. Without reductions the innermost loop is the vector and the others are parallel. With reductions the kept
-axes are parallel and the reduced ones inside; if the elements lie next to each other along a kept axis (a sum of rows),
-that axis is cut into blocks and each block is a vector of accumulators.
+The outermost axis is the one with the largest stride. Neighbouring axes are merged into one loop if every access allows it.
+Without reductions the innermost loop is the vector loop and the others are parallel. With reductions the kept axes are parallel
+and the reduced ones inside; if elements are contiguous along a kept axis (a sum of rows), that axis is cut into blocks and each
+block is a vector of accumulators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opkit.compiler.ir.expr import var as var
 from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.kernel import Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import REDUCTIONS
-from opkit.compiler.lower.domain import number
+from opkit.compiler.lower.iteration_space import number
 from opkit.compiler.lower.statements import Phase
 
 WORK = 1 << 15  # operations that are worth a thread
@@ -26,8 +26,8 @@ BLOCK = 512  # the elements of a block of accumulators, at most
 
 
 @dataclasses.dataclass
-class Dim:
-    """A loop: its axis's position in the space, its extent, and by how much it moves each access (None: not linearly)."""
+class LoopDim:
+    """A loop: its axis's position in the space, its extent, and its stride in each access (None: not linear)."""
 
     position: int
     extent: Index
@@ -36,7 +36,7 @@ class Dim:
 
 
 def accesses(phases: Iterable[Phase]) -> list[Index]:
-    """Every index of the statements, each once; stores first."""
+    """Return every index of the statements, each once; stores first."""
     found: dict[Index, None] = {}
     all_of = [s for phase in phases for s in (*phase.points, *phase.rows)]
     for statement in all_of:
@@ -53,7 +53,7 @@ def accesses(phases: Iterable[Phase]) -> list[Index]:
 
 
 def roots(statement: Statement) -> list[Expr]:
-    """The expressions of a statement."""
+    """Return the expressions of a statement."""
     assert isinstance(statement, Let | Store | Update)
     inside = [statement.at] if isinstance(statement, Store) else []
     values = [leaf.expr for at in inside for leaf in at.leaves() if isinstance(leaf, Value)]
@@ -62,34 +62,34 @@ def roots(statement: Statement) -> list[Expr]:
 
 def dims(
     space: Sequence[Index], reduced: frozenset[int], found: Sequence[Index], sizes: Mapping[str, int]
-) -> list[Dim]:
-    """The loops, outermost first, merged where that changes no access."""
+) -> list[LoopDim]:
+    """Return the loops, outermost first, merged where that changes no access."""
     every = [
-        Dim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
+        LoopDim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
         for k, extent in enumerate(space)
     ]
     every.sort(key=lambda dim: (dim.reduced, *_distance(dim, sizes)))
     return _merged(every)
 
 
-def _distance(dim: Dim, sizes: Mapping[str, int]) -> tuple[float, int]:
-    """Sorts the farthest apart first; the first access that moves along the axis decides, stores before loads."""
+def _distance(dim: LoopDim, sizes: Mapping[str, int]) -> tuple[float, int]:
+    """Sort the farthest apart first; the first access that moves along the axis decides, stores before loads."""
     steps = [abs(number(move, sizes)) for move in dim.moves if move is not None and move != 0]
     return (-max(steps) if steps else 0.0, dim.position)
 
 
-def _merged(every: Sequence[Dim]) -> list[Dim]:
-    found: list[Dim] = []
+def _merged(every: Sequence[LoopDim]) -> list[LoopDim]:
+    found: list[LoopDim] = []
     for dim in reversed(every):
         if found and _one_loop(dim, found[-1]):
             last = found.pop()
-            found.append(Dim(last.position, dim.extent * last.extent, last.moves, last.reduced))
+            found.append(LoopDim(last.position, dim.extent * last.extent, last.moves, last.reduced))
         else:
             found.append(dim)
     return found[::-1]
 
 
-def _one_loop(outer: Dim, inner: Dim) -> bool:
+def _one_loop(outer: LoopDim, inner: LoopDim) -> bool:
     if outer.reduced != inner.reduced:
         return False
     pairs = zip(outer.moves, inner.moves, strict=True)
@@ -100,7 +100,7 @@ def _one_loop(outer: Dim, inner: Dim) -> bool:
 
 
 def moved(statement: Statement, axes: Mapping[Axis, Index]) -> Statement:
-    """A statement of a point or row with other indices for its axes."""
+    """Return a statement of a point or row with other indices for its axes."""
     if isinstance(statement, Let):
         return dataclasses.replace(statement, value=statement.value.substitute(axes))
     if isinstance(statement, Store):
@@ -115,15 +115,15 @@ def moved_phases(phases: Iterable[Phase], axes: Mapping[Axis, Index]) -> list[Ph
     return [Phase(p.accumulators, [moved(s, axes) for s in p.points], [moved(s, axes) for s in p.rows]) for p in phases]
 
 
-def numbered(space: Sequence[Index], loops: Sequence[Dim]) -> tuple[list[Axis], dict[Axis, Index]]:
-    """The loops' axes, numbered outermost first, and what each axis of the space is in them."""
+def numbered(space: Sequence[Index], loops: Sequence[LoopDim]) -> tuple[list[Axis], dict[Axis, Index]]:
+    """Return the loops' axes, numbered outermost first, and what each axis of the space is in them."""
     axes = [Axis(k, dim.extent) for k, dim in enumerate(loops)]
     by_position = {dim.position: axis(k, dim.extent) for k, dim in enumerate(loops)}
     return axes, {Axis(k, extent): by_position.get(k, index(0)) for k, extent in enumerate(space)}
 
 
 def flat_of(axes: Sequence[Axis]) -> Index:
-    """Where an iteration is among all of these loops."""
+    """Return where an iteration is among all of these loops."""
     return flat([axis(a.number, a.extent) for a in axes], contiguous([a.extent for a in axes]))
 
 
@@ -131,7 +131,7 @@ def flat_of(axes: Sequence[Axis]) -> Index:
 
 
 def nest(axes: Sequence[Axis], body: Sequence[Statement], how: Callable[[int], str]) -> tuple[Statement, ...]:
-    """Loops within one another; ``how`` says how the k-th runs."""
+    """Return nested loops; ``how`` says how the k-th runs."""
     made = tuple(body)
     for k in reversed(range(len(axes))):
         made = (Loop(axes[k], made, how(k)),)  # pyright: ignore[reportArgumentType]
@@ -139,7 +139,7 @@ def nest(axes: Sequence[Axis], body: Sequence[Statement], how: Callable[[int], s
 
 
 def pointwise(axes: Sequence[Axis], points: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Every axis but the last is parallel; the last is the vector, and parallel too if it is the only one."""
+    """Return every axis but the last is parallel; the last is the vector, and parallel too if it is the only one."""
     last = len(axes) - 1
     return nest(axes, _read_first(points), lambda k: "vector" if k == last and last > 0 else "parallel")
 
@@ -196,7 +196,7 @@ def columns(
 
 
 def neutral(reduction: str, dtype: str) -> Expr:
-    """What a reduction begins with."""
+    """Return the neutral value of a reduction."""
     row = DTYPES[dtype]
     bits = 8 * row.bytes - row.signed
     least = {"float": float("-inf"), "int": -(2**bits) if row.signed else 0, "bool": False}
@@ -206,7 +206,7 @@ def neutral(reduction: str, dtype: str) -> Expr:
 
 
 def _read_first(points: Sequence[Statement]) -> list[Statement]:
-    """What is overwritten is read before: into a variable, where a buffer is both read and written."""
+    """Read elements that are overwritten into variables first, if a buffer is both read and written."""
     written = {s.buffer for s in points if isinstance(s, Store)}
     read: dict[Expr, Expr] = {}
     for statement in points:
@@ -226,7 +226,7 @@ def _with_values(statement: Statement, known: Mapping[Expr, Expr]) -> Statement:
 
 
 def grain(kept: Sequence[Axis], inner: Sequence[Axis], phases: Sequence[Phase], sizes: Mapping[str, int]) -> int:
-    """How many iterations of the parallel loops are worth a thread."""
+    """Return the number of iterations of the parallel loops that are worth a thread."""
     walked = [node for phase in phases for s in phase.points for root in roots(s) for node in root.walk()]
     nodes = sum(CALL if node.op == "call" else 1 for node in walked)
     points = number(product(a.extent for a in inner), sizes)

@@ -1,4 +1,4 @@
-"""A group as kernels: one, or two where a long reduction is shared out among threads."""
+"""This module turns a group into kernels: one, or two if a long reduction is divided among threads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import load
 from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, index, product
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Scratch, Statement, Store, Update, walk
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.lower import loops
-from opkit.compiler.lower.domain import number
 from opkit.compiler.lower.group import Group, Member, loads_of
-from opkit.compiler.lower.loops import Dim
+from opkit.compiler.lower.iteration_space import number
+from opkit.compiler.lower.loops import LoopDim
 from opkit.compiler.lower.statements import Phase, Statements, statements
 
 CHUNKS = 64  # the most parts into which one long reduction is cut
@@ -24,14 +24,14 @@ NARROWEST = 16  # elements of a block of accumulators
 
 @dataclasses.dataclass
 class Nests:
-    """The launches of a group, and the buffers that they share with nobody else."""
+    """The launches of a group, and the buffers that only they use."""
 
-    launches: list[Launch]
+    launches: list[KernelLaunch]
     buffers: list[Buffer]
 
 
 def nests(group: Group, buffers: Mapping[str, Buffer], stored: set[str], sizes: Mapping[str, int], name: str) -> Nests:
-    """The kernels of a group; ``sizes`` are the sizes to expect, ``stored`` what is needed outside the group."""
+    """Return the kernels of a group; ``sizes`` are expected sizes, ``stored`` the buffers that other steps need."""
     vector = _vector_axis(group, buffers, sizes)
     written = statements(group, buffers, stored, by_columns=vector is not None)
     every = loops.dims(group.space, group.reduced, loops.accesses(written.phases), sizes)
@@ -51,7 +51,7 @@ def _computed_target(group: Group) -> bool:
 
 
 def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> int | None:
-    """The kept axis along which elements lie next to each other, if more elements do than along reduced ones."""
+    """Return the kept axis along which most elements are contiguous, if they are more than along any reduced axis."""
     if not group.reduced or any((m.step.reduction or "").startswith(("arg", "scan")) for m in group.members.values()):
         return None
     found: dict[int, float] = dict.fromkeys(range(len(group.space)), 0.0)
@@ -68,7 +68,7 @@ def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str
 
 
 def _places(group: Group, member: Member, buffers: Mapping[str, Buffer]) -> list[tuple[Index, int]]:
-    """Where a step reads what the group does not make, and how far apart neighbours are there."""
+    """Return the places where a step reads buffers from outside of the group, and the strides of its neighbours there."""
     found: list[tuple[Index, int]] = []
     for node in loads_of(member.step):
         buffer, coordinates = node.data
@@ -86,13 +86,13 @@ class _Kernels:
 
     # ---- kinds of kernels --------------------------------------------------------------------------------------------
 
-    def pointwise(self, every: list[Dim]) -> Nests:
+    def pointwise(self, every: list[LoopDim]) -> Nests:
         axes, moved = loops.numbered(self.group.space, every)
         phases = loops.moved_phases(self.written.phases, moved)
         grain = loops.grain(axes[:-1], axes[-1:] if len(axes) > 1 else [], phases, self.sizes)
         return Nests([self.launch(loops.pointwise(axes, phases[0].points), grain)], [])
 
-    def rows(self, every: list[Dim]) -> Nests:
+    def rows(self, every: list[LoopDim]) -> Nests:
         reduced = [dim for dim in every if dim.reduced]
         kept = [dim for dim in every if not dim.reduced]
         cut = self._cut(kept, reduced)
@@ -119,9 +119,9 @@ class _Kernels:
         return Nests(launches, [])
 
     def _blocks(
-        self, vector: int, kept: list[Dim], reduced: list[Dim], begin: Index, blocks: Index, block: Index
-    ) -> Launch:
-        """The kernel of so many blocks of columns from ``begin`` on."""
+        self, vector: int, kept: list[LoopDim], reduced: list[LoopDim], begin: Index, blocks: Index, block: Index
+    ) -> KernelLaunch:
+        """Return the kernel for ``blocks`` blocks of columns from ``begin`` on."""
         space = self.group.space
         axes = [Axis(k, dim.extent) for k, dim in enumerate([*kept, *reduced])]
         cut, lane = Axis(len(axes), blocks), Axis(len(axes) + 1, block)
@@ -134,8 +134,8 @@ class _Kernels:
         body = loops.columns(outer, lane, axes[len(kept) :], phases)
         return self.launch(body, loops.grain(outer, [lane, *axes[len(kept) :]], phases, self.sizes))
 
-    def in_order(self, every: list[Dim]) -> Nests:
-        """A scan, or stores to computed places: one element after the other along the axes that decide where."""
+    def in_order(self, every: list[LoopDim]) -> Nests:
+        """Return a scan, or stores to computed places: one element after the other along the axes that decide where."""
         scanned = self.group.reduced
         free = [d for d in every if d.position in _free(self.group) and d.position not in scanned]
         rest = [d for d in every if d not in free]
@@ -148,10 +148,10 @@ class _Kernels:
 
     # ---- a long reduction of few rows ----------------------------------------------------------------------------------
 
-    def _cut(self, kept: list[Dim], reduced: list[Dim]) -> int | None:
-        """Into how many parts the outermost reduced loop is cut."""
+    def _cut(self, kept: list[LoopDim], reduced: list[LoopDim]) -> int | None:
+        """Return the number of parts into which the outermost reduced loop is cut, or None."""
         phases = self.written.phases
-        if not self.group.few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
+        if not self.group.has_few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
             return None
         if any(a.reduction.startswith("arg") for a in phases[0].accumulators):
             return None
@@ -162,7 +162,7 @@ class _Kernels:
         most = min(CHUNKS, int(extent * inside // SHORTEST))
         return next((parts for parts in range(most, 1, -1) if extent % parts == 0), None)
 
-    def _in_parts(self, kept: list[Dim], reduced: list[Dim], parts: int) -> Nests:
+    def _in_parts(self, kept: list[LoopDim], reduced: list[LoopDim], parts: int) -> Nests:
         (phase,) = self.written.phases
         space, first = self.group.space, reduced[0]
         length = first.extent // parts
@@ -201,14 +201,14 @@ class _Kernels:
 
     # ---- the kernel itself ---------------------------------------------------------------------------------------------
 
-    def launch(self, body: Sequence[Statement], grain: int, pointers: Mapping[str, str] | None = None) -> Launch:
+    def launch(self, body: Sequence[Statement], grain: int, pointers: Mapping[str, str] | None = None) -> KernelLaunch:
         pointers = pointers or self.written.pointers
         read, stored = _touched(body)
         used = [(buffer, pointer) for buffer, pointer in pointers.items() if pointer in read | stored]
-        arguments = tuple(Argument(p, self._dtype(b, body, p), p in stored) for b, p in used)
+        arguments = tuple(KernelArgument(p, self._dtype(b, body, p), p in stored) for b, p in used)
         sizes = tuple(sorted(_sizes(body)))
         origins = tuple(dict.fromkeys(m.step.origin for m in self.group.members.values()))
-        return Launch(
+        return KernelLaunch(
             Kernel(self.name, arguments, sizes, tuple(body), grain, origins), tuple(b for b, _ in used), sizes
         )
 
@@ -222,13 +222,13 @@ class _Kernels:
 
 
 def _free(group: Group) -> set[int]:
-    """The axes that are a coordinate of the target by themselves: different values of theirs never meet."""
+    """Return the axes that are a coordinate of the target by themselves: different values write to different elements."""
     axes = {axis(k, extent): k for k, extent in enumerate(group.space) if extent != 1}
     return {axes[at] for member in group.members.values() for at in member.target if at in axes}
 
 
 def _block(extent: Index) -> tuple[Index, Index]:
-    """The elements of a block of accumulators, and how many are left over: none, where a good block divides the extent."""
+    """Return the elements of a block of accumulators, and the remainder, which is 0 if a good block divides the extent."""
     whole = extent.constant
     if whole is None or whole <= NARROWEST:
         return extent, index(0)
@@ -242,7 +242,7 @@ def _block(extent: Index) -> tuple[Index, Index]:
 
 
 def _touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:
-    """The pointers that statements read and write."""
+    """Return the pointers that statements read and write."""
     read: set[str] = set()
     stored: set[str] = set()
     for statement in walk(body):

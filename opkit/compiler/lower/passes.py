@@ -1,5 +1,6 @@
-"""Passes over a whole program: expressions simplified, equal computes made one, steps that nobody needs removed, and copies
-made where what they copy is.
+"""Passes over a whole program.
+
+They simplify expressions, merge equal computes, remove dead steps, and move copies to right after their source is written.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 from opkit.compiler.ir.expr import Expr, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
-from opkit.compiler.ir.program import Compute, Extern, Item, Program, Step, Strided, reads, writes
+from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Step, Strided, reads, writes
 from opkit.compiler.lower.inline import cost
 from opkit.compiler.lower.rewrites import simplify
 
 
 def tidied(program: Program) -> Program:
-    """The program after every pass."""
+    """Return the program after every pass."""
     return with_copies_early(without_dead(without_repeats(with_simple_bodies(program))))
 
 
@@ -33,9 +34,9 @@ def with_simple_bodies(program: Program) -> Program:
 
 
 def without_repeats(program: Program) -> Program:
-    """Of computes that give equal buffers, the first.
+    """Keep only the first of several computes with equal results.
 
-    Buffers that are returned, and those that several steps write to, stay: who is given two tensors may write to one.
+    Buffers that are returned, and those that several steps write to, stay: the caller may write to one of two results.
     """
     written = collections.Counter(name for step in program.steps for name in program.writes(step))
     fixed = {name for name, count in written.items() if count > 1 or program.buffers[name].role != "made"}
@@ -55,23 +56,23 @@ def without_repeats(program: Program) -> Program:
 
 
 def _parts(program: Program, call: Extern) -> list[str]:
-    """The parts of what a call is given: where they lie is where it reads."""
+    """Return the parts of a call's arguments: it reads their memory."""
     return [part for name in reads(call) for part in program.parts.get(name, ())]
 
 
 def _key(program: Program, step: Step, fixed: set[str], written: Mapping[str, int]) -> Any:
-    """What computes that can be made one have in common; None for a step that must stay."""
+    """Return a key that is equal for computes that can be merged; None for a step that must stay."""
     if not isinstance(step, Compute) or step.update is not None or step.buffer in fixed:
         return None
     if any(written[name] > (program.buffers[name].role == "made") for name in reads(step)):
-        return None  # what it reads changes while the program runs
+        return None  # a buffer that it reads changes while the program runs
     buffer = program.buffers[step.buffer]
     kind = (buffer.dtype, buffer.shape, buffer.strides)
     return kind, step.axes, step.target, step.body, step.reduction, step.reduced
 
 
 def renamed(step: Step, names: dict[str, str]) -> Step:
-    """A step that reads other buffers."""
+    """Return a step with the buffers that it reads renamed."""
     if not any(name in names for name in reads(step)):
         return step
     if isinstance(step, Extern):
@@ -82,7 +83,7 @@ def renamed(step: Step, names: dict[str, str]) -> Step:
 
 
 def renamed_loads(body: Expr, names: dict[str, str]) -> Expr:
-    """An expression that loads from other buffers."""
+    """Return an expression with the buffers that it loads from renamed."""
 
     def change(node: Expr) -> Expr:
         if node.op == "load":
@@ -115,7 +116,7 @@ def _renamed_atom(atom: Any, names: dict[str, str]) -> Any:
 
 
 def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
-    if isinstance(argument, Strided | Item):
+    if isinstance(argument, Strided | ScalarItem):
         name = names.get(argument.buffer, argument.buffer)
         return dataclasses.replace(argument, buffer=name)
     if isinstance(argument, dict):
@@ -129,18 +130,18 @@ def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
 
 
 def without_dead(program: Program) -> Program:
-    """Without steps and buffers that neither a result nor a write to an input needs."""
+    """Remove steps and buffers that neither a result nor a write to an input needs."""
     needed = set(program.with_parts(_buffers(program.outputs)))
-    kept: list[Step] = []
+    live: list[Step] = []
     for step in reversed(program.steps):
         if _is_needed(program, step, needed):
             needed |= set(program.reads(step))
-            kept.append(_without_unused(program, step, needed))
-    kept.reverse()
-    used = needed | {name for step in kept for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
+            live.append(_without_unused(program, step, needed))
+    live.reverse()
+    used = needed | {name for step in live for name in writes(step)} | {n for n in program.inputs if isinstance(n, str)}
     used |= {program.buffers[name].memory for name in used}
     buffers = {name: buffer for name, buffer in program.buffers.items() if name in used}
-    return dataclasses.replace(program, steps=tuple(kept), buffers=buffers)
+    return dataclasses.replace(program, steps=tuple(live), buffers=buffers)
 
 
 def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
@@ -152,7 +153,7 @@ def _is_needed(program: Program, step: Step, needed: set[str]) -> bool:
 
 
 def _without_unused(program: Program, step: Step, needed: set[str]) -> Step:
-    """An extern call whose unused results are not kept."""
+    """Return an extern call without its unused results."""
     if not isinstance(step, Extern) or step.out:
         return step
     unused = {o for o in step.outputs if isinstance(o, str) and needed.isdisjoint(program.with_parts([o]))}
@@ -168,28 +169,31 @@ def _buffers(argument: Iterable[Any]) -> list[str]:
 
 
 def with_copies_early(program: Program) -> Program:
-    """Copies right after what they copy, which need not be kept until the end: results, and what inputs are overwritten with.
+    """Move copies to right after their source is written, so that the source need not live until the end of the graph.
 
-    A graph that writes to its inputs does so at its end; here as soon as nobody reads what was there.
+    These are copies to results and to inputs. A graph writes to its inputs at its end; here as soon as nothing reads their old
+    values any more.
     """
     early = _early(program)
     order: list[list[Step]] = []  # a step, and the copies that follow it
     written: dict[str, int] = {}  # the last place in the order that writes to a buffer
     touched: dict[str, int] = {}  # or reads it
     for step in program.steps:
-        given, made = program.reads(step), program.writes(step)
-        after = max([-1, *(written.get(name, -1) for name in given), *(touched.get(name, -1) for name in made)])
-        if after < 0 or early.isdisjoint(made):
+        reads_here, writes_here = program.reads(step), program.writes(step)
+        after = max(
+            [-1, *(written.get(name, -1) for name in reads_here), *(touched.get(name, -1) for name in writes_here)]
+        )
+        if after < 0 or early.isdisjoint(writes_here):
             after = len(order)
             order.append([])
         order[after].append(step)
-        written |= dict.fromkeys(made, after)
-        touched |= dict.fromkeys([*made, *given], after)
+        written |= dict.fromkeys(writes_here, after)
+        touched |= dict.fromkeys([*writes_here, *reads_here], after)
     return dataclasses.replace(program, steps=tuple(step for steps in order for step in steps))
 
 
 def _early(program: Program) -> set[str]:
-    """The buffers that are only copies: made for nobody inside, or the caller's, and of memory that has one name."""
+    """Return the buffers that are only copies, and that no step reads or that are the caller's, in memory without aliases."""
     calls = [step for step in program.steps if isinstance(step, Extern) and step.aliases]
     aliased = set(program.with_parts(name for step in calls for name in (*reads(step), *writes(step))))
     used = {name for step in program.steps for name in program.reads(step)}
@@ -201,7 +205,7 @@ def _early(program: Program) -> set[str]:
 
 
 def _is_copy(program: Program, step: Step) -> bool:
-    """Whether a step only moves elements: as many as the one buffer has that it reads."""
+    """Return whether a step only moves elements: as many as its one source buffer has."""
     if not isinstance(step, Compute) or step.reduction or step.update or cost(step.body):
         return False
     read = reads(step)

@@ -1,4 +1,4 @@
-"""The dtype in which operands of different types meet, as ``torch.result_type`` has it."""
+"""This module promotes dtypes of operands, as ``torch.result_type`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = ("bool", "int", "float", "complex")
 
 
 def promoted(operands: Iterable[Any], default: str = "f32") -> str:
-    """The common dtype of tensors and numbers.
+    """Return the common dtype of tensors and numbers.
 
     A tensor of no dimensions counts less than one with some, and a number less than both: they decide only where they are
     of a higher kind (bool, int, float). ``default`` is the dtype of Python's floats.
@@ -31,7 +31,7 @@ def promoted(operands: Iterable[Any], default: str = "f32") -> str:
 
 
 def joined(a: str, b: str) -> str:
-    """The dtype that holds values of both, floats preferred.
+    """Return the dtype that holds values of both, floats preferred.
 
     >>> joined("u8", "i8"), joined("f16", "bf16"), joined("i64", "f16"), joined("f64", "c64")
     ('i16', 'f32', 'f16', 'c128')

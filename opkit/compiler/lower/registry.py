@@ -1,4 +1,4 @@
-"""Tables of rules: how an operator of the captured graph is lowered, by its name."""
+"""This module defines tables of rules, which lower the operators of a captured graph, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoRule(Exception):
 
 
 class WrongResult(NoRule):
-    """A rule does not give what the operator gives."""
+    """The result of a rule has another type than that of the operator."""
 
 
 class Table(dict[str, Rule]):
@@ -34,7 +34,7 @@ class Table(dict[str, Rule]):
     """
 
     def rule(self, *names: str) -> Callable[[R], R]:
-        """Registers a function for operators, named with their overloads."""
+        """Register a function for operators, named with their overloads."""
 
         def register(function: R) -> R:
             for name in names:
@@ -46,7 +46,7 @@ class Table(dict[str, Rule]):
 
 
 def overloads(operator: str, *names: str) -> tuple[str, ...]:
-    """The full names of an ATen operator's overloads.
+    """Return the full names of an ATen operator's overloads.
 
     >>> overloads("add", "Tensor", "Scalar")
     ('aten.add.Tensor', 'aten.add.Scalar')

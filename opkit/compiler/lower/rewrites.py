@@ -1,4 +1,4 @@
-"""Identities of expressions that hold for every value, NaN, infinities and signed zeros among them: a table by op."""
+"""This module simplifies expressions with identities that hold for all values, also NaN, infinities and signed zeros."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NUMPY = {
 
 
 def simplify(root: Expr) -> Expr:
-    """An expression with every node simplified."""
+    """Return an expression with every node simplified."""
     return rewrite(root, simplified)
 
 
 def simplified(node: Expr) -> Expr:
-    """A node whose arguments are simplified already, replaced by the first identity of its op that applies."""
+    """Apply the first matching identity to a node whose arguments are simplified already."""
     folded = _folded(node)
     if folded is not None:
         return folded
@@ -42,7 +42,7 @@ def simplified(node: Expr) -> Expr:
 
 
 def _folded(node: Expr) -> Expr | None:
-    """The value of an op of constants, where the numbers are those that any processor computes."""
+    """Return the value of an op of constants if every processor computes the same number, else None."""
     meaning = OPS[node.op].numpy
     exact = node.op in _EXACT or (node.op != "pow" and not is_float(node.dtype))
     if meaning is None or not exact or not node.args or any(a.op != "const" for a in node.args):
@@ -54,7 +54,7 @@ def _folded(node: Expr) -> Expr | None:
     return const(np.asarray(value).item(), node.dtype)
 
 
-# IEEE 754 says what these give; of other functions every library has its own last bit.
+# IEEE 754 defines the results of these; other functions differ between libraries in the last bit.
 _EXACT = frozenset(["add", "sub", "mul", "div", "neg", "abs", "min", "max", "floor", "trunc", "round", "sqrt", "fmod"])
 
 
@@ -62,7 +62,7 @@ _EXACT = frozenset(["add", "sub", "mul", "div", "neg", "abs", "min", "max", "flo
 
 
 def _is(node: Expr, number: float) -> bool:
-    """Whether it is this constant, with this sign if it is 0."""
+    """Return whether a node is this constant, with the same sign if it is 0."""
     return node.op == "const" and node.data == number and math.copysign(1, node.data) == math.copysign(1, number)
 
 
@@ -77,7 +77,7 @@ def _without(side: int, neutral: float, kinds: str = "bif") -> Identity:
 
 
 def _absorbed(side: int, number: float) -> Identity:
-    """An integer or bool op whose result one argument decides."""
+    """Return an integer or bool op whose result one argument decides."""
 
     def identity(node: Expr) -> Expr | None:
         return node.args[side] if not is_float(node.dtype) and _is(node.args[side], number) else None
@@ -138,7 +138,7 @@ def _cast_constant(node: Expr) -> Expr | None:
 
 
 def _holds(wide: str, narrow: str) -> bool:
-    """Whether every value of one type is a value of the other.
+    """Return whether every value of the narrow type is a value of the wide one.
 
     >>> _holds("f32", "bf16"), _holds("f16", "bf16"), _holds("f32", "i32")
     (True, False, False)
@@ -174,5 +174,5 @@ _IDENTITIES: dict[str, tuple[Identity, ...]] = {
 
 
 def identities() -> dict[str, Any]:
-    """The table, for people and tests."""
+    """Return the table of identities, for tests."""
     return dict(_IDENTITIES)

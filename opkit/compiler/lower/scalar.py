@@ -85,7 +85,7 @@ Operand = Scalar | int | float | bool | Index
 
 
 def number(value: Operand, like: Scalar | str) -> Scalar:
-    """A number as a constant of the type of ``like``, a size as a value of it; an element as it is."""
+    """Return a number as a constant of the type of ``like``, a size as a value of it; an element as it is."""
     if isinstance(value, Scalar):
         return value
     dtype = like if isinstance(like, str) else like.dtype
@@ -95,7 +95,7 @@ def number(value: Operand, like: Scalar | str) -> Scalar:
 
 
 def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
-    """An integer as a type of fewer bits has it."""
+    """Return an integer as a type of fewer bits has it."""
     row = DTYPES[dtype]
     if row.kind != "int":
         return value
@@ -105,7 +105,7 @@ def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
 
 
 def apply(op: str, *args: Operand) -> Scalar:
-    """An op of the table on elements and numbers, of which at least one is an element."""
+    """Return an op of the table on elements and numbers, of which at least one is an element."""
     like = next(a for a in args if isinstance(a, Scalar))
     return Scalar(simplified(expr.op(op, *(number(a, like).expr for a in args))))
 
@@ -115,7 +115,7 @@ def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
 
 
 def where(condition: Scalar, yes: Operand, no: Operand) -> Scalar:
-    """The second where the first is true, else the third; at least one of them is an element."""
+    """Return the second where the first is true, else the third; at least one of them is an element."""
     like = yes if isinstance(yes, Scalar) else no
     assert isinstance(like, Scalar)
     chosen = expr.where(condition.expr, number(yes, like).expr, number(no, like).expr)
@@ -123,12 +123,12 @@ def where(condition: Scalar, yes: Operand, no: Operand) -> Scalar:
 
 
 def truth(x: Scalar) -> Scalar:
-    """Whether it is not 0."""
+    """Return whether it is not 0."""
     return cast(x, "b1")
 
 
 def function(op: str) -> Callable[..., Scalar]:
-    """An op of the table as a function of elements."""
+    """Return an op of the table as a function of elements."""
 
     def called(*args: Any) -> Scalar:
         return apply(op, *args)
@@ -145,12 +145,12 @@ equal, unequal, fmod = function("eq"), function("ne"), function("fmod")
 
 
 def ceil(x: Scalar) -> Scalar:
-    """The least whole number that is not less; of (-1, 0) it is -0."""
+    """Return the least whole number that is not less; of (-1, 0) it is -0."""
     return -floor(-x)
 
 
 def nonzero(x: Scalar) -> Scalar:
-    """An integer that is not 0; the program stops where it is."""
+    """Return an integer that is not 0; the program stops where it is."""
     return Scalar(expr.nonzero(x.expr))
 
 

@@ -1,8 +1,8 @@
-"""What a group computes, as statements: for each phase what is done at each point, and then what is done once a row.
+"""This module turns a group into statements: for each phase those for each point, and those once for each row after the pass.
 
-Steps are not loops of their own here. A step's expression takes the place of what another step of the same phase would
-load from it; a value that a later phase needs is computed again if that is cheap, and else kept for the row. So what the
-group reads must stay until the last phase: it is there that a step overwrites it.
+Steps have no loops of their own here. A step's expression replaces the loads of its result in other steps of the same phase. A
+value that a later phase needs is recomputed if that is cheap, and else stored in a row buffer. Since every phase may read the
+group's inputs, a step that overwrites one does so in the last phase.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from opkit.compiler.ir.program import Buffer, Compute
 from opkit.compiler.lower.group import Group, Member
 from opkit.compiler.lower.inline import cost, lossless, with_values
 
-AGAIN = 4  # a value that costs more than this, or reads more than two elements, is kept for a later phase
-MOST_KEPT = 1 << 16  # elements of a row that are kept; a longer row would leave the processor's cache
+AGAIN = 4  # a value that costs more than this, or reads more than two elements, is stored for a later phase
+MAX_ROW_ELEMENTS = 1 << 16  # of a row buffer; a longer one would not stay in the processor's cache
 
 
 @dataclasses.dataclass
@@ -43,9 +43,9 @@ class Statements:
 
     Attributes:
         phases: in order.
-        scratch: what is kept of a row from one phase to a later one.
-        pointers: the buffers of the program, each with the name that it has in the kernel.
-        written: those of them that the kernel writes.
+        scratch: the row buffers, which pass values from one phase to a later one.
+        pointers: the program's buffers, with their names in the kernel.
+        written: the buffers that the kernel writes.
     """
 
     phases: list[Phase]
@@ -55,28 +55,28 @@ class Statements:
 
 
 def statements(group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> Statements:
-    """The statements of a group; ``stored`` are the buffers that something outside it reads.
+    """Return the statements of a group; ``stored`` are the buffers that something outside it reads.
 
-    ``by_columns``: many rows are computed at once, so that nothing can be kept of one.
+    ``by_columns``: many rows are computed at once, so that there are no row buffers.
     """
-    return _Writer(group, buffers, stored, by_columns).write()
+    return _StatementWriter(group, buffers, stored, by_columns).write()
 
 
-class _Writer:
+class _StatementWriter:
     def __init__(self, group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> None:
         self.group, self.buffers, self.stored, self.by_columns = group, buffers, stored, by_columns
         self.pointers: dict[str, str] = {}
         self.written: set[str] = set()
         self.names = {buffer: f"v{k}" for k, buffer in enumerate(group.members)}
-        self.kept: dict[str, Scratch] = {}
+        self.row_buffers: dict[str, Scratch] = {}
         self.done: dict[tuple[str, int], Expr] = {}
         self.overwritten = group.overwritten & stored
 
     def write(self) -> Statements:
         phases = [Phase() for _ in range(self.group.phases)]
-        for number in reversed(range(len(phases))):  # a later phase decides what an earlier one keeps
+        for number in reversed(range(len(phases))):  # a later phase decides what an earlier one stores
             self._phase(phases[number], number)
-        return Statements(phases, list(self.kept.values()), self.pointers, self.written)
+        return Statements(phases, list(self.row_buffers.values()), self.pointers, self.written)
 
     def _phase(self, phase: Phase, number: int) -> None:
         for name, member in self.group.members.items():
@@ -94,9 +94,9 @@ class _Writer:
     def _point(self, phase: Phase, name: str, member: Member) -> None:
         if name in self.stored - self.overwritten:
             phase.points.append(self._store(name, member, self.value(name, member.phase)))
-        if name in self.kept:
-            kept = self.kept[name]
-            phase.points.append(Store(kept.name, self._in_row(), _wide(self.value(name, member.phase))))
+        if name in self.row_buffers:
+            row_buffer = self.row_buffers[name]
+            phase.points.append(Store(row_buffer.name, self._in_row(), _wide(self.value(name, member.phase))))
 
     def _reduction(self, phase: Phase, name: str, member: Member) -> None:
         step, held = member.step, self.names[name]
@@ -124,7 +124,7 @@ class _Writer:
             phase.rows.append(self._store(name, member, self.value(name, member.phase)))
 
     def _position(self, member: Member) -> Index:
-        """Where along the reduced axes of the step a point is."""
+        """Return the position of a point along the reduced axes of the step."""
         step = member.step
         reduced = sorted(step.reduced)
         extents = [step.axes[k] for k in reduced]
@@ -137,7 +137,7 @@ class _Writer:
         return Store(self._pointer(name), at, cast(value, self.buffers[name].dtype), member.step.update)
 
     def _places(self, target: Index, member: Member) -> Index:
-        """Where a step stores, with what its coordinates are read from in place."""
+        """Return the index that a step stores to, with the expressions in its coordinates resolved."""
         found = {leaf: leaf.expr for leaf in target.leaves() if isinstance(leaf, Value)}
         places = {leaf: value(self._resolved(expr, member, member.phase)) for leaf, expr in found.items()}
         return target.substitute(places) if places else target
@@ -148,7 +148,7 @@ class _Writer:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def value(self, name: str, phase: int) -> Expr:
-        """What a step of the group has computed, as a later one of that phase sees it."""
+        """Return the value of a step of the group for a later step of that phase."""
         member = self.group.members[name]
         dtype = self.buffers[name].dtype
         if member.step.reduction is not None:
@@ -168,23 +168,23 @@ class _Writer:
         length = product(self.group.space[k] for k in self.group.reduced)
         if name in self.stored - self.overwritten and body.dtype == _wide(body).dtype:
             return load(self._pointer(name), body.dtype, self.buffers[name].place(member.target))
-        if (length.constant or MOST_KEPT + 1) > MOST_KEPT or self.by_columns:
+        if (length.constant or MAX_ROW_ELEMENTS + 1) > MAX_ROW_ELEMENTS or self.by_columns:
             return body
         wide = _wide(body).dtype
-        kept = self.kept.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
-        return cast(load(kept.name, wide, self._in_row()), body.dtype)
+        row_buffer = self.row_buffers.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
+        return cast(load(row_buffer.name, wide, self._in_row()), body.dtype)
 
     def _dear(self, body: Expr) -> bool:
         return cost(body) > AGAIN or sum(node.op == "load" for node in body.walk()) > 2
 
     def _in_row(self) -> Index:
-        """Where a point is in its row."""
+        """Return the position of a point in its row."""
         reduced = sorted(self.group.reduced)
         extents = [self.group.space[k] for k in reduced]
         return flat([axis(k, self.group.space[k]) for k in reduced], contiguous(extents))
 
     def _body(self, member: Member, phase: int) -> Expr:
-        """A step's expression over the group's space, with what it reads from the group in place."""
+        """Return a step's expression over the group's space, with loads from the group replaced by values."""
         return self._resolved(member.step.body.substitute(member.axes), member, phase)
 
     def _resolved(self, root: Expr, member: Member, phase: int) -> Expr:
@@ -201,13 +201,13 @@ class _Writer:
         return rewrite(root, change)
 
     def _before(self, buffer: str, member: Member) -> bool:
-        """Whether a step reads a buffer that the group overwrites later: it sees what was there."""
+        """Return whether a step reads a buffer that the group overwrites later: it reads the old values."""
         names = list(self.group.members)
         return names.index(buffer) > names.index(member.step.buffer)
 
 
 def _accumulated(step: Compute) -> str:
-    """The type in which a reduction holds what it has so far: float64 for sums and products of float32.
+    """Return the type of a reduction's accumulator: float64 for sums and products of float32.
 
     It is no slower: additions that wait for one another take as long for vectors of either type.
     """
@@ -216,7 +216,7 @@ def _accumulated(step: Compute) -> str:
 
 
 def _wide(value: Expr) -> Expr:
-    """The value before it is rounded to a narrow float only to be passed on."""
+    """Return a value without a final rounding to a narrow float that only connects two steps."""
     if value.op == "cast" and not value.data and value.dtype in ("bf16", "f16"):
         return value.args[0]
     return cast(value, DTYPES[value.dtype].compute)

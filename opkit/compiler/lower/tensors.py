@@ -1,8 +1,8 @@
-"""What a rule gets for a tensor: a way to its elements. Views are maps of indices, never copies.
+"""This module defines tensors as rules see them: a way to compute each element. Views are maps of indices, never copies.
 
 A tensor is either an index map into a buffer (``Stored``) or an expression over its own axes (``Lazy``): a constant, a
-range, a mask made of positions. A lazy tensor is written into every use; it owns memory only where an extern call or a
-result needs it. Or it is a ``Pair`` of tensors: a complex tensor is one of its real and its imaginary part, and such a
+range, a mask of positions. A lazy tensor is inlined in every use; it gets memory only if an extern call or a result needs
+it. Or it is a ``Pair`` of tensors: a complex tensor is one of its real and its imaginary part, and such a
 tensor seen as a real one (``view_as_real``) is one of its elements at even and at odd places.
 """
 
@@ -26,9 +26,9 @@ class Stored:
     """Elements of a buffer.
 
     Attributes:
-        buffer: where they are.
+        buffer: the buffer.
         coordinates: in the buffer, over the tensor's formal axes (``Axis(k, shape[k])``).
-        copied: whether eager has these elements in memory of their own, so that a write to the buffer must not show.
+        copied: whether eager mode copies these elements, so that later writes to the buffer must not change them.
     """
 
     buffer: Buffer
@@ -44,7 +44,7 @@ class Lazy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """The elements of two tensors, which have the shape of the tensor itself.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tensor:
 
     dtype: str
     shape: Shape
-    source: Stored | Lazy | Pair
+    source: Stored | Lazy | TensorPair
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
@@ -73,26 +73,26 @@ class Tensor:
         Raises:
             NoRule: it is not one that is computed with.
         """
-        if not isinstance(self.source, Pair) or self.source.which is not None:
+        if not isinstance(self.source, TensorPair) or self.source.which is not None:
             raise NoRule(f"a tensor of {self.dtype}")
         return self.source.first, self.source.second
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors, of no pairs, that hold the elements."""
-        if not isinstance(self.source, Pair):
+        """The tensors that hold the elements, none of which is a pair."""
+        if not isinstance(self.source, TensorPair):
             return (self,)
         return *self.source.first.leaves, *self.source.second.leaves
 
     def at(self, coordinates: Sequence[IndexLike], mask: Expr | None = None) -> Expr:
-        """The element at coordinates; where ``mask`` is false, memory is not read.
+        """Return the element at coordinates; where ``mask`` is false, memory is not read.
 
         Raises:
             NoRule: the tensor is complex, so that an element is no expression.
         """
         same = tuple(coordinates) == formal(self.shape)
         moved = {} if same else substitution(self.shape, coordinates)
-        if isinstance(self.source, Pair):
+        if isinstance(self.source, TensorPair):
             return self._chosen(self.source, coordinates, moved, mask)
         if isinstance(self.source, Lazy):
             return self.source.body if same else self.source.body.substitute(moved)
@@ -100,9 +100,9 @@ class Tensor:
         return load(self.source.buffer.name, self.dtype, *there, mask=mask)
 
     def _chosen(
-        self, pair: Pair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
+        self, pair: TensorPair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
     ) -> Expr:
-        """The element of the one or the other of a pair."""
+        """Return the element of the one or the other of a pair."""
         if pair.which is None:
             raise NoRule("an element of a complex tensor")
         which = pair.which.substitute(moved)
@@ -112,10 +112,10 @@ class Tensor:
         return where(op("eq", position(which), const(0, "i64")), first, second)
 
     def mapped(self, shape: Sequence[IndexLike], coordinates: Sequence[IndexLike], copied: bool = False) -> Tensor:
-        """A view of ``shape`` whose element is this one's at ``coordinates`` (over the view's formal axes)."""
+        """Return a view of ``shape`` whose element is this one's at ``coordinates`` (over the view's formal axes)."""
         moved = substitution(self.shape, coordinates)
         new = tuple(map(index, shape))
-        if isinstance(self.source, Pair):
+        if isinstance(self.source, TensorPair):
             return self._mapped(self.source, new, coordinates, moved, copied)
         if isinstance(self.source, Lazy):
             return Tensor(self.dtype, new, Lazy(self.source.body.substitute(moved)))
@@ -124,23 +124,23 @@ class Tensor:
 
     def _mapped(
         self,
-        pair: Pair,
+        pair: TensorPair,
         shape: Shape,
         coordinates: Sequence[IndexLike],
         moved: Mapping[Axis, IndexLike],
         copied: bool,
     ) -> Tensor:
-        """A view of a pair: of one of the two, where no element is the other's."""
+        """Return a view of a pair: of one of the two, where no element is the other's."""
         first, second = (each.mapped(shape, coordinates, copied) for each in (pair.first, pair.second))
         if pair.which is None:
-            return Tensor(self.dtype, shape, Pair(first, second))
+            return Tensor(self.dtype, shape, TensorPair(first, second))
         which = pair.which.substitute(moved)
         if which.constant is not None:
             return second if which.constant else first
-        return Tensor(self.dtype, shape, Pair(first, second, which))
+        return Tensor(self.dtype, shape, TensorPair(first, second, which))
 
     def expanded(self, shape: Sequence[IndexLike]) -> Tensor:
-        """The tensor broadcast to ``shape``."""
+        """Return the tensor broadcast to ``shape``."""
         new = tuple(map(index, shape))
         if new == self.shape:
             return self
@@ -148,13 +148,13 @@ class Tensor:
         return self.mapped(new, [ZERO if n == 1 else a for n, a in zip(self.shape, own, strict=True)])
 
     def reshaped(self, shape: Sequence[IndexLike]) -> Tensor:
-        """The elements in row-major order, in another shape."""
+        """Return the elements in row-major order, in another shape."""
         new = tuple(map(index, shape))
         return self if new == self.shape else self.mapped(new, _reshape(self.shape, new))
 
     def strided(self) -> Strided | None:
-        """The tensor as torch describes one, if its map is affine with strides that torch can have."""
-        if isinstance(self.source, Pair):
+        """Return the tensor as torch describes one, if its map is affine with strides that torch can have."""
+        if isinstance(self.source, TensorPair):
             joined = _joined(self, self.source)
             return None if joined is None else joined.strided()
         if isinstance(self.source, Lazy):
@@ -177,7 +177,7 @@ class Tensor:
 
 
 def memories(tensor: Tensor) -> tuple[str, ...]:
-    """The buffers in whose memory elements of a tensor lie, each once."""
+    """Return the buffers in whose memory elements of a tensor lie, each once."""
     sources = (each.source for each in tensor.leaves)
     return tuple(dict.fromkeys(source.buffer.memory for source in sources if isinstance(source, Stored)))
 
@@ -185,12 +185,12 @@ def memories(tensor: Tensor) -> tuple[str, ...]:
 def whole(buffer: Buffer) -> Tensor:
     """All of a buffer."""
     parts = parts_of(buffer)
-    source = Pair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
+    source = TensorPair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
     return Tensor(buffer.dtype, buffer.shape, source)
 
 
 def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
-    """The real and the imaginary part of a buffer of complex numbers; nothing for another one.
+    """Return the real and the imaginary part of a buffer of complex numbers; nothing for another one.
 
     >>> z = Buffer("z", "c64", (index(3),), (index(1),))
     >>> [(part.name, part.dtype, part.strides, part.offset) for part in parts_of(z)]
@@ -207,7 +207,7 @@ def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
 
 
 def _of_whole(tensor: Tensor, source: Stored) -> Tensor | None:
-    """A part of real numbers as a view of all of them; None for one of complex numbers."""
+    """Return a part of real numbers as a view of all of them; None for one of complex numbers."""
     memory, at = source.buffer.whole, source.coordinates
     if memory is None or memory.dtype != tensor.dtype:
         return None
@@ -215,8 +215,8 @@ def _of_whole(tensor: Tensor, source: Stored) -> Tensor | None:
     return Tensor(tensor.dtype, tensor.shape, Stored(memory, (*at[:-1], at[-1] * 2 + which), source.copied))
 
 
-def _joined(tensor: Tensor, pair: Pair) -> Tensor | None:
-    """A pair as one tensor over the memory that both lie in; None where they do not lie side by side in one."""
+def _joined(tensor: Tensor, pair: TensorPair) -> Tensor | None:
+    """Return a pair as one tensor over the memory that both lie in; None where they do not lie side by side in one."""
     first, second = pair.first.source, pair.second.source
     if not isinstance(first, Stored) or not isinstance(second, Stored) or first.coordinates != second.coordinates:
         return None
@@ -235,12 +235,12 @@ def _joined(tensor: Tensor, pair: Pair) -> Tensor | None:
 
 
 def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:
-    """A tensor whose elements are ``body`` over the formal axes of ``shape``."""
+    """Return a tensor whose elements are ``body`` over the formal axes of ``shape``."""
     return Tensor(body.dtype, tuple(map(index, shape)), Lazy(body))
 
 
 def formal(shape: Sequence[IndexLike]) -> tuple[Index, ...]:
-    """The axes of a shape: number k runs along dimension k; 0 where the extent is 1."""
+    """Return the axes of a shape: number k runs along dimension k; 0 where the extent is 1."""
     return _formal(tuple(shape))
 
 
@@ -255,7 +255,7 @@ def substitution(shape: Shape, coordinates: Sequence[IndexLike]) -> dict[Axis, I
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape that shapes broadcast to.
+    """Return the shape that shapes broadcast to.
 
     >>> broadcast((index(3), index(1)), (index(4),))
     (3, 4)
@@ -266,7 +266,7 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """Whether the strides are those of a row-major tensor whose dimensions were permuted.
+    """Return whether the strides are those of a row-major tensor whose dimensions were permuted.
 
     >>> is_dense((index(2), index(3)), (index(1), index(2)))
     True
@@ -283,7 +283,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 def channels_last(shape: Sequence[Index]) -> Shape:
-    """The strides of a batch of images whose channels are innermost."""
+    """Return the strides of a batch of images whose channels are innermost."""
     _, channels, height, width = shape
     return (channels * height * width, index(1), channels * width, channels)
 
@@ -307,7 +307,7 @@ def _reshape(old: Shape, new: Shape) -> list[Index]:
 
 
 def _unravelled(position: Index, shape: Sequence[Index]) -> list[Index]:
-    """The coordinates of a row-major position."""
+    """Return the coordinates of a row-major position."""
     steps = contiguous(shape)
     found = [position // step for step in steps]
     return [ZERO if n == 1 else (at if k == 0 else at % n) for k, (at, n) in enumerate(zip(found, shape, strict=True))]
@@ -324,7 +324,7 @@ def _groups(old: Shape, new: Shape) -> list[tuple[Shape, Shape]]:
 
 
 def _first_group(old: Shape, new: Shape) -> tuple[int, int]:
-    """How many dimensions of each make the first group: the fewest with equal products, all of them if none has."""
+    """Return how many dimensions of each make the first group: the fewest with equal products, all of them if none has."""
     ends: dict[Index, int] = {}
     for n in range(1, len(new) + 1):
         ends.setdefault(product(new[:n]), n)

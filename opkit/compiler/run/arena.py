@@ -1,6 +1,6 @@
-"""The memory in which compiled graphs keep what lives no longer than a call: few large blocks that all graphs share.
+"""The memory for tensors of compiled graphs that live no longer than a call: a few large blocks that all graphs share.
 
-A call takes a block and gives it back, so that calls within calls and calls of several threads have one each.
+A call takes a block and gives it back, so that nested calls and calls of several threads have a block each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 import torch
 
 _LEAST = 1 << 12
-_GROWTH = 1.25  # sizes that creep up from call to call must not need new memory at each
+_GROWTH = 1.25  # sizes that grow slowly from call to call must not need new memory at each
 
 _lock = threading.Lock()
 _free: list[Arena] = []
@@ -21,7 +21,7 @@ class Arena:
 
     Attributes:
         memory: its bytes.
-        size: how many.
+        size: the number of bytes.
     """
 
     __slots__ = ("__weakref__", "memory", "size")
@@ -33,7 +33,7 @@ class Arena:
 
 
 def take(size: int) -> Arena:
-    """A block of at least ``size`` bytes that nobody else uses; one that is too small is replaced."""
+    """Return a block of at least ``size`` bytes for exclusive use; a free block that is too small is replaced."""
     with _lock:
         if _free and _free[-1].size >= size:
             return _free.pop()
@@ -47,11 +47,11 @@ def take(size: int) -> Arena:
 
 
 def give(arena: Arena) -> None:
-    """Hand a block back."""
+    """Return a block to the free ones."""
     _free.append(arena)
 
 
 def release() -> None:
-    """Free the blocks that nobody uses."""
+    """Free the blocks that are not in use."""
     with _lock:
         _free.clear()

@@ -1,7 +1,7 @@
-"""Compiled graphs as a function that Dynamo's code calls, without AOTAutograd: what it does around them in plain cases.
+"""This module wraps compiled graphs in the function that Dynamo's code calls: what AOTAutograd does in plain cases, without it.
 
-In training that is an ``autograd.Function``, whose forward returns results and what is saved, and whose backward is given
-the saved tensors and then gradients of results.
+In training that is an ``autograd.Function``: its forward returns results and saved tensors, and its backward takes the saved
+tensors and then the gradients of results.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Called = Callable[..., list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class GraphResult:
     """A result of the user's function.
 
     Attributes:
-        input: the number of the input that it is; None of a tensor of its own.
+        input: the number of the input that is this result; None for a new tensor.
         differentiable: whether gradients flow through it.
-        is_view: whether it is a view of a tensor that nobody else sees, which autograd must not know.
+        is_view: whether it is a view of a tensor that the user does not see, which autograd must not know.
     """
 
     input: int | None
@@ -35,19 +35,19 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """How graphs are called.
+    """The calling convention of the graphs of one graph of Dynamo's.
 
     Attributes:
-        inputs: how many there are.
-        results: those that the graph returns first, in order.
-        written: the inputs that the graph writes to, which autograd must see.
-        detached: the inputs whose history the graph must not be connected with: they never get a gradient.
-        autocast: whether autocast was on, which is not to be applied a second time.
-        deterministic: whether the backward was made of deterministic operators alone.
+        inputs: the number of inputs.
+        results: the user's results, which the graph returns first, in order.
+        written: the inputs that the graph writes to, which autograd must know.
+        detached: the inputs with a history that never get a gradient: they are detached.
+        autocast: whether autocast was on; it must not apply a second time.
+        deterministic: whether the backward was compiled with deterministic algorithms only.
     """
 
     inputs: int
-    results: tuple[Result, ...]
+    results: tuple[GraphResult, ...]
     written: tuple[int, ...]
     detached: tuple[int, ...]
     autocast: bool
@@ -55,8 +55,8 @@ class Wiring:
 
 
 def inference(wiring: Wiring, graph: Boxed) -> Called:
-    """The function of a graph that needs no gradients."""
-    call, has_inputs = _caller(wiring, graph), _returns_inputs(wiring)
+    """Return the function of a graph that needs no gradients."""
+    call, returns_inputs = _caller(wiring, graph), _returns_inputs(wiring)
 
     def run(*inputs: Any) -> list[Any]:
         _count_writes(wiring, inputs)
@@ -66,7 +66,7 @@ def inference(wiring: Wiring, graph: Boxed) -> Called:
             results = call([*inputs])
         finally:
             private.set_grad_enabled(before)
-        if not has_inputs:
+        if not returns_inputs:
             return [*results]
         return [value if r.input is None else inputs[r.input] for value, r in zip(results, wiring.results, strict=True)]
 
@@ -74,20 +74,20 @@ def inference(wiring: Wiring, graph: Boxed) -> Called:
 
 
 def training(wiring: Wiring, forward: Boxed, backward: Boxed) -> Called:
-    """The function of a forward graph and its backward graph."""
+    """Return the function of a forward graph and its backward graph."""
     untraced: Any = torch.compiler.disable(backward)
-    function, has_inputs = _function(wiring, forward, untraced), _returns_inputs(wiring)
+    function, returns_inputs = _function(wiring, forward, untraced), _returns_inputs(wiring)
 
     def run(*inputs: Any) -> list[Any]:
         _count_writes(wiring, inputs)
-        given = _detached(wiring, inputs) if wiring.detached else inputs
+        arguments = _detached(wiring, inputs) if wiring.detached else inputs
         before = torch.is_grad_enabled()
         private.set_grad_enabled(True)
         try:
-            results = function.apply(*given)
+            results = function.apply(*arguments)
         finally:
             private.set_grad_enabled(before)
-        if not has_inputs:
+        if not returns_inputs:
             return [*results]
         own = iter(results)
         return [next(own) if r.input is None else inputs[r.input] for r in wiring.results]
@@ -109,7 +109,7 @@ def _count_writes(wiring: Wiring, inputs: Sequence[Any]) -> None:
 
 
 def _caller(wiring: Wiring, graph: Boxed) -> Boxed:
-    """The graph, without autocast."""
+    """Return the graph, with autocast switched off."""
     if not wiring.autocast:
         return graph
 
@@ -129,7 +129,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
     count, fixed = len(wiring.results), frozenset(range(len(own))) - {*wanted}
     forward, backward = _caller(wiring, forward_graph), _caller(wiring, backward_graph)
 
-    class Compiled(torch.autograd.Function):
+    class CompiledTraining(torch.autograd.Function):
         boxed_grads_call = True  # torch 2.13: gradients come in one list, which can be emptied
 
         @staticmethod
@@ -141,41 +141,41 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             _refuse(wiring)
-            given = gradients[0] if isinstance(gradients[0], list) else [*gradients]
-            arguments = [*ctx.saved_tensors, *(given[number] for number in wanted)]
-            given.clear()
+            listed = gradients[0] if isinstance(gradients[0], list) else [*gradients]
+            arguments = [*ctx.saved_tensors, *(listed[number] for number in wanted)]
+            listed.clear()
             if torch.is_grad_enabled():
                 return _once(ctx, backward, arguments)
-            private.let_go(ctx)
+            private.release_saved_tensors(ctx)
             return tuple(backward(arguments))
 
-    return Compiled
+    return CompiledTraining
 
 
 def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Keep tensors; one that is a view would keep its base and its history."""
+    """Save tensors for the backward; a view is detached, since it would keep its base and its history alive."""
     ctx.save_for_backward(*[tensor.detach() if private.is_view(tensor) else tensor for tensor in tensors])
 
 
 def _returned(
     ctx: Any, wiring: Wiring, values: Sequence[torch.Tensor], fixed: frozenset[int]
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors of their own among the results, as autograd is to see them; ``fixed`` are not differentiable."""
+    """Return the results that are new tensors, as autograd must see them; ``fixed`` are not differentiable."""
     made: list[torch.Tensor] = []
     for value, result in zip(values, wiring.results, strict=False):
         if result.input is None:
             made.append(torch.ops.aten._unsafe_view(value, value.shape) if result.is_view else value)
     if fixed:
         ctx.mark_non_differentiable(*(made[number] for number in fixed))
-    private.give_none_for_undifferentiable(ctx)
+    private.no_zeros_for_undifferentiable(ctx)
     return tuple(made)
 
 
 def _refuse(wiring: Wiring) -> None:
-    """Calls of a backward that AOTAutograd refuses.
+    """Refuse the calls of a backward that AOTAutograd refuses.
 
     Raises:
-        RuntimeError: deterministic algorithms are wanted now and were not in the forward, or it runs within vmap.
+        RuntimeError: deterministic algorithms are on now and were off in the forward, or it runs within vmap.
     """
     if private.is_transformed():
         raise RuntimeError(
@@ -189,12 +189,12 @@ def _refuse(wiring: Wiring) -> None:
 
 
 def _once(ctx: Any, graph: Boxed, arguments: list[Any]) -> Any:
-    """The gradients, where the caller wants to differentiate them: that raises, as with AOTAutograd."""
+    """Return gradients with ``create_graph=True``: to differentiate them raises, as with AOTAutograd."""
 
     class Once(torch.autograd.Function):
         @staticmethod
-        def forward(_: Any, *given: Any) -> tuple[Any, ...]:
-            private.let_go(ctx)
+        def forward(_: Any, *differentiable: Any) -> tuple[Any, ...]:
+            private.release_saved_tensors(ctx)
             return tuple(graph(arguments))
 
         @staticmethod

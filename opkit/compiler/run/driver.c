@@ -4,8 +4,8 @@
 //
 // A frame is one graph for one arena and one set of sizes. Its program is an array of words, in which a step is a number
 // (the order of `steps` below) and what that step takes. A slot holds a handle of a tensor: slots from 0 on are the
-// call's and empty between calls (and for inputs that are None); -1, -2, ... are the frame's own tensors, views of its arena and constants. Who uses a
-// frame has it to himself.
+// call's and empty between calls (and for inputs that are None); -1, -2, ... are the frame's own tensors, views of its arena and constants. Only one
+// call at a time uses a frame.
 
 typedef __INT64_TYPE__ int64_t;
 typedef __INT32_TYPE__ int32_t;
@@ -62,11 +62,11 @@ struct frame {
   int64_t fixed_count;
   const int64_t *taken;  // of each input, its slot; -1 for one that is no tensor, or that nothing needs
   int64_t input_count;
-  void **pointers;  // the table that segments are given
+  void **pointers;  // the table that is passed to segments
   const int64_t *sizes;
   void *runtime;
   int64_t by_python;  // whether torch's functions are called through Python, for modes and profilers to see them
-  PyObject *kept;     // a tuple of what follows, and of all that the frame needs to stay
+  PyObject *owned;    // a tuple of what follows, and of everything that must live as long as the frame
   PyObject *handles_of, *tensors_of, *failed, *finished, *functions;
   void *thread;
 };
@@ -74,14 +74,14 @@ struct frame {
 static void *handle(const struct frame *f, int64_t slot) { return slot < 0 ? f->fixed[-1 - slot] : f->slots[slot]; }
 
 static void drop(const struct frame *f, int64_t slot) {
-  void *held = f->slots[slot];
+  void *tensor = f->slots[slot];
   f->slots[slot] = 0;
-  if (held) f->shim->delete_tensor_object(held);
+  if (tensor) f->shim->delete_tensor_object(tensor);
 }
 
 // ---- between handles and Python's tensors; the caller holds the GIL ----
 
-// The handles of a list of tensors, each in its slot; 0, or -1 with an exception set.
+// Put the handles of a list of tensors into slots. Return 0, or -1 with an exception set.
 static int receive(const struct frame *f, PyObject *tensors, int64_t count, const int64_t *slots) {
   PyObject *handles = PyObject_CallFunctionObjArgs(f->handles_of, tensors, (void *)0);
   if (!handles) return -1;
@@ -93,29 +93,28 @@ static int receive(const struct frame *f, PyObject *tensors, int64_t count, cons
   return 0;
 }
 
-// The capsule of a new handle, or of the slot's own, which is emptied; NULL with an exception set.
+// Return the capsule of a new handle, or of the slot's own, which is then emptied; NULL with an exception set.
 static PyObject *capsule(const struct frame *f, int64_t slot, int moved) {
-  void *given = handle(f, slot);
+  void *tensor = handle(f, slot);
   if (moved)
     f->slots[slot] = 0;
-  else if (f->shim->new_tensor_handle(given, &given)) {
+  else if (f->shim->new_tensor_handle(tensor, &tensor)) {
     PyErr_SetString(PyExc_RuntimeError, "opkit: torch gave no handle of a tensor");
     return 0;
   }
-  return PyCapsule_New(given, 0, 0);
+  return PyCapsule_New(tensor, 0, 0);
 }
 
-// A list of tensors, with None for empty slots; NULL with an exception set. Where `moves` is given, slots that it marks
-// are emptied.
+// Return a list of tensors, with None for empty slots; NULL with an exception set. Slots that `moves` marks are emptied.
 static PyObject *tensors(const struct frame *f, int64_t count, const int64_t *slots, const int64_t *moves) {
   PyObject *handles = PyList_New(0), *found = 0;
   char empty[count + 1];
   if (!handles) return 0;
   for (int64_t i = 0; i < count; ++i) {
     if ((empty[i] = !handle(f, slots[i]))) continue;
-    PyObject *given = capsule(f, slots[i], moves && moves[i]);
-    if (given) PyList_Append(handles, given);
-    if (given) Py_DecRef(given);
+    PyObject *tensor = capsule(f, slots[i], moves && moves[i]);
+    if (tensor) PyList_Append(handles, tensor);
+    if (tensor) Py_DecRef(tensor);
   }
   if (!PyErr_Occurred()) found = PyObject_CallFunctionObjArgs(f->tensors_of, handles, (void *)0);
   Py_DecRef(handles);
@@ -124,16 +123,16 @@ static PyObject *tensors(const struct frame *f, int64_t count, const int64_t *sl
   return found;
 }
 
-// A function of Python's: takes a list of tensors, and returns one.
+// Call a Python function, which takes a list of tensors and returns one.
 static int call(const struct frame *f, int64_t function, int64_t count, const int64_t *slots, int64_t results,
                 const int64_t *to) {
-  PyObject *given = tensors(f, count, slots, 0);
-  if (!given) return -1;
-  PyObject *made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(f->functions, function), given, (void *)0);
-  Py_DecRef(given);
-  if (!made) return -1;
-  const int failed = results ? receive(f, made, results, to) : 0;
-  Py_DecRef(made);
+  PyObject *arguments = tensors(f, count, slots, 0);
+  if (!arguments) return -1;
+  PyObject *returned = PyObject_CallFunctionObjArgs(PyTuple_GetItem(f->functions, function), arguments, (void *)0);
+  Py_DecRef(arguments);
+  if (!returned) return -1;
+  const int failed = results ? receive(f, returned, results, to) : 0;
+  Py_DecRef(returned);
   return failed;
 }
 
@@ -184,7 +183,7 @@ static const int64_t *product(struct frame *f, const int64_t *w) {
     else if (handle(f, s[3]))
       failed = ((int (*)(void *, void *, void *, void *, double, double))w[1])(out, x, y, handle(f, s[3]), 1, 1);
   }
-  if (failed) {  // the shim keeps its exception to itself; the same call raises it in Python
+  if (failed) {  // the shim does not pass its exception on; the same call in Python raises it
     PyEval_RestoreThread(f->thread);
     failed = call(f, w[2], w[3], s, 0, 0);
     f->thread = PyEval_SaveThread();
@@ -192,25 +191,25 @@ static const int64_t *product(struct frame *f, const int64_t *w) {
   return failed ? 0 : s + w[3];
 }
 
-static const int64_t *forget(struct frame *f, const int64_t *w) {  // count, slots
+static const int64_t *drop_slots(struct frame *f, const int64_t *w) {  // count, slots
   for (int64_t i = 0; i < w[1]; ++i) drop(f, w[2 + i]);
   return w + 2 + w[1];
 }
 
 static const int64_t *(*const steps[])(struct frame *, const int64_t *) = {point,  view,    allocate, segment,
-                                                                         python, product, forget};
+                                                                         python, product, drop_slots};
 enum { END = sizeof steps / sizeof *steps };
 
 // ---- calls ----
 
-// Whether an input gets a slot: it is needed, and not None, as what stands for an order of effects is.
+// Whether an input gets a slot: it is needed, and is not None, as the tokens are that order effects.
 static int is_taken(const struct frame *f, PyObject *inputs, int64_t i) {
   return f->taken[i] >= 0 && PyList_GetItem(inputs, i) != (PyObject *)_Py_NoneStruct;
 }
 
 static int take(const struct frame *f, PyObject *inputs) {
   int64_t slots[f->input_count + 1], count = 0;
-  PyObject *given = inputs;
+  PyObject *needed = inputs;
   if (PyList_Size(inputs) != f->input_count) {
     PyErr_SetString(PyExc_RuntimeError, "opkit: a compiled graph was called with another number of inputs");
     return -1;
@@ -218,20 +217,20 @@ static int take(const struct frame *f, PyObject *inputs) {
   for (int64_t i = 0; i < f->input_count; ++i)
     if (is_taken(f, inputs, i)) slots[count++] = f->taken[i];
   const int all = count == f->input_count;
-  if (!all && !(given = PyList_New(0))) return -1;
+  if (!all && !(needed = PyList_New(0))) return -1;
   for (int64_t i = 0; !all && i < f->input_count; ++i)
-    if (is_taken(f, inputs, i)) PyList_Append(given, PyList_GetItem(inputs, i));
-  const int failed = receive(f, given, count, slots);
-  if (!all) Py_DecRef(given);
+    if (is_taken(f, inputs, i)) PyList_Append(needed, PyList_GetItem(inputs, i));
+  const int failed = receive(f, needed, count, slots);
+  if (!all) Py_DecRef(needed);
   return failed || PyList_SetSlice(inputs, 0, f->input_count, 0) ? -1 : 0;
 }
 
 static PyObject *results(const struct frame *f, const int64_t *w) {  // count, slots, whether each is moved
-  PyObject *made = tensors(f, w[1], w + 2, w + 2 + w[1]);
-  if (!made || !f->finished) return made;
-  PyObject *whole = PyObject_CallFunctionObjArgs(f->finished, made, (void *)0);
-  Py_DecRef(made);
-  return whole;
+  PyObject *returned = tensors(f, w[1], w + 2, w + 2 + w[1]);
+  if (!returned || !f->finished) return returned;
+  PyObject *all_results = PyObject_CallFunctionObjArgs(f->finished, returned, (void *)0);
+  Py_DecRef(returned);
+  return all_results;
 }
 
 static PyObject *fail(const struct frame *f, const int64_t *w) {
@@ -259,7 +258,7 @@ static PyObject *opkit_run(PyObject *self, PyObject *inputs) {
   struct frame *f = PyCapsule_GetPointer(self, 0);
   PyObject *found = take(f, inputs) ? 0 : perform(f);
   PyObject *type = 0, *value = 0, *trace = 0;
-  if (!found) PyErr_Fetch(&type, &value, &trace);  // what tensors do when they go must not touch it
+  if (!found) PyErr_Fetch(&type, &value, &trace);  // destructors of tensors must not touch it
   for (int64_t i = 0; i < f->slot_count; ++i) drop(f, i);
   if (!found) PyErr_Restore(type, value, trace);
   return found;
@@ -269,18 +268,18 @@ static void release(PyObject *capsule) {
   struct frame *f = PyCapsule_GetPointer(capsule, 0);
   for (int64_t i = 0; i < f->fixed_count; ++i)
     if (f->fixed[i]) f->shim->delete_tensor_object(f->fixed[i]);
-  Py_DecRef(f->kept);
+  Py_DecRef(f->owned);
 }
 
-// The function of a frame: takes a list of inputs, which it empties, and returns a list of results. `fixed` is a list of
-// the frame's own tensors.
+// Return the function of a frame, which takes a list of inputs, empties it, and returns a list of results. `fixed` is a list
+// of the frame's own tensors.
 __attribute__((visibility("default"))) PyObject *opkit_function(struct frame *f, PyObject *fixed) {
   static struct method method = {"run", opkit_run, 8, 0};
   PyObject *handles = PyObject_CallFunctionObjArgs(f->handles_of, fixed, (void *)0);
   if (!handles) return 0;
   for (int64_t i = 0; i < f->fixed_count; ++i) f->fixed[i] = PyCapsule_GetPointer(PyList_GetItem(handles, i), 0);
   Py_DecRef(handles);
-  Py_IncRef(f->kept);
+  Py_IncRef(f->owned);
   PyObject *capsule = PyCapsule_New(f, 0, release);
   PyObject *run = capsule ? PyCFunction_NewEx(&method, capsule, 0) : 0;
   if (capsule) Py_DecRef(capsule);

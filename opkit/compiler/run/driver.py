@@ -1,4 +1,4 @@
-"""The driver, ``driver.c``, with which compiled graphs run: compiled once, and told where torch's C shim is."""
+"""This module compiles and loads the driver, ``driver.c``, which runs compiled graphs, and passes it torch's C shim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.run.code import PRODUCTS
+from opkit.compiler.run.driver_program import PRODUCTS
 from opkit.kernels.cc.compilation import Request, Unit, build
 
 _SOURCE = Path(__file__).with_name("driver.c")
@@ -29,7 +29,7 @@ _SHIM = (
 Boxed = Callable[[list[Any]], list[Any]]
 
 
-class State(ctypes.Structure):
+class DriverFrame(ctypes.Structure):
     """``struct frame``."""
 
     _fields_ = (
@@ -45,7 +45,7 @@ class State(ctypes.Structure):
         ("sizes", ctypes.c_void_p),
         ("runtime", ctypes.c_void_p),
         ("by_python", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("kept", "handles_of", "tensors_of", "failed", "finished", "functions")),
+        *((name, ctypes.c_void_p) for name in ("owned", "handles_of", "tensors_of", "failed", "finished", "functions")),
         ("thread", ctypes.c_void_p),
     )
 
@@ -57,15 +57,15 @@ def function(
     fixed: list[torch.Tensor],
     tables: Mapping[str, Any],
     calls: Mapping[str, Any],
-) -> tuple[Boxed, State]:
-    """The function of a frame, and its state.
+) -> tuple[Boxed, DriverFrame]:
+    """Return the function of a frame, and its state.
 
     Args:
         words: the program, all numbers.
-        slots, taken: as in ``Code``.
-        fixed: the tensors of the frame itself.
-        tables: ``pointers``, ``sizes`` and ``runtime``: ctypes' objects.
-        calls: ``failed``, which is given the place of a step that failed, and raises; ``finished`` or None; ``functions``.
+        slots, taken: as in ``DriverProgram``.
+        fixed: the frame's own tensors.
+        tables: ``pointers``, ``sizes`` and ``runtime``, as ctypes objects.
+        calls: ``failed``, which takes the position of a step that failed, and raises; ``finished`` or None; ``functions``.
     """
     arrays = {
         "program": _numbers(words),
@@ -76,15 +76,15 @@ def function(
         **tables,
     }
     called = {"handles_of": private.handles_of, "tensors_of": private.tensors_of, **calls}
-    state = State(
+    state = DriverFrame(
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
         **{name: None if each is None else id(each) for name, each in called.items()},
         slot_count=slots,
         fixed_count=len(fixed),
         input_count=len(taken),
     )
-    kept = (state, arrays, called)
-    state.kept = id(kept)
+    owned = (state, arrays, called)
+    state.owned = id(owned)
     return library().opkit_function(ctypes.addressof(state), fixed), state
 
 
@@ -101,7 +101,7 @@ def _torch() -> ctypes.CDLL:
 
 
 def _address(name: str) -> int:
-    """The address of a function of torch's; 0 if it has none of that name."""
+    """Return the address of a function of torch, or 0 if it has none of that name."""
     found = getattr(_torch(), name, None)
     return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
 
@@ -116,19 +116,19 @@ def _shim() -> ctypes.Array[ctypes.c_void_p]:
 
 @functools.cache
 def products() -> dict[str, int]:
-    """The addresses of the functions in ``PRODUCTS``, by name; 0 for one that this torch has not."""
+    """Return the addresses of the functions in ``PRODUCTS``, by name; 0 for one that this torch does not have."""
     return {name: _address(name) for name, _ in PRODUCTS.values()}
 
 
 @functools.cache
 def dtype(name: str) -> int:
-    """The shim's number of a dtype."""
+    """Return the shim's number of a dtype."""
     return int(getattr(_torch(), f"aoti_torch_dtype_{name}")())
 
 
 @functools.cache
 def dtype_numbered(number: int) -> torch.dtype:
-    """The dtype of a number of the shim's."""
+    """Return the dtype of one of the shim's numbers."""
     return next(getattr(torch, row.torch) for row in DTYPES.values() if dtype(row.torch) == number)
 
 
@@ -140,7 +140,7 @@ _lock = threading.Lock()
 
 
 def prepare() -> None:
-    """Have the driver compiled in a thread, if that was not begun before in this process."""
+    """Start to compile the driver in a thread, unless this process has done so before."""
     global _path, _process
     with _lock:
         if _path is not None and _process == os.getpid():
@@ -159,7 +159,7 @@ def _build(path: Future[Path]) -> None:
 
 @functools.cache
 def library() -> ctypes.PyDLL:
-    """The driver, which is waited for.
+    """Wait for the driver, and return it.
 
     Raises:
         ToolchainError: there is no C compiler.

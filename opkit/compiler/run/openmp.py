@@ -1,4 +1,4 @@
-"""The OpenMP library that torch has loaded: two of its functions, by address, for kernels to run in torch's threads.
+"""This module finds the OpenMP library that torch has loaded, and two of its functions, so that kernels use torch's threads.
 
 Loading another OpenMP into the process would give it a second pool of threads, so nothing is loaded here.
 """
@@ -28,13 +28,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads() -> int:
-    """How many threads a call may use: torch's number; one in a forked process, which does not inherit the pool's."""
+    """Return how many threads a call may use: torch's number, or one in a forked process, which does not inherit the pool."""
     return 1 if _forked else torch.get_num_threads()
 
 
 @functools.cache
 def functions() -> tuple[int, int]:
-    """The addresses of GOMP_parallel and omp_get_thread_num; zeros where torch runs without an OpenMP that has both."""
+    """Return the addresses of GOMP_parallel and omp_get_thread_num, or zeros if torch has no OpenMP with both."""
     for path in _loaded():
         found = _addresses(path)
         if found is not None:
@@ -56,7 +56,7 @@ def _address(function: object) -> int:
 
 
 def _loaded() -> list[str]:
-    """The OpenMP libraries in the process, torch's own first."""
+    """Return the OpenMP libraries in the process, torch's own first."""
     own = str(Path(torch.__file__).parent)
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What is left of a Schedule once its kernels are C: steps, buffers, and where they lie. All that a call needs."""
+"""This module defines the execution plan of a graph: what a call needs of a Schedule once its kernels are C."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.graph import Opaque
+from opkit.compiler.ir.expr import Callee
+from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.ir.program import Buffer, Extern, Item, Strided
-from opkit.compiler.ir.schedule import Launch, Schedule, called
+from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
+from opkit.compiler.ir.schedule import KernelLaunch, Schedule, called_functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Segment:
     """Consecutive launches of kernels: one call of the function ``opkit_segment_<number>``.
 
     Attributes:
-        number: of the function.
-        buffers: those that its kernels are given, each once.
-        origins: what each launch computes, for people.
+        number: the number of the function.
+        buffers: the buffers that its kernels take, each once.
+        origins: the operators of each launch, for messages.
     """
 
     number: int
@@ -29,22 +29,22 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExecutionPlan:
     """How a graph runs.
 
     Attributes:
-        name: the graph's.
-        inputs, outputs: as those of a Program.
-        buffers: by name.
-        steps: in order.
-        places, arena: as those of a Schedule.
-        table: the buffers in the order of the table of pointers that segments are given.
+        name: the graph's name.
+        inputs, outputs: as in a Program.
+        buffers: the buffers, by name.
+        steps: the steps, in order.
+        places, arena: as in a Schedule.
+        table: the buffers in the order of the table of pointers that segments take.
         sizes: the names of the sizes in the order of the table of sizes.
-        functions: those of libraries that kernels call, in the order of their table.
+        functions: the library functions that kernels call, in the order of their table.
     """
 
     name: str
-    inputs: tuple[str | Index | Opaque, ...]
+    inputs: tuple[str | Index | OpaqueValue, ...]
     buffers: dict[str, Buffer]
     steps: tuple[Segment | Extern, ...]
     outputs: tuple[Any, ...]
@@ -56,28 +56,28 @@ class Plan:
 
     @property
     def segments(self) -> int:
-        """How many functions the C of its kernels has."""
+        """The number of functions in the C of its kernels."""
         return sum(isinstance(step, Segment) for step in self.steps)
 
 
-def plan(schedule: Schedule) -> tuple[Plan, list[list[Launch]]]:
-    """The plan of a schedule, and the launches of each of its segments."""
+def plan(schedule: Schedule) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
+    """Return the plan of a schedule, and the launches of each of its segments."""
     steps, launches = _steps(schedule)
     used = dict.fromkeys(name for step in steps if isinstance(step, Segment) for name in step.buffers)
     program = schedule.program
     buffers = {name: each for name, each in (program.buffers | schedule.buffers).items() if each.whole is None}
-    made = Plan(
+    made = ExecutionPlan(
         program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
-        tuple(used), (), called(launch for segment in launches for launch in segment),
+        tuple(used), (), called_functions(launch for segment in launches for launch in segment),
     )  # fmt: skip
     names = dict.fromkeys(n for segment in launches for launch in segment for n in launch.sizes)
     names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, Size))
     return dataclasses.replace(made, sizes=tuple(sorted(names))), launches
 
 
-def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[Launch]]]:
+def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[KernelLaunch]]]:
     steps: list[Segment | Extern] = []
-    launches: list[list[Launch]] = []
+    launches: list[list[KernelLaunch]] = []
     for step in schedule.steps:
         if isinstance(step, Extern):
             steps.append(step)
@@ -90,26 +90,26 @@ def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[Launch
     return steps, launches
 
 
-def _segment(number: int, launches: list[Launch]) -> Segment:
+def _segment(number: int, launches: list[KernelLaunch]) -> Segment:
     names = dict.fromkeys(name for launch in launches for name in launch.buffers)
     return Segment(number, tuple(names), tuple("; ".join(launch.kernel.origins) for launch in launches))
 
 
 def indices(of: Any) -> Iterator[Index]:
-    """Every index in a plan, or in a part of one."""
+    """Yield every index in a plan, or in a part of one."""
     if isinstance(of, Index):
         yield of
     elif isinstance(of, dict):
         yield from (found for each in of.values() for found in indices(each))
     elif isinstance(of, list | tuple):
         yield from (found for each in of for found in indices(each))
-    elif isinstance(of, Plan | Buffer | Extern | Strided):
+    elif isinstance(of, ExecutionPlan | Buffer | Extern | Strided):
         yield from indices([getattr(of, field.name) for field in dataclasses.fields(of)])
 
 
-def tensors(of: Any) -> Iterator[Strided | Item]:
-    """Every tensor among arguments, and every tensor whose number is one."""
-    if isinstance(of, Strided | Item):
+def tensors(of: Any) -> Iterator[Strided | ScalarItem]:
+    """Yield every tensor among arguments, and every tensor whose number is an argument."""
+    if isinstance(of, Strided | ScalarItem):
         yield of
     elif isinstance(of, dict):
         yield from (found for each in of.values() for found in tensors(each))
@@ -118,8 +118,8 @@ def tensors(of: Any) -> Iterator[Strided | Item]:
 
 
 def mentioned(step: Segment | Extern) -> list[str]:
-    """The buffers that a step touches, each once."""
+    """Return the buffers that a step reads or writes, each once."""
     if isinstance(step, Segment):
         return list(step.buffers)
-    given = [each.buffer for each in tensors((step.args, step.kwargs))]
-    return list(dict.fromkeys([*given, *(name for name in step.outputs if isinstance(name, str)), *step.mutated]))
+    operands = [each.buffer for each in tensors((step.args, step.kwargs))]
+    return list(dict.fromkeys([*operands, *(name for name in step.outputs if isinstance(name, str)), *step.mutated]))

@@ -1,4 +1,4 @@
-"""Sizes that change, as text: what an index is in terms of them, and where a call's inputs tell them."""
+"""This module writes Python text for symbolic sizes: an index in terms of them, and a function that reads them from inputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.compiler.ir.index import Div, Index, Mod, Size
-from opkit.compiler.run.plan import Plan
+from opkit.compiler.run.plan import ExecutionPlan
 
 
 def spelled(at: Index) -> str:
-    """An index over sizes as Python spells it."""
+    """Return an index over sizes as a Python expression."""
     terms = [
         "*".join([*map(_atom, monomial), *([str(c)] if c != 1 or not monomial else [])])
         for monomial, c in at.terms.items()
@@ -26,16 +26,16 @@ def _atom(atom: Any) -> str:
     return f"(({spelled(atom.dividend)}){sign}({spelled(atom.divisor)}))"
 
 
-def binding(plan: Plan, computed: Mapping[str, str]) -> str:
-    """The text of ``bind``, which gives the plan's sizes, in its order, from the inputs.
+def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
+    """Return the text of ``bind``, a function that returns the plan's sizes, in its order, from the inputs.
 
     Raises:
-        LookupError: a size that no input tells.
+        LookupError: no input determines a size.
     """
     found = _sources(plan)
     for name in plan.sizes:
         if name not in found and name not in computed:
-            raise LookupError(f"no input tells the size {name}")
+            raise LookupError(f"no input determines the size {name}")
     lines = [f"{name} = {text}" for name, text in found.items()]
     lines += [f"{name} = {text}" for name, text in computed.items()]
     body = "".join(
@@ -44,15 +44,15 @@ def binding(plan: Plan, computed: Mapping[str, str]) -> str:
     return f"def bind(inputs):\n{body}"
 
 
-def _sources(plan: Plan) -> dict[str, str]:
-    """Where each size is found: an input, a size of an input, or a stride of one."""
+def _sources(plan: ExecutionPlan) -> dict[str, str]:
+    """Return where each size comes from: an input, a size of an input, or a stride of one."""
     found: dict[str, str] = {}
-    for number, given in enumerate(plan.inputs):
-        if isinstance(given, Index):
-            _note(found, given, f"inputs[{number}]")
-        if not isinstance(given, str):
+    for number, plan_input in enumerate(plan.inputs):
+        if isinstance(plan_input, Index):
+            _note(found, plan_input, f"inputs[{number}]")
+        if not isinstance(plan_input, str):
             continue
-        buffer = plan.buffers[given]
+        buffer = plan.buffers[plan_input]
         for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):
             _note(found, extent, f"inputs[{number}].shape[{d}]")
             _note(found, stride, f"inputs[{number}].stride({d})")

@@ -1,1 +1,1 @@
-"""A call as data: tensors' sizes, layouts and numbers, and strategies that draw them."""
+"""Calls as data: tensors' sizes, layouts and numbers, and strategies that draw them."""

@@ -1,4 +1,4 @@
-"""What the tensors of a case are called: by their place, and by the schema's names."""
+"""This module names the tensors of a case: by their place among the arguments, and by the schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opkit.contract.calls.cases import Call, Case, TensorCase
 
 
 def places(case: Case) -> list[str]:
-    """Where each tensor of the case is passed, in the order of :meth:`Case.tensors`.
+    """Return the place of each tensor of the case among the arguments, in the order of :meth:`Case.tensors`.
 
     >>> places(Case((TensorCase((2,)), [TensorCase((2,)), 1.0])))
     ['argument 0', 'argument 1[0]']
@@ -21,7 +21,7 @@ def places(case: Case) -> list[str]:
 
 
 def owners(case: Case, schema: Any) -> list[str]:
-    """The name of the schema argument that each tensor of the case belongs to."""
+    """Return the name of the schema argument to which each tensor of the case belongs."""
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     found = [name for name, value in zip(names, case.args, strict=False) for _ in _within("", value)]
     return found + [name for name, value in case.kwargs for _ in _within("", value)]
@@ -36,7 +36,7 @@ def _within(place: str, value: Any) -> Iterator[str]:
 
 
 def distinct(call: Call) -> list[tuple[int, torch.Tensor]]:
-    """The tensors of a call with their numbers; one that is passed twice is named once."""
+    """Return the tensors of a call with their numbers; one that is passed twice occurs once."""
     seen: dict[int, tuple[int, torch.Tensor]] = {}
     for number, tensor in enumerate(call.tensors()):
         seen.setdefault(id(tensor), (number, tensor))

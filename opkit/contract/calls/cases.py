@@ -1,4 +1,4 @@
-"""One call as data: sizes, dtypes, layouts, fills and seeds. The same case makes the same tensors, every time."""
+"""This module describes one call as data: sizes, dtypes, layouts, fills and seeds. Equal cases create equal tensors."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -16,7 +16,7 @@ from opkit.contract.calls.layouts import layout_of
 
 @dataclasses.dataclass(frozen=True)
 class TensorCase:
-    """A tensor to be made. ``same_as`` is the number of an earlier tensor of the case that is passed again in its place."""
+    """A tensor to create. ``same_as`` is the number of an earlier tensor of the case that is passed again in its place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -29,16 +29,16 @@ class TensorCase:
     same_as: int | None = None
 
     def make(self, device: str | torch.device = "cpu", margin: int = 0, outside: float | None = None) -> torch.Tensor:
-        """The tensor.
+        """Create the tensor.
 
         Args:
-            device: where it is.
-            margin: how many elements of memory lie before and after what the layout reaches over.
-            outside: what is in the margins and in gaps between elements; the fill's own numbers by default.
+            device: the tensor's device.
+            margin: the number of elements of memory before and after the extent of the layout.
+            outside: the number in the margins and in gaps between elements; the fill's own numbers by default.
         """
         layout = layout_of(self.layout, self.shape)
         memory = fill(layout.elements + 2 * margin, self.dtype, self.fill, self.seed, self.low, self.high)
-        if layout.negated and self._has_sign:
+        if layout.negated and self.differentiable:
             memory = -memory
         view = torch.as_strided(memory, self.shape, layout.strides, layout.offset + margin)
         if outside is not None:
@@ -48,19 +48,15 @@ class TensorCase:
             memory[inside] = values
         if device != "cpu":
             view = torch.as_strided(memory.to(device), self.shape, layout.strides, layout.offset + margin)
-        if layout.negated and self._has_sign:
+        if layout.negated and self.differentiable:
             view = torch._neg_view(view)
         return view.requires_grad_() if self.requires_grad else view
 
     @property
     def impossible(self) -> bool:
-        """Whether its bounds leave no number for its elements, as those of an index into nothing do."""
+        """Whether its bounds leave no number for its elements, such as the bounds of an index into an empty dimension."""
         whole = not self.differentiable and self.dtype != torch.bool and 0 not in self.shape
         return whole and self.low is not None and self.high is not None and int(self.low) > int(self.high)
-
-    @property
-    def _has_sign(self) -> bool:
-        return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
     def differentiable(self) -> bool:
@@ -79,17 +75,17 @@ class TensorCase:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of one call, made."""
+    """The arguments of one call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor among the arguments, in the order of :meth:`Case.tensors`."""
+        """Return every tensor among the arguments, in the order of :meth:`Case.tensors`."""
         return [leaf for leaf in _leaves((*self.args, *self.kwargs.values())) if isinstance(leaf, torch.Tensor)]
 
     def map(self, function: Callable[[torch.Tensor], Any]) -> Call:
-        """The call with ``function`` of each tensor in the tensor's place; one that is passed twice stays one."""
+        """Return the call with ``function(tensor)`` in the place of each tensor; one that is passed twice stays one."""
         done: dict[int, Any] = {}
 
         def change(leaf: Any) -> Any:
@@ -110,25 +106,25 @@ class Case:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def make(self, device: str | torch.device = "cpu", **how: Any) -> Call:
-        """The arguments, made anew; ``how`` is passed on to :meth:`TensorCase.make`."""
-        made: list[torch.Tensor] = []
+        """Create the arguments; ``how`` is passed on to :meth:`TensorCase.make`."""
+        tensors: list[torch.Tensor] = []
 
         def build(leaf: Any) -> Any:
             if not isinstance(leaf, TensorCase):
                 return leaf
-            again = leaf.same_as is not None and leaf.same_as < len(made)
-            made.append(made[leaf.same_as] if again else leaf.make(device, **how))  # type: ignore[index]
-            return made[-1]
+            again = leaf.same_as is not None and leaf.same_as < len(tensors)
+            tensors.append(tensors[leaf.same_as] if again else leaf.make(device, **how))  # type: ignore[index]
+            return tensors[-1]
 
         args = _mapped(self.args, build)
         return Call(args, {name: _mapped(value, build) for name, value in self.kwargs})
 
     def tensors(self) -> list[TensorCase]:
-        """Every tensor of the case, in the order of the arguments."""
+        """Return every tensor of the case, in the order of the arguments."""
         return [leaf for leaf in _leaves((*self.args, *dict(self.kwargs).values())) if isinstance(leaf, TensorCase)]
 
     def map(self, function: Callable[[int, TensorCase], TensorCase]) -> Case:
-        """The case with ``function(number, tensor)`` in the place of each tensor."""
+        """Return the case with ``function(number, tensor)`` in the place of each tensor."""
         numbers = iter(range(len(self.tensors())))
 
         def change(leaf: Any) -> Any:
@@ -138,12 +134,16 @@ class Case:
         return Case(args, tuple((name, _mapped(value, change)) for name, value in self.kwargs))
 
     def replace(self, **changes: Any) -> Case:
-        """The case with these fields of every tensor changed.
+        """Return the case with these fields of every tensor changed.
 
         >>> print(Case((TensorCase((2,)),)).replace(fill="ones"))
         (float32[2] ones)
         """
         return self.map(lambda _, tensor: dataclasses.replace(tensor, **changes))
+
+    def reseeded(self, by: int = 1) -> Case:
+        """Return the case with other numbers in its tensors: each seed is ``by`` larger."""
+        return self.map(lambda _, tensor: dataclasses.replace(tensor, seed=tensor.seed + by))
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -173,5 +173,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, torch.Tensor):  # a constant of the spec
-        return f"a given {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"a constant {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return str(value) if isinstance(value, TensorCase) else repr(value)

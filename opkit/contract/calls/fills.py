@@ -1,4 +1,4 @@
-"""What is in a tensor's memory: a table of fills, from ordinary numbers to those that kernels forget."""
+"""This module has a table of fills, the numbers in a tensor: from ordinary ones to those that kernels often handle wrongly."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -30,7 +30,7 @@ def _small_integers(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _mixed(n: int, seed: int, values: list[float]) -> torch.Tensor:
-    """Ordinary numbers, about a third of which are one of ``values``."""
+    """Return ordinary numbers, about a third of which are replaced by ``values``."""
     generator = _generator(seed)
     ordinary = torch.randn(n, generator=generator, dtype=_WIDE)
     chosen = torch.tensor(values, dtype=_WIDE)[torch.randint(len(values), (n,), generator=generator)]
@@ -79,7 +79,7 @@ def _shifted(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _distinct(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A permutation of numbers a small step apart: no two are equal, as long as the dtype has that many."""
+    """Return a permutation of numbers a small step apart: no two are equal, if the dtype has that many numbers."""
     return (torch.randperm(n, generator=_generator(seed)).to(_WIDE) - n // 2) / 64
 
 
@@ -92,7 +92,7 @@ def _tiny(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _level(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Equal numbers to which the logarithm of a count adds nothing, or the largest that the dtype has."""
+    """Return equal numbers, so large that adding the logarithm of a count changes nothing, or near the dtype's limits."""
     info = torch.finfo(dtype)
     return torch.full((n,), (8 / info.eps, -8 / info.eps, info.min, info.max / 16)[seed % 4], dtype=_WIDE)
 
@@ -127,25 +127,25 @@ FILLS: dict[str, Callable[[int, torch.dtype, int], torch.Tensor]] = {
     "level": _level,
     "edges": _normal,
 }
-"""Names of fills, the simplest first. Each gives ``n`` float numbers for a seed, for tensors of floating dtypes."""
+"""The fills by name, the simplest first. Each gives ``n`` float numbers for a seed, for tensors of floating dtypes."""
 
 ORDINARY = ("normal", "positive", "integers")
-"""Fills on which two right kernels agree to rounding."""
+"""Fills on which two correct kernels agree up to rounding."""
 
 NUMERIC = ("normal", "positive", "integers", "halves", "constant", "distinct", "small", "shifted", "zeros")
-"""Fills for comparing numbers: long sums, ties of rounding, no ties at all, small and large means beside the deviation."""
+"""Fills for comparing numbers: long sums, ties of rounding, no ties at all, means smaller and larger than the deviation."""
 
 CONSTANT = ("ones", "constant", "zeros")
-"""Fills whose elements are all equal: rounding errors of a sum do not cancel."""
+"""Fills whose elements are all equal, so that rounding errors of a sum do not cancel."""
 
 EXTREME = ("signed_zeros", "infinite", "nan", "special", "denormal", "tiny", "huge", "large", "level")
-"""Fills that ask for what kernels forget."""
+"""Fills of numbers that kernels often handle wrongly."""
 
 
 def fill(
     n: int, dtype: torch.dtype, name: str, seed: int, low: float | None = None, high: float | None = None
 ) -> torch.Tensor:
-    """``n`` elements of ``dtype``; ``low`` and ``high``, both included, bound what is drawn.
+    """Return ``n`` elements of ``dtype``; ``low`` and ``high``, both inclusive, are bounds.
 
     Integers are drawn from ``low`` to ``high`` (-4 to 4 by default; 0 to 8 where the dtype has no sign), whatever the fill;
     ``edges`` without bounds takes them from either end of the dtype.
@@ -174,7 +174,7 @@ def fill(
 def _integers(n: int, dtype: torch.dtype, name: str, seed: int, low: float | None, high: float | None) -> torch.Tensor:
     info = torch.iinfo(dtype)
     signed = info.min < 0
-    if name == "edges" and low is None and high is None:  # the least number is left out: its division by -1 is a trap
+    if name == "edges" and low is None and high is None:  # without the least number: dividing it by -1 raises a trap
         edges = torch.tensor([0, 1, 2, info.max, info.min + 1, info.max - 1, info.max // 2], dtype=torch.int64)
         return edges[torch.randint(len(edges), (n,), generator=_generator(seed))].to(dtype)
     first = int(low) if low is not None else (-4 if signed else 0)

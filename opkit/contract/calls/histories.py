@@ -1,4 +1,4 @@
-"""A case with other calls around it: what an operator remembers shows in the results after them."""
+"""This module defines a case with other calls around it, which reveal state that an operator carries between calls."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from opkit.contract.calls.cases import Case
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.subject import Subject
 
-_MOST = 2
+_MAX_BETWEEN = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class History(Case):
-    """A call, and others of the same operator that come before it is made again.
+    """A call, and other calls of the same operator that are made before it is repeated.
 
     >>> from opkit.contract.calls.cases import TensorCase
     >>> print(History((TensorCase((2,)),), between=(Case((TensorCase((3,)),)),)))
@@ -39,7 +39,7 @@ def histories(subject: Subject) -> st.SearchStrategy[Case]:
     @st.composite
     def drawn(draw: Callable[..., Any]) -> History:
         case: Case = draw(ordinary)
-        between = draw(st.lists(others, min_size=1, max_size=_MOST))
+        between = draw(st.lists(others, min_size=1, max_size=_MAX_BETWEEN))
         return History(case.args, case.kwargs, tuple(between))
 
     return drawn()

@@ -1,4 +1,4 @@
-"""Specs of an operator's arguments, read from its annotations or, where it has none, from its schema."""
+"""This module infers the specs of an operator's arguments from its annotations or, if it has none, from its schema."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from opkit.contract.calls.specs import CallSpec, TensorArgument, tensor
+from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument, tensor
 from opkit.errors import ArgumentError, DefinitionError
 from opkit.op.schema import signature
 from opkit.op.schema.codecs import EnumCodec
 from opkit.op.schema.patterns import TensorPattern
-from opkit.op.schema.signature import Parameter, Signature
+from opkit.op.schema.signature import OperatorParameter, Signature
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ANY = "*shape"  # tensors of which nothing is known have equal shapes
+_ANY = "*shape"  # tensors without annotations have equal shapes
 _SCALARS: dict[str, Any] = {
     "int": st.integers(0, 3),
     "float": st.sampled_from([0.5, 1.0, 2.0, 0.25]),
@@ -29,19 +29,19 @@ _SCALARS: dict[str, Any] = {
 }
 
 
-def from_signature(name: str, found: Signature) -> CallSpec:
-    """Specs from annotations such as ``Float[Tensor, "*batch d"]``.
+def from_signature(name: str, found: Signature) -> ArgumentSpecs:
+    """Infer specs from annotations such as ``Float[Tensor, "*batch d"]``.
 
     Raises:
-        ArgumentError: a parameter without default has a type of which no value can be drawn.
+        ArgumentError: a parameter without default has a type whose values cannot be drawn.
     """
     values = [(parameter, _of_parameter(name, parameter)) for parameter in found.parameters]
     positional = tuple(value for parameter, value in values if not parameter.keyword_only)
-    return CallSpec(positional, tuple((p.name, value) for p, value in values if p.keyword_only))
+    return ArgumentSpecs(positional, tuple((p.name, value) for p, value in values if p.keyword_only))
 
 
-def from_function(name: str, function: Callable[..., Any]) -> CallSpec | None:
-    """Specs from a Python function's annotations; None where it has none that an operator could have."""
+def from_function(name: str, function: Callable[..., Any]) -> ArgumentSpecs | None:
+    """Infer specs from a Python function's annotations; return None if they are not those of an operator."""
     try:
         found = signature.read(inspect.unwrap(function))
     except (DefinitionError, TypeError, ValueError):
@@ -50,7 +50,7 @@ def from_function(name: str, function: Callable[..., Any]) -> CallSpec | None:
     return from_signature(name, found) if annotated and found.parameters else None
 
 
-def _of_parameter(name: str, parameter: Parameter) -> Any:
+def _of_parameter(name: str, parameter: OperatorParameter) -> Any:
     if parameter.kind == "tensor":
         return _tensor(parameter.pattern, parameter.optional)
     if parameter.kind == "tensors":
@@ -89,7 +89,7 @@ def _others(pattern: TensorPattern) -> tuple[torch.dtype, ...]:
 
 
 def _near(default: Any) -> Any:
-    """A default, and values beside it: both truth values, and half and double a positive float."""
+    """Return a default and values near it: both truth values, and half and double a positive float."""
     if isinstance(default, bool):
         return st.sampled_from([default, not default])
     if isinstance(default, float) and 0 < default < float("inf"):
@@ -105,15 +105,15 @@ def _scalar(name: str, argument: str, kind: str, annotation: str) -> Any:
     return _SCALARS[kind]
 
 
-def from_schema(name: str, schema: Any) -> CallSpec:
-    """Specs from a dispatcher schema: tensors of equal shapes in every floating dtype, and defaults.
+def from_schema(name: str, schema: Any) -> ArgumentSpecs:
+    """Infer specs from a dispatcher schema: tensors of equal shapes in every floating dtype, and defaults.
 
     Raises:
-        ArgumentError: an argument without default has a type of which no value can be drawn.
+        ArgumentError: an argument without default has a type whose values cannot be drawn.
     """
     values = [(argument, _of_argument(name, argument)) for argument in schema.arguments]
     positional = tuple(value for argument, value in values if not argument.kwarg_only)
-    return CallSpec(positional, tuple((a.name, value) for a, value in values if a.kwarg_only))
+    return ArgumentSpecs(positional, tuple((a.name, value) for a, value in values if a.kwarg_only))
 
 
 def _of_argument(name: str, argument: Any) -> Any:

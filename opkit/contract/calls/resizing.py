@@ -1,4 +1,4 @@
-"""The same call at other sizes: what the size names of a spec are in a case is read back, and changed jointly."""
+"""This module changes the sizes of a case: it reads the value of each size name of the spec, and changes them jointly."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from opkit.contract.calls.cases import Case, TensorCase
-from opkit.contract.calls.specs import CallSpec, TensorArgument
+from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import Dim
+from opkit.op.schema.patterns import PatternDim
 
 Change = Callable[[int, int], int]
 Sizes = dict[str, Any]
@@ -21,19 +21,19 @@ CHANGES: tuple[Change, ...] = (
     lambda number, size: 3 * size,
     lambda number, size: 4 * size,
 )
-"""Functions from the number of a size name and a size to another size: some change whether it is even, others keep it."""
+"""Functions from the number of a size name and its size to another size; some change whether it is even, others do not."""
 
 
-def resized(spec: CallSpec, case: Case, change: Change) -> Case:
-    """The case with each named size changed, wherever it occurs; bounds that are computed from sizes follow.
+def resized(spec: ArgumentSpecs, case: Case, change: Change) -> Case:
+    """Return the case with each named size changed, wherever it occurs; bounds that are computed from sizes follow.
 
     Args:
-        spec: what the case was drawn from.
+        spec: the specs from which the case was drawn.
         case: one call.
-        change: the new size, from the number of the name (0 for the first that occurs) and the size that it has.
+        change: returns the new size, from the number of the name (0 for the first that occurs) and its present size.
 
     >>> from opkit.contract.calls.specs import tensor
-    >>> spec = CallSpec((tensor("b n"), tensor("n")))
+    >>> spec = ArgumentSpecs((tensor("b n"), tensor("n")))
     >>> print(resized(spec, Case((TensorCase((2, 3)), TensorCase((3,)))), lambda number, size: 2 * size))
     (float32[4, 6], float32[6])
     """
@@ -52,15 +52,15 @@ def resized(spec: CallSpec, case: Case, change: Change) -> Case:
     return Case(args, tuple((name, value(named.get(name), found)) for name, found in case.kwargs))
 
 
-def at_least_two(spec: CallSpec, case: Case) -> Case:
-    """The case with no named size of 0 or 1: a compiler takes these two for constants."""
+def at_least_two(spec: ArgumentSpecs, case: Case) -> Case:
+    """Return the case with no named size of 0 or 1, on which compilers specialize."""
     return resized(spec, case, lambda _, size: size if size > 1 else size + 2)
 
 
-def other_sizes(spec: CallSpec, case: Case) -> list[Case]:
-    """Cases that differ from ``case``, and from one another, in their sizes alone."""
+def other_sizes(spec: ArgumentSpecs, case: Case) -> list[Case]:
+    """Return cases that differ from ``case``, and from one another, in their sizes alone."""
     found = [resized(spec, case, change) for change in CHANGES]
-    distinct = {repr(each): each for each in found}  # a case may hold lists, and then has no hash
+    distinct = {repr(each): each for each in found}  # a case with lists has no hash
     return [each for each in distinct.values() if _shapes(each) != _shapes(case)]
 
 
@@ -76,8 +76,8 @@ def _pairs(item: Any, found: Any) -> Iterator[tuple[TensorArgument, TensorCase]]
             yield from _pairs(*both)
 
 
-def _read(spec: CallSpec, case: Case) -> Sizes:
-    """What each name stands for in the case: a size, or a tuple of sizes."""
+def _read(spec: ArgumentSpecs, case: Case) -> Sizes:
+    """Return the value of each name in the case: a size, or a tuple of sizes."""
     sizes: Sizes = {}
     named = dict(spec.kwargs)
     both = [*zip(spec.args, case.args, strict=True), *((named.get(name), found) for name, found in case.kwargs)]
@@ -87,12 +87,12 @@ def _read(spec: CallSpec, case: Case) -> Sizes:
             if dim.kind in ("name", "any", "many") and (name not in sizes or (dim.broadcast and size != one)):
                 sizes[name] = size
             elif name in sizes and not dim.broadcast:
-                sizes[name] = size  # one that is not broadcast says what the name is
+                sizes[name] = size  # a size that is not broadcast is the value of the name
     return sizes
 
 
-def _dims(item: TensorArgument, shape: tuple[int, ...]) -> Iterator[tuple[Dim, str, Any]]:
-    """Each item of the pattern, the name under which its size is known, and the size or sizes that it has."""
+def _dims(item: TensorArgument, shape: tuple[int, ...]) -> Iterator[tuple[PatternDim, str, Any]]:
+    """Yield each item of the pattern, the name of its size, and its size or sizes."""
     at, several = 0, len(shape) - len(item.pattern.dims) + 1
     for number, dim in enumerate(item.pattern.dims):
         bare = dim.kind == "any" or not dim.text
@@ -124,13 +124,13 @@ def _resized_tensor(item: TensorArgument, found: TensorCase, before: Sizes, afte
     return dataclasses.replace(found, shape=tuple(shape), **bound)
 
 
-def _new_sizes(dim: Dim, name: str, old: tuple[int, ...], before: Sizes, after: Sizes) -> tuple[int, ...]:
+def _new_sizes(dim: PatternDim, name: str, old: tuple[int, ...], before: Sizes, after: Sizes) -> tuple[int, ...]:
     if dim.kind == "number":
         return old
     if dim.kind == "expression":
         return (max(patterns.evaluate(dim.text, after) or 0, 0),)
     named, new = (each[name] if isinstance(each[name], tuple) else (each[name],) for each in (before, after))
-    return new if old == named else old  # else it is 1, and broadcast
+    return new if old == named else old  # otherwise it is 1, and broadcast
 
 
 def _bound(bound: Any, found: float | None, sizes: Sizes) -> float | None:

@@ -1,4 +1,4 @@
-"""Joint sizes: what the names of shape patterns stand for in one call."""
+"""This module draws joint sizes: the values of the names in shape patterns in one call."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -6,34 +6,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from opkit.contract.calls.layouts import dense
 from opkit.op.schema import patterns
-from opkit.op.schema.patterns import Dim, TensorPattern
+from opkit.op.schema.patterns import PatternDim, TensorPattern
 
 _SMALL = (1, 2, 3, 0, 4, 5, 7, 8)
 SIZES = (
     *_SMALL, *_SMALL, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257, 512, 1000, 1023, 1024, 1025, 2049,
 )  # fmt: skip
-"""What sizes are drawn from, the simplest first: tails of vectors and tiles, powers of two and one either side, nothing."""
+"""The sizes to draw, the simplest first: tails of vectors and tiles, powers of two and their neighbours, and 0."""
 
 LARGE = 8193
-"""A size that is drawn too where it is asked for: many a buffer of fixed size is too small, and its square is not too much."""
+"""A size for properties that request it: larger than many buffers of fixed size, and its square is not too large."""
 
-MOST_ELEMENTS = 2**14
-MOST_BATCH_DIMS = 3
-_REDUCED = (128, 65, 33, 17, 3)  # what sizes become where a tensor would be too large: the first that fits
+MAX_ELEMENTS = 2**14
+MAX_BATCH_DIMS = 3
+_REDUCED = (128, 65, 33, 17, 3)  # smaller sizes for a tensor that would be too large: the first that fits
 EITHER = st.booleans()
-"""Yes or no."""
+"""A strategy for a decision."""
 
 
 @functools.cache
 def sampled(values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    """One of the values. Strategies are kept: a new one pays for its validation again, which costs more than the draw."""
+    """Return a strategy for one of the values. It is cached: the validation of a new strategy costs more than a draw."""
     return st.sampled_from(values)
 
 
@@ -49,19 +49,19 @@ def sizes(largest: int = max(SIZES)) -> st.SearchStrategy[int]:
 
 @functools.cache
 def _batch(largest: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(sizes(largest), max_size=MOST_BATCH_DIMS).map(tuple)
+    return st.lists(sizes(largest), max_size=MAX_BATCH_DIMS).map(tuple)
 
 
-def shapes(*patterns_: str, largest: int = max(SIZES), elements: int = MOST_ELEMENTS) -> st.SearchStrategy[Any]:
+def shapes(*patterns_: str, largest: int = max(SIZES), elements: int = MAX_ELEMENTS) -> st.SearchStrategy[Any]:
     """A strategy for shapes that fit the patterns jointly: equal names are equal sizes, ``*name`` any number of sizes.
 
     Args:
         patterns_: as in jaxtyping, such as ``"*batch d"``.
         largest: the largest single size.
-        elements: no shape has more; the largest sizes are reduced, at most to 3, until it fits.
+        elements: the largest number of elements; the largest sizes are reduced, at most to 3, until a shape fits.
 
     Returns:
-        A strategy for a tuple of shapes, or for a shape where there is one pattern.
+        A strategy for a tuple of shapes, or for one shape if there is one pattern.
 
     >>> from hypothesis import find
     >>> find(shapes("b n", "n"), lambda both: both[1][0] > 4)
@@ -79,19 +79,19 @@ def shapes(*patterns_: str, largest: int = max(SIZES), elements: int = MOST_ELEM
 
 
 def choose(draw: Callable[..., Any], label: tuple[str, int], strategy: st.SearchStrategy[Any]) -> Any:
-    """Draw from the strategy, or decide what ``label`` names where ``draw`` is no Hypothesis draw but knows of labels."""
+    """Draw from the strategy, or, if ``draw`` is not Hypothesis's but has ``decide``, let it decide by the label."""
     decide = getattr(draw, "decide", None)
     return draw(strategy) if decide is None else decide(label, strategy)
 
 
 @dataclasses.dataclass
 class JointSizes:
-    """The sizes of one call. Names are drawn in the order in which patterns use them."""
+    """The sizes of one call. Names are drawn in the order in which the patterns use them."""
 
     draw: Callable[..., Any]
     patterns: Sequence[TensorPattern]
     largest: int = max(SIZES)
-    elements: int = MOST_ELEMENTS
+    elements: int = MAX_ELEMENTS
 
     def __post_init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -104,22 +104,22 @@ class JointSizes:
         self._reduce()
 
     def shape(self, pattern: TensorPattern) -> tuple[int, ...]:
-        """The shape that ``pattern``, one of those given, has in this call."""
+        """Return the shape of one of the patterns in this call."""
         shape: list[int] = []
         for dim in pattern.dims:
             shape.extend(self._sizes(pattern, dim))
         return tuple(shape)
 
     def value(self, expression: str | float | None) -> float | None:
-        """A bound that is a number, or an expression over names such as ``"n-1"``."""
+        """Return the value of a bound: a number, or an expression over names such as ``"n-1"``."""
         return patterns.evaluate(expression, self.known) if isinstance(expression, str) else expression
 
-    def _name(self, pattern: TensorPattern, dim: Dim) -> str:
+    def _name(self, pattern: TensorPattern, dim: PatternDim) -> str:
         if dim.kind == "any" or not dim.text:
             return f"{id(pattern)} {pattern.dims.index(dim)}"
         return dim.text
 
-    def _bind(self, pattern: TensorPattern, dim: Dim) -> None:
+    def _bind(self, pattern: TensorPattern, dim: PatternDim) -> None:
         name = self._name(pattern, dim)
         if dim.kind in ("number", "expression"):
             return
@@ -131,7 +131,7 @@ class JointSizes:
             label = ("broadcast", len(self._broadcast))
             self._broadcast[id(pattern), name] = choose(self.draw, label, EITHER)
 
-    def _sizes(self, pattern: TensorPattern, dim: Dim) -> tuple[int, ...]:
+    def _sizes(self, pattern: TensorPattern, dim: PatternDim) -> tuple[int, ...]:
         if dim.kind == "number":
             return (dim.number,)
         if dim.kind == "expression":
@@ -141,7 +141,7 @@ class JointSizes:
         return (1,) * len(found) if self._broadcast.get((id(pattern), self._name(pattern, dim))) else found
 
     def _reduce(self) -> None:
-        """Make the largest sizes smaller until every tensor fits."""
+        """Reduce the largest sizes until every tensor fits."""
         while not self._fits():
             flat = {
                 name: max(size, default=0) if isinstance(size, tuple) else size for name, size in self.known.items()
@@ -156,7 +156,7 @@ class JointSizes:
                     return
 
     def _fits(self) -> bool:
-        return all(dense(self.shape(pattern)) <= self.elements for pattern in self.patterns)
+        return all(math.prod(self.shape(pattern)) <= self.elements for pattern in self.patterns)
 
 
 def _replaced(size: Any, largest: int, smaller: int) -> Any:

@@ -1,4 +1,4 @@
-"""What an author says of an operator's arguments, and strategies for whole calls made from it."""
+"""This module defines the specs of an operator's arguments, and draws whole calls from them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -55,13 +55,13 @@ def tensor(
     Args:
         shape: as in jaxtyping: equal names are equal sizes over all arguments of a call, ``*batch`` is any number of leading
             sizes, ``#n`` a size that may be 1, ``2*n+1`` is computed, ``...`` stands for any sizes; or a sequence of numbers.
-        dtypes: those to try. By default what the arguments before it have, or float32. Arguments with equal ``dtypes`` have the
-            same one in each call.
+        dtypes: the dtypes to try. By default the dtype of the arguments before it, or float32. Arguments with equal ``dtypes``
+            have the same dtype in each call.
         optional: whether it may be None.
         low: the least element, a number or an expression over sizes such as ``"-n"``.
         high: the largest element, such as ``"n-1"`` for an index.
-        layouts: restricts how it lies in memory; names of ``opkit.testing.LAYOUTS``.
-        fills: restricts what is in it; names of ``opkit.testing.FILLS``. ``low`` and ``high`` hold all the same.
+        layouts: the only memory layouts to try; names of ``opkit.testing.LAYOUTS``.
+        fills: the only kinds of numbers to try; names of ``opkit.testing.FILLS``. ``low`` and ``high`` still apply.
         differentiable: False where the operator promises no gradient for it.
 
     Raises:
@@ -84,34 +84,40 @@ def tensor(
     )
 
 
-def _names(what: str, given: Iterable[str] | None, known: Mapping[str, Any]) -> tuple[str, ...] | None:
-    found = None if given is None else tuple(given)
-    wrong = [name for name in found or () if name not in known]
+def _names(what: str, names: Iterable[str] | None, known: Mapping[str, Any]) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    names = tuple(names)
+    wrong = [name for name in names if name not in known]
     if wrong:
         raise ArgumentError(f"tensor({what}=...): {wrong[0]!r} is not one of {', '.join(known)}.")
-    return found
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """What of a call is searched; a property asks for what it needs."""
+    """The parts of a call that a search varies; each property has its own."""
 
     layouts: tuple[str, ...] = ("contiguous",)
     fills: tuple[str, ...] = ORDINARY
-    dtypes: tuple[torch.dtype, ...] | None = None  # only these, where the specs allow any of them
+    dtypes: tuple[torch.dtype, ...] | None = None  # only these, if the specs allow any of them
     largest: int = max(joint.SIZES)
-    elements: int = joint.MOST_ELEMENTS
+    elements: int = joint.MAX_ELEMENTS
+
+
+ANYTHING = Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS))
+"""Every layout and every fill."""
 
 
 @dataclasses.dataclass(frozen=True)
-class CallSpec:
+class ArgumentSpecs:
     """The arguments of an operator: :class:`TensorArgument`, lists of these, Hypothesis strategies, constants."""
 
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def tensors(self) -> list[TensorArgument]:
-        """Every tensor argument, in order."""
+        """Return every tensor argument, in order."""
         return [*_tensors((*self.args, *dict(self.kwargs).values()))]
 
     def cases(self, how: Drawing | None = None) -> SearchStrategy[Case]:
@@ -127,8 +133,8 @@ def _tensors(value: Any) -> Iterator[TensorArgument]:
             yield from _tensors(item)
 
 
-def assemble(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
-    """A call whose every decision is made by ``draw``: each is labelled, see :func:`opkit.contract.calls.sizes.choose`."""
+def assemble(draw: Callable[..., Any], spec: ArgumentSpecs, how: Drawing) -> Case:
+    """Return a call; ``draw`` makes every decision, each with a label: see :func:`opkit.contract.calls.sizes.choose`."""
     sizes = joint.JointSizes(draw, [each.pattern for each in spec.tensors()], how.largest, how.elements)
     dtypes = _dtypes(draw, spec, how)
     numbers = itertools.count()
@@ -149,8 +155,8 @@ def assemble(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> Case:
 _cases = st.composite(assemble)
 
 
-def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any, torch.dtype]:
-    """One dtype for each group of tensors that list the same."""
+def _dtypes(draw: Callable[..., Any], spec: ArgumentSpecs, how: Drawing) -> dict[Any, torch.dtype]:
+    """Choose one dtype for each group of tensors that list the same dtypes."""
     found: dict[Any, torch.dtype] = {}
     for group in dict.fromkeys(each.dtypes for each in spec.tensors()):
         if group is None:
@@ -159,9 +165,7 @@ def _dtypes(draw: Callable[..., Any], spec: CallSpec, how: Drawing) -> dict[Any,
         found[group] = joint.choose(draw, ("dtype", len(found)), joint.sampled(tuple(wanted) or group))
     floating = next((dtype for dtype in found.values() if dtype.is_floating_point or dtype.is_complex), None)
     first = next(iter(spec.tensors()), None)
-    before = (
-        None if first is None or first.dtypes is None else found[first.dtypes]
-    )  # an index that follows says nothing
+    before = None if first is None or first.dtypes is None else found[first.dtypes]  # an index after it does not count
     return {None: floating or before or torch.float32, **found}
 
 

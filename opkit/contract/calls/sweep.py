@@ -1,9 +1,9 @@
-"""A fixed list of cases that a property is tried on before the search, so that what is rare is met every time.
+"""This module generates a fixed list of cases that a property is tried on before the search, so that rare ones always occur.
 
 Hypothesis draws sizes, dtypes and flags at random: in fifty cases it may well miss a row of 1025 elements in float16. A sweep
-takes every size of every dimension in turn, and goes round the dtypes, fills, layouts, flags and optional arguments
-meanwhile. A row of it says what is decided otherwise than in the simplest call; one that fails is made simple by leaving
-decisions out, one by one, and by smaller sizes.
+takes every size of every dimension in turn, and varies the dtypes, fills, layouts, flags and optional arguments at the same
+time. A row of it lists the decisions that differ from the simplest call; one that fails is shrunk by removing decisions, one by
+one, and by smaller sizes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,7 +21,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.specs import CallSpec, Drawing, assemble
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing, assemble
 
 Label = tuple[str, int]
 Row = dict[Label, Any]
@@ -36,30 +36,30 @@ _KINDS = ("value", "none", "broadcast", "dtype", "layout", "fill", "sizes", "siz
 _DTYPE: Label = ("dtype", 0)
 _SIMPLEST = {"size": 1, "sizes": (), "seed": 0, "none": False, "broadcast": False}
 _GENERIC = (3, 5, 2, 4, 7)
-_ALONE = (257, 65)  # sizes that one dimension takes beside others of 1: what is one row or one column lies differently
+_ALONE = (257, 65)  # sizes of one dimension while the others are 1: a single row or column has another layout
 
 
 class Scripted:
-    """Makes the decisions of :func:`assemble` as a row says, and the simplest one where it says nothing."""
+    """Makes the decisions of :func:`assemble`: those of a row, and the simplest ones for the rest."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.seen: dict[Label, st.SearchStrategy[Any]] = {}
 
     def decide(self, label: Label, strategy: st.SearchStrategy[Any]) -> Any:
-        """The row's decision, where the strategy has it."""
+        """Return the row's decision, if it is among the strategy's values."""
         self.seen[label] = strategy
         if label not in self.row:
             return _SIMPLEST[label[0]] if label[0] in _SIMPLEST else examples(strategy)[0]
-        wanted, found = self.row[label], _listed(strategy)
-        return wanted if found is None or label[0] == "size" or wanted in found else found[0]
+        wanted, values = self.row[label], _listed(strategy)
+        return wanted if values is None or label[0] == "size" or wanted in values else values[0]
 
     def __call__(self, strategy: st.SearchStrategy[Any]) -> Any:
         return examples(strategy)[0]
 
 
 def _listed(strategy: Any) -> list[Any] | None:
-    """What ``sampled_from`` has, in its order; None for other strategies."""
+    """Return the values of a ``sampled_from`` strategy, in its order; None for other strategies."""
     found = getattr(strategy, "wrapped_strategy", strategy)
     elements = getattr(found, "elements", None)
     plain = elements is not None and not getattr(found, "_transformations", ())
@@ -68,7 +68,7 @@ def _listed(strategy: Any) -> list[Any] | None:
 
 @functools.lru_cache(maxsize=512)
 def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
-    """Some values of a strategy, the simplest first; the same ones every time."""
+    """Return some values of a strategy, the simplest first; the same ones every time."""
     found: list[Any] = []
 
     @hypothesis.seed(0)
@@ -93,7 +93,7 @@ def _differs(value: Any, first: list[Any]) -> bool:
 
 
 def _ends(strategy: Any) -> list[Any]:
-    """The least and the largest number of a strategy of numbers, and 1, -1 and 0 where these are among them."""
+    """Return the least and the largest number of a strategy of numbers, and 1, -1 and 0 if these are among them."""
     found = getattr(strategy, "wrapped_strategy", strategy)
     least, most = (
         getattr(found, a, getattr(found, b, None)) for a, b in (("start", "min_value"), ("end", "max_value"))
@@ -110,28 +110,28 @@ class Sweep:
     """The rows for one spec.
 
     Attributes:
-        spec: of the call.
-        how: what is searched.
+        spec: the specs of the arguments.
+        how: the parts of the call that the sweep varies.
         sizes: boundary sizes that each dimension takes in turn.
     """
 
-    spec: CallSpec
+    spec: ArgumentSpecs
     how: Drawing = dataclasses.field(default_factory=Drawing)
     sizes: tuple[int, ...] = _BOUNDARIES
 
     def case(self, row: Row) -> Case:
-        """The case that a row describes."""
+        """Return the case of a row."""
         return assemble(Scripted(row), self.spec, self.how)
 
     def rows(self, most: int) -> Iterator[Row]:
-        """At most ``most`` rows: equal sizes, sizes of one dimension, and all else at random, from a fixed seed."""
+        """Yield at most ``most`` rows: equal sizes, sizes of one dimension, and everything else at random, from a fixed seed."""
         chance = random.Random(0)
         for sized in itertools.islice(self._sized(), most):
             yield {**self._anything(chance), **sized}
 
     @functools.cached_property
     def _labels(self) -> dict[Label, list[Any]]:
-        """Every decision that a call needs, and what can be decided."""
+        """Every decision that a call needs, and its options."""
         script = Scripted({})
         assemble(script, self.spec, self.how)
         absent = {label: False for label in script.seen if label[0] == "none"}
@@ -148,7 +148,7 @@ class Sweep:
         return list(range(4)) if label[0] == "seed" else examples(strategy)
 
     def _sized(self) -> Iterator[Row]:
-        """Rows of sizes alone."""
+        """Yield rows of sizes alone."""
         names = [label for label in self._labels if label[0] in ("size", "sizes")]
         generic: Row = {
             label: _GENERIC[at % len(_GENERIC)] if label[0] == "size" else (2,) for at, label in enumerate(names)
@@ -167,17 +167,17 @@ class Sweep:
             yield generic
 
     def _of_each_dtype(self, row: Row) -> Iterator[Row]:
-        """The largest size in every dtype: that is where sums are long enough for a narrow one to show."""
+        """Yield the row in every dtype: with the largest size, sums are long enough to reveal a narrow accumulator."""
         for dtype in self._labels.get(_DTYPE) or [None]:
             yield row if dtype is None else {**row, _DTYPE: dtype}
 
     def _anything(self, chance: random.Random) -> Row:
-        """Any decision about everything but sizes: each option as often as the others."""
+        """Return a random decision about everything except sizes; all options are equally likely."""
         others = {label: options for label, options in self._labels.items() if label[0] not in ("size", "sizes")}
         return {label: chance.choice(options) for label, options in others.items() if options}
 
     def shrink(self, row: Row, breaks: Callable[[Case], bool]) -> None:
-        """Ask ``breaks`` of simpler and simpler rows; the last one that broke is the smallest."""
+        """Call ``breaks`` on simpler and simpler rows; the last one that breaks is the smallest."""
         changed = True
         while changed:
             changed = False
@@ -188,7 +188,7 @@ class Sweep:
         breaks(self.case(row))
 
     def _simpler(self, row: Row, label: Label) -> Iterator[Row]:
-        """The row without the decision, then with simpler ones."""
+        """Yield the row without the decision, then with simpler ones."""
         yield {name: value for name, value in row.items() if name != label}
         value = row[label]
         if label[0] == "size":
@@ -208,7 +208,7 @@ class Sweep:
 
 
 def _below(size: int) -> Iterator[int]:
-    """Sizes under ``size``, each closer to it: small ones, halves and quarters towards it, one less."""
+    """Yield sizes below ``size``, each closer to it: small ones, then halving the distance to it, down to one less."""
     tried = {each for each in (2, 3, 4, 8) if each < size}
     gap = size // 2
     while gap:

@@ -1,1 +1,1 @@
-"""Results beside the reference's: how near is near enough, and what extreme numbers leave open."""
+"""Comparison with the reference: tolerances, and the choices that extreme numbers leave to correct kernels."""

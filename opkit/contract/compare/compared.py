@@ -1,4 +1,4 @@
-"""An operator's results beside its reference's: which belongs to which, and what is wrong with each."""
+"""This module pairs an operator's results with its reference's, and checks each pair."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -14,8 +14,8 @@ import torch
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.exact import Expected, unit
 from opkit.contract.compare.tolerance import Goal, allowed, wrong
-from opkit.contract.observed.outcome import Outcome, described, same_bits, same_values
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.observed.outcome import CallOutcome, described, same_bits, same_values
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 
 _RUNS = 8
@@ -23,22 +23,22 @@ _ROUNDINGS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class ComparedPair:
     """One result, or one argument afterwards, of the operator and of the reference."""
 
     name: str
-    at: tuple[str, int]  # in which of an outcome's lists, and where
+    at: tuple[str, int]  # which list of an outcome, and the index in it
     got: Any
     own: Any
 
-    def of(self, outcome: Outcome) -> Any:
-        """The same result in another outcome of the reference."""
+    def of(self, outcome: CallOutcome) -> Any:
+        """Return the same result in another outcome of the reference."""
         found = outcome.results if self.at[0] == "result" else outcome.call.tensors()
         return found[self.at[1]]
 
 
-def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
-    """Results in order, then the arguments that are written to.
+def pairs(subject: Subject, got: CallOutcome, wanted: CallOutcome, case: Case) -> list[ComparedPair]:
+    """Return pairs of results in order, then pairs of the arguments that are written to.
 
     Raises:
         Violation: the operator returns more, or fewer, than the reference.
@@ -48,7 +48,7 @@ def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[P
     if len(ours) != len(theirs) and subject.writes and not [each for each in ours if each is not None]:
         return _into_arguments(subject, got, wanted)
     if len(ours) != len(theirs):
-        if all(each is None for each in theirs) and after:  # returns what it wrote to, too
+        if all(each is None for each in theirs) and after:  # the operator also returns the arguments that it wrote to
             return after
         raise Violation(
             f"it returns {len(ours)} values ({_list(ours)}), and the reference {len(theirs)} ({_list(theirs)})"
@@ -57,7 +57,7 @@ def pairs(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[P
         return after
     many = len(ours) > 1
     named = [
-        Pair(f"result {at}" if many else "the result", ("result", at), *both)
+        ComparedPair(f"result {at}" if many else "the result", ("result", at), *both)
         for at, both in enumerate(zip(ours, theirs, strict=True))
     ]
     return named + after
@@ -71,57 +71,57 @@ def _list(values: tuple[Any, ...]) -> str:
     return ", ".join(map(described, values)) or "none"
 
 
-def _written(subject: Subject, got: Outcome, wanted: Outcome, case: Case) -> list[Pair]:
-    """Arguments that the reference writes to, and those of a schema that says so."""
+def _written(subject: Subject, got: CallOutcome, wanted: CallOutcome, case: Case) -> list[ComparedPair]:
+    """Return pairs of the arguments that the reference writes to."""
     before = case.make(subject.device).tensors()
     found = []
     for at, (a, b, c) in enumerate(zip(got.call.tensors(), wanted.call.tensors(), before, strict=True)):
         if not same_bits(b, c):
-            found.append(Pair(f"argument tensor {at}, afterwards,", ("argument", at), a, b))
+            found.append(ComparedPair(f"argument tensor {at}, afterwards,", ("argument", at), a, b))
     return found
 
 
-def _into_arguments(subject: Subject, got: Outcome, wanted: Outcome) -> list[Pair]:
-    """An operator with ``out`` arguments and no results, beside a reference that returns them."""
+def _into_arguments(subject: Subject, got: CallOutcome, wanted: CallOutcome) -> list[ComparedPair]:
+    """Return pairs for an operator with ``out`` arguments and no results, and a reference that returns results."""
     names = [argument.name for argument in subject.schema.arguments]
-    given = dict(zip(names, got.call.args, strict=False)) | got.call.kwargs
-    outs = [given[name] for name in subject.writes if isinstance(given.get(name), torch.Tensor)]
+    arguments = dict(zip(names, got.call.args, strict=False)) | got.call.kwargs
+    outs = [arguments[name] for name in subject.writes if isinstance(arguments.get(name), torch.Tensor)]
     if len(outs) != len(wanted.results):
         raise Remark(f"it writes to {len(outs)} arguments and the reference returns {len(wanted.results)} values")
     return [
-        Pair(f"argument {name}, afterwards,", ("result", at), *both)
+        ComparedPair(f"argument {name}, afterwards,", ("result", at), *both)
         for at, (name, *both) in enumerate(zip(subject.writes, outs, wanted.results, strict=True))
     ]
 
 
 @dataclasses.dataclass
 class Judge:
-    """Compares one call's results with what is expected of it."""
+    """Compares one call's results with the expected ones."""
 
     subject: Subject
     case: Case
     wanted: Expected
     floor: float = 0.0
     extreme: bool = False
-    alternates: Callable[[Pair], Iterable[Any]] = lambda _: ()
-    excused: Callable[[Pair], torch.Tensor | None] = lambda _: None
+    alternates: Callable[[ComparedPair], Iterable[Any]] = lambda _: ()
+    excused: Callable[[ComparedPair], torch.Tensor | None] = lambda _: None
 
     @functools.cached_property
-    def _disturbed(self) -> list[Outcome]:
+    def _disturbed(self) -> list[CallOutcome]:
         return [found for seed in range(_RUNS) if (found := self.wanted.disturbed(seed)) is not None]
 
     @functools.cached_property
-    def _moved(self) -> list[Outcome]:
+    def _moved(self) -> list[CallOutcome]:
         return [found for seed in range(2) if (found := self.wanted.moved(seed)) is not None]
 
-    def goal(self, pair: Pair) -> Goal:
-        """What a pair's result must be."""
+    def goal(self, pair: ComparedPair) -> Goal:
+        """Return what a pair's result is compared with."""
         own = pair.own
         exact = pair.of(self.wanted.exact) if self.wanted.exact is not None else None
         usable = isinstance(exact, torch.Tensor) and exact.shape == own.shape
         base: torch.Tensor = exact if usable and exact is not None else own
 
-        def spread(outcomes: list[Outcome]) -> torch.Tensor | None:
+        def spread(outcomes: list[CallOutcome]) -> torch.Tensor | None:
             found = [pair.of(each) for each in outcomes if len(each.results) == len(self.wanted_results)]
             gaps = [_gap(each, base) for each in found if isinstance(each, torch.Tensor) and each.shape == base.shape]
             return torch.stack(gaps).amax(0) if gaps else None
@@ -147,11 +147,11 @@ class Judge:
     def _is_narrow(self) -> bool:
         return any(tensor.dtype.itemsize <= 2 for tensor in self.case.tensors() if tensor.differentiable)
 
-    def ask(self, pair: Pair) -> None:
-        """Raise where the result is not what is expected.
+    def check(self, pair: ComparedPair) -> None:
+        """Check that the result is the expected one.
 
         Raises:
-            Violation: it is another value, or has another shape or dtype.
+            Violation: it has another value, shape or dtype.
         """
         got, own = pair.got, pair.own
         if isinstance(got, torch.Tensor) != isinstance(own, torch.Tensor) and (got is None or own is None):
@@ -164,11 +164,11 @@ class Judge:
             raise Violation(f"{pair.name} has shape {list(got.shape)}, and the reference's has {list(own.shape)}")
         self._numbers(dataclasses.replace(pair, got=got.detach(), own=own.detach()))
 
-    def _plain(self, pair: Pair) -> None:
+    def _plain(self, pair: ComparedPair) -> None:
         if not (pair.got == pair.own or pair.got is pair.own):
             raise Violation(f"{pair.name} is {pair.got!r}, and the reference's is {pair.own!r}")
 
-    def _numbers(self, pair: Pair) -> None:
+    def _numbers(self, pair: ComparedPair) -> None:
         got, own = pair.got, pair.own
         if own.numel() == 0 or (got.dtype == own.dtype and torch.equal(got, own)):
             return
@@ -182,16 +182,16 @@ class Judge:
             self.ties(pair)
             raise Violation(self._message(pair, goal, bad))
 
-    def _forgiven(self, pair: Pair, bad: torch.Tensor) -> torch.Tensor:
-        """What is still wrong beside other results that are right as well."""
+    def _forgiven(self, pair: ComparedPair, bad: torch.Tensor) -> torch.Tensor:
+        """Return the mask without elements that agree with other correct results."""
         for other in self.alternates(pair):
             if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
                 bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor, extreme=self.extreme))
         excused = self.excused(pair)
         return bad if excused is None else bad & ~excused
 
-    def ties(self, pair: Pair) -> None:
-        """Positions of equal elements are in no order: a difference there tells nothing."""
+    def ties(self, pair: ComparedPair) -> None:
+        """Raise Remark if the results are positions and some elements are equal: their positions have no order."""
         if pair.got.dtype not in (torch.int64, torch.int32):
             return
         for tensor in self.case.make(self.subject.device).tensors():
@@ -199,9 +199,9 @@ class Judge:
                 torch.nan_to_num(tensor.detach().double()) if tensor.dtype.is_floating_point else tensor.new_empty(0)
             )
             if values.unique().numel() < values.numel():
-                raise Remark(f"{pair.name} holds positions, and differs from the reference's where elements are equal")
+                raise Remark(f"{pair.name} has positions, and differs from the reference's where elements are equal")
 
-    def _message(self, pair: Pair, goal: Goal, bad: torch.Tensor) -> str:
+    def _message(self, pair: ComparedPair, goal: Goal, bad: torch.Tensor) -> str:
         at = int(bad.reshape(-1).nonzero()[0])
         index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
         got, own, exact = (each.reshape(-1)[at].item() for each in (pair.got, goal.own, goal.exact))
@@ -225,7 +225,7 @@ def _numeric(value: Any) -> bool:
 
 
 def _tensor(value: Any, like: Any) -> torch.Tensor:
-    """A number as a tensor, in the other's dtype where that is a tensor of the same kind."""
+    """Return a number as a tensor, in the other's dtype if that is a tensor of the same kind."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
     found = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -233,12 +233,14 @@ def _tensor(value: Any, like: Any) -> torch.Tensor:
     return found.to(like.dtype) if suits else found
 
 
-def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: Call) -> str:
-    """How a result differs from that of contiguous copies, ``plain``, by more than other orders of its sums, or "".
+def difference_from_contiguous(
+    subject: Subject, case: Case, pair: ComparedPair, plain: CallOutcome, before: Call
+) -> str:
+    """Describe a difference from the result of contiguous copies, ``plain``, beyond the order of sums, or return "".
 
     Raises:
         NotApplicable: the operator gives other results for the same arguments each time.
-        Remark: what differs are positions of equal elements.
+        Remark: only positions of equal elements differ.
     """
     got, own = (_tensor(each, each).detach() for each in (pair.got, pair.own))
     if same_bits(got, own) or not bool((bad := wrong(got, Goal(own, _wide(own), floor=_steps(own)))).any()):
@@ -262,20 +264,20 @@ def steadily(subject: Subject, case: Case, pair: Pair, plain: Outcome, before: C
 
 
 def _finite(call: Call) -> bool:
-    """Whether all floats among the arguments are finite."""
+    """Return whether all floats among the arguments are finite."""
     return all(bool(each.isfinite().all()) for each in call.tensors() if each.dtype.is_floating_point)
 
 
 def _steps(result: torch.Tensor) -> float:
-    """What steps in between are off by: another layout means other instructions, such as for exp; a layout error is large."""
+    """Return the error of intermediate steps: another layout means other instructions, such as for exp; a real error is large."""
     if not (result.dtype.is_floating_point or result.dtype.is_complex) or not result.numel():
         return 0.0
     largest = float(torch.nan_to_num(_wide(result).abs(), 0.0, 0.0, 0.0).amax())
     return _ROUNDINGS * unit(result.dtype) * max(1.0, largest)
 
 
-def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:
-    """The operator's results for arguments that are off by the roundings of a sum over the longest dimension."""
+def _nearby(subject: Subject, before: Call, seed: int) -> CallOutcome | None:
+    """Call the operator with arguments that are off by the roundings of a sum over the longest dimension."""
     generator = torch.Generator().manual_seed(seed)
 
     def off(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,5 +290,5 @@ def _nearby(subject: Subject, before: Call, seed: int) -> Outcome | None:
 
     try:
         return subject.call(before.map(off))
-    except Refusal:
+    except CallRefused:
         return None

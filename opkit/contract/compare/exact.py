@@ -1,8 +1,8 @@
-"""What a reference gives exactly, or nearly so: run in float64 on the same numbers, with nothing rounded on the way.
+"""This module runs a reference in float64 on the same numbers, without intermediate rounding, for nearly exact results.
 
-A reference says ``x.float()`` or ``torch.zeros(n, dtype=torch.bfloat16)`` somewhere; a dispatch mode reads float64 there. The
-same mode can disturb what each step gives by as much as rounding would, which shows how far right kernels may lie
-apart: what a step computes exactly (a minimum, a sign, a sum of small integers) stays as it is.
+A reference may call ``x.float()`` or ``torch.zeros(n, dtype=torch.bfloat16)``; a dispatch mode replaces these dtypes by float64.
+The same mode can disturb the result of each step by as much as rounding would, which shows how far apart correct kernels may
+be: a result that a step computes exactly (a minimum, a sign, a sum of small integers) is not disturbed.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.fills import CONSTANT
-from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.observed.outcome import CallOutcome
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 
-_ULPS = 4  # how far one step of a right kernel may be off, in units of rounding
+_ULPS = 4  # the error of one step of a correct kernel, in units of rounding
 _EXACT = frozenset(
     [
         "abs",
@@ -113,23 +113,23 @@ _EXACT_WHERE_REPRESENTABLE = frozenset(
 
 
 class _Unpromotable(Exception):
-    """The reference looks into the bits of floats."""
+    """The reference reads the bits of floats, so it cannot run in float64."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 or complex128 for a narrower one; float8 and what is no float stay."""
+    """Return float64 or complex128 for a narrower dtype; float8 and integer dtypes stay."""
     if dtype in (torch.float16, torch.bfloat16, torch.float32):
         return torch.float64
     return torch.complex128 if dtype.is_complex else dtype
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64."""
+    """Return a copy in float64."""
     return tensor.detach().clone().to(wide(tensor.dtype))
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number: what one rounding is off at most, in relation to the result."""
+    """Return half the distance from 1 to the next number: the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -149,7 +149,7 @@ class _Noise:
 
 
 class _Promoted(TorchDispatchMode):
-    """Every float is a float64, whatever the function says."""
+    """A mode in which every float is a float64, whatever dtype the function names."""
 
     def __init__(self, noise: _Noise | None = None) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Promoted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotApplicable("the reference draws random numbers: two right results differ")
+            raise NotApplicable("the reference draws random numbers: two correct results differ")
         if func.overloadpacket.__name__ == "view" and func._overloadname == "dtype":
             raise _Unpromotable
         args, kwargs = pytree.tree_map_only(torch.dtype, wide, (args, kwargs or {}))
@@ -173,7 +173,7 @@ class _Promoted(TorchDispatchMode):
 
     @staticmethod
     def _length(func: Any, args: Any) -> int:
-        """How many terms are added up for one result, at most."""
+        """Return the largest number of terms that are added up for one result."""
         if torch.Tag.pointwise in func.tags:
             return 1
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -196,12 +196,12 @@ class _Promoted(TorchDispatchMode):
                 continue
             changed = leaf * noise.factor(leaf, noise.longer(length))
             if name in _EXACT_WHERE_REPRESENTABLE:
-                changed = torch.where(_kept(leaf, noise.dtype, name, args), leaf, changed)
+                changed = torch.where(_is_exact(leaf, noise.dtype, name, args), leaf, changed)
             leaf.copy_(changed)
 
 
-def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> torch.Tensor:
-    """Where a step rounds nothing in ``dtype``: its result is representable, and nothing was lost of a smaller operand."""
+def _is_exact(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> torch.Tensor:
+    """Return where a step does not round in ``dtype``: its result is representable, and no part of a small operand is lost."""
     fits = result == result.to(dtype).double()
     if name in ("add", "sub") and all(isinstance(each, torch.Tensor) for each in args[:2]):
         one, other = args[:2]
@@ -211,48 +211,48 @@ def _kept(result: torch.Tensor, dtype: torch.dtype, name: str, args: Any) -> tor
 
 
 def _integral(tensor: torch.Tensor) -> bool:
-    """Whether all sums of the elements are exact, in any order: small multiples of a quarter."""
+    """Return whether all sums of the elements are exact in any order: they are small multiples of a quarter."""
     return bool(((tensor * 4).frac() == 0).all()) and bool((tensor.abs() < 64).all())
 
 
 @dataclasses.dataclass
 class Expected:
-    """What the reference gives for a case.
+    """The reference's results for a case.
 
     Attributes:
-        own: in its own dtype; None where it has no implementation for that one.
-        exact: in float64; None where it cannot be run so.
+        own: the results in its own dtype; None if it does not support the dtype.
+        exact: the results in float64; None if it cannot run in float64.
         why: why it cannot.
     """
 
     subject: Subject
     case: Case
-    own: Outcome | None
-    exact: Outcome | None
+    own: CallOutcome | None
+    exact: CallOutcome | None
     why: str = ""
 
-    def disturbed(self, seed: int) -> Outcome | None:
-        """The exact result, disturbed as rounding would; None where that fails."""
+    def disturbed(self, seed: int) -> CallOutcome | None:
+        """Return the exact result, disturbed as by rounding; None if that fails."""
         generator = torch.Generator().manual_seed(seed)
         dtype = working_dtype(self.case)
         steady = any(tensor.fill in CONSTANT for tensor in self.case.tensors())
         noise = _Noise(generator, unit(dtype), dtype, steady)
         try:
             return _run(self.subject, self.case, noise) if self.exact is not None else self._moved(noise)
-        except (Refusal, _Unpromotable):
+        except (CallRefused, _Unpromotable):
             return None
 
-    def moved(self, seed: int) -> Outcome | None:
-        """The exact result for arguments that are each off by one rounding of their dtype."""
+    def moved(self, seed: int) -> CallOutcome | None:
+        """Return the exact result for arguments that are each off by one rounding of their dtype."""
         generator = torch.Generator().manual_seed(seed)
         noise = _Noise(generator, 0.0, torch.float64, False)
         try:
             call = self.case.make(self.subject.device).map(lambda tensor: _off(tensor, noise, unit))
             return _call(self.subject, call, None)
-        except (Refusal, _Unpromotable):
+        except (CallRefused, _Unpromotable):
             return None
 
-    def _moved(self, noise: _Noise) -> Outcome | None:
+    def _moved(self, noise: _Noise) -> CallOutcome | None:
         length = max((max(t.shape, default=1) for t in self.case.tensors()), default=1)
         call = self.case.make(self.subject.device)
         moved = call.map(lambda t: _off(t, noise, lambda _: noise.longer(length)).to(t.dtype))
@@ -266,7 +266,7 @@ def _off(tensor: torch.Tensor, noise: _Noise, size: Any) -> torch.Tensor:
 
 
 def working_dtype(case: Case) -> torch.dtype:
-    """The dtype that right kernels compute in: float64 where every float is one, otherwise float32."""
+    """Return the dtype in which correct kernels compute: float64 if all floats are float64, otherwise float32."""
     found = {tensor.dtype for tensor in case.tensors() if tensor.differentiable}
     return torch.float64 if found and found <= {torch.float64, torch.complex128} else torch.float32
 
@@ -275,20 +275,20 @@ def expected(subject: Subject, case: Case) -> Expected:
     """Run the reference in its own dtype and in float64.
 
     Raises:
-        Refusal: it gives no result in either.
-        NotApplicable: it draws random numbers.
+        CallRefused: the reference gives no result in either.
+        NotApplicable: the reference draws random numbers.
     """
     own = refusal = exact = None
     why = ""
     try:
         own = subject.expect(case)
-    except Refusal as error:
+    except CallRefused as error:
         refusal = error
     try:
         exact = _run(subject, case, None)
-    except (Refusal, _Unpromotable) as error:
-        why = "it looks into the bits of floats" if isinstance(error, _Unpromotable) else str(error)
-    if own is None and (exact is None or not _lacks_dtype(refusal)):
+    except (CallRefused, _Unpromotable) as error:
+        why = "it reads the bits of floats" if isinstance(error, _Unpromotable) else str(error)
+    if own is None and (exact is None or "not implemented for" not in str(refusal)):
         assert refusal is not None
         raise refusal
     if own is not None and exact is not None and len(own.results) != len(exact.results):
@@ -296,22 +296,18 @@ def expected(subject: Subject, case: Case) -> Expected:
     return Expected(subject, case, own, exact, why)
 
 
-def _lacks_dtype(refusal: Refusal | None) -> bool:
-    return refusal is not None and "not implemented for" in str(refusal)
-
-
-def _run(subject: Subject, case: Case, noise: _Noise | None) -> Outcome:
+def _run(subject: Subject, case: Case, noise: _Noise | None) -> CallOutcome:
     return _call(subject, case.make(subject.device).map(widened), noise)
 
 
-def _call(subject: Subject, call: Call, noise: _Noise | None) -> Outcome:
+def _call(subject: Subject, call: Call, noise: _Noise | None) -> CallOutcome:
     default = torch.get_default_dtype()
     plain = Call(*pytree.tree_map_only(torch.dtype, wide, (call.args, call.kwargs)))
     try:
         torch.set_default_dtype(torch.float64)
         with torch.no_grad(), torch.autocast("cpu", enabled=False), _Promoted(noise):
             return subject.call(plain, subject.reference)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if isinstance(refusal.error, (NotApplicable, _Unpromotable)):
             raise refusal.error from None
         raise

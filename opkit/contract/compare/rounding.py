@@ -1,4 +1,4 @@
-"""Two calls of one operator, compared: to the bit, or up to what another order of summation may change."""
+"""This module compares two calls of one operator: bit by bit, or up to the rounding of another order of summation."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
-from opkit.contract.prop import Refusal
+from opkit.contract.observed.outcome import CallOutcome, described, first_difference, same_bits
+from opkit.contract.prop import CallRefused
 from opkit.contract.subject import Subject
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -21,15 +21,17 @@ _STEPS = 8  # roundings an element, other than those of a sum
 Part = tuple[str, Any, Any]
 
 
-def observe(subject: Subject, given: Case | Call, function: Callable[..., Any] | None = None, seed: int = 0) -> Outcome:
-    """Call the operator with torch's generator set to ``seed``. Its results are its own: they may change later."""
-    call = given.make(subject.device) if isinstance(given, Case) else given
+def observe(
+    subject: Subject, case: Case | Call, function: Callable[..., Any] | None = None, seed: int = 0
+) -> CallOutcome:
+    """Call the operator with torch's generator set to ``seed``. The results are not copied: later calls may change them."""
+    call = case.make(subject.device) if isinstance(case, Case) else case
     seed_torch(subject, seed)
     return subject.call(call, function)
 
 
 def seed_torch(subject: Subject, seed: int) -> None:
-    """As torch.manual_seed does; without it on a CPU, since it formats a stack trace for each kind of device there is."""
+    """Seed torch's generator. On a CPU torch.manual_seed is not used: it formats a stack trace for each kind of device."""
     if subject.device == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -37,15 +39,15 @@ def seed_torch(subject: Subject, seed: int) -> None:
 
 
 def quietly(subject: Subject, case: Case) -> None:
-    """Call the operator for what the call leaves behind; whether it refuses does not matter."""
+    """Call the operator only for the state that the call leaves; ignore a refusal."""
     try:
         observe(subject, case)
-    except Refusal:
+    except CallRefused:
         return
 
 
-def unequal(ours: Outcome, expected: Outcome) -> Iterator[Part]:
-    """What differs to the bit: results, then arguments as the calls left them. Opaque objects are not compared."""
+def unequal(ours: CallOutcome, expected: CallOutcome) -> Iterator[Part]:
+    """Yield what differs bitwise: results, then arguments after the calls. Opaque objects are not compared."""
     if len(ours.results) != len(expected.results):
         yield "the number of results", len(ours.results), len(expected.results)
         return
@@ -55,25 +57,25 @@ def unequal(ours: Outcome, expected: Outcome) -> Iterator[Part]:
     yield from (pair for pair in pairs if _comparable(pair[1]) and _comparable(pair[2]) and not same_bits(*pair[1:]))
 
 
-def difference(ours: Outcome, expected: Outcome) -> str:
-    """The first part that differs to the bit, in words; "" where none does."""
-    return next((_told(part) for part in unequal(ours, expected)), "")
+def difference(ours: CallOutcome, expected: CallOutcome) -> str:
+    """Describe the first part that differs bitwise, or return ""."""
+    return next((_described_part(part) for part in unequal(ours, expected)), "")
 
 
-def beyond_rounding(subject: Subject, case: Case, ours: Outcome, expected: Outcome) -> str:
-    """The first part that differs by more than the order of a summation explains; "" where none does.
+def beyond_rounding(subject: Subject, case: Case, ours: CallOutcome, expected: CallOutcome) -> str:
+    """Describe the first part that differs by more than the order of a summation explains, or return "".
 
-    The tolerance is relative to the largest number in the result and the arguments, and grows with the root of how many elements
-    there are. Where that does not suffice, it is what arguments that differ in their last bit change: an operator may be
-    ill-conditioned, and an index may be that of one of two equal elements.
+    The tolerance is relative to the largest number in the result and the arguments, and grows with the square root of the number
+    of elements. If that does not suffice, the tolerance is the change that a last bit of the arguments causes: an operator may
+    be ill-conditioned, and an index may be that of one of two equal elements.
     """
-    pair: tuple[Outcome, Outcome] | None = None
+    pair: tuple[CallOutcome, CallOutcome] | None = None
     for part in unequal(ours, expected):
         if _explained(part, _relative(case), expected.call):
             continue
         pair = pair or _nudged(subject, case)
         if pair is None or not _ill_conditioned(part, *pair):
-            return _told(part)
+            return _described_part(part)
     return ""
 
 
@@ -83,7 +85,7 @@ def _comparable(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _told(part: Part) -> str:
+def _described_part(part: Part) -> str:
     name, a, b = part
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return f"{name} differs at {first_difference(a, b)}"
@@ -91,7 +93,7 @@ def _told(part: Part) -> str:
 
 
 def _relative(case: Case) -> float:
-    """The relative error that rounding can cause in results of this case's size."""
+    """Return the relative error that rounding can cause in results of this case's size."""
     tensors = [tensor for tensor in case.tensors() if tensor.differentiable] or case.tensors()
     elements = max([math.prod(tensor.shape) for tensor in tensors], default=1)
     epsilons = [torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.differentiable]
@@ -121,7 +123,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference of two elements; infinite where only one of them is a number, or both are other infinities."""
+    """Return the largest difference of two elements; infinite if only one is a number, or both are different infinities."""
     one, other = _wide(a), _wide(b)
     apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs())
     return float(torch.nan_to_num(apart, float("inf")).max()) if apart.numel() else 0.0
@@ -134,8 +136,8 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(torch.where(sizes.isfinite(), sizes, 0.0).max())
 
 
-def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
-    """The call with every number of its arguments changed by about a unit in the last place, and unchanged right after it."""
+def _nudged(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome] | None:
+    """Call with every number of the arguments changed by about a unit in the last place, and then with the original ones."""
 
     def nudge(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dtype.is_floating_point:
@@ -146,12 +148,12 @@ def _nudged(subject: Subject, case: Case) -> tuple[Outcome, Outcome] | None:
     try:
         nudged = observe(subject, case.make(subject.device).map(nudge)).detached()
         return nudged, observe(subject, case).detached()
-    except Refusal:
+    except CallRefused:
         return None
 
 
-def _ill_conditioned(part: Part, nudged: Outcome, plain: Outcome) -> bool:
-    """Whether a last bit of the arguments changes this part by as much as was seen."""
+def _ill_conditioned(part: Part, nudged: CallOutcome, plain: CallOutcome) -> bool:
+    """Return whether a last bit of the arguments changes this part by as much as the observed difference."""
     name, a, b = part
     changed = next((each for each in unequal(nudged, plain) if each[0] == name), None)
     if changed is None or name.startswith("tensor argument"):

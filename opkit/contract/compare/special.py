@@ -1,4 +1,4 @@
-"""Where extreme numbers leave right kernels a choice: flushed denormals, sums that overflow in one order, invalid operations."""
+"""This module finds where correct kernels may differ on extreme numbers: flushed denormals, overflow, invalid operations."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.compare.compared import Pair
+from opkit.contract.compare.compared import ComparedPair
 from opkit.contract.compare.exact import widened
-from opkit.contract.observed.outcome import Outcome, same_values
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.observed.outcome import CallOutcome, same_values
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
 _SIGNS = ("signed_zeros", "special")
 _NEAR = 4  # a sum that comes this close to the largest number overflows in some order
 _ORDINARY = 3.0
-_SOME = 3  # so many numbers that are no zeros show that nothing is added up
+_MIN_NONZERO = 3  # so many nonzero numbers show that nothing is added up
 
 
-def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> Outcome:
-    """The reference's results for changed floats."""
+def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> CallOutcome:
+    """Return the reference's results for changed floats."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return change(tensor) if tensor.dtype.is_floating_point else tensor
@@ -31,8 +31,8 @@ def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], t
     return subject.call(case.make(subject.device).map(changed), subject.reference)
 
 
-def flushed(subject: Subject, case: Case) -> Outcome:
-    """What the reference gives where denormal arguments are zeros."""
+def flushed(subject: Subject, case: Case) -> CallOutcome:
+    """Return the reference's results if denormal arguments are flushed to zero."""
 
     def flush(tensor: torch.Tensor) -> torch.Tensor:
         small = tensor.abs() < torch.finfo(tensor.dtype).smallest_normal
@@ -41,8 +41,8 @@ def flushed(subject: Subject, case: Case) -> Outcome:
     return _of_changed(subject, case, flush)
 
 
-def excused(subject: Subject, case: Case, pair: Pair) -> torch.Tensor | None:
-    """Elements at which right kernels differ: a mask, or None where there are none."""
+def excused(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor | None:
+    """Return a mask of the elements at which correct kernels may differ, or None."""
     got, own = pair.got, pair.own
     if not got.dtype.is_floating_point:
         return None
@@ -55,33 +55,33 @@ def excused(subject: Subject, case: Case, pair: Pair) -> torch.Tensor | None:
     return found
 
 
-def _invalid(subject: Subject, case: Case, pair: Pair) -> torch.Tensor:
-    """Where the reference makes a NaN of numbers that are none, infinite or too large to be squared: others need not."""
+def _invalid(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor:
+    """Return where the reference gives NaN because of numbers that are infinite or too large to be squared: others need not."""
 
     def calmed(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max ** 0.5, tensor.sign() * _ORDINARY, tensor)
 
     try:
         calm = pair.of(_of_changed(subject, case, calmed))
-    except Refusal:
+    except CallRefused:
         return torch.zeros_like(pair.got, dtype=torch.bool)
     found = pair.own.isnan() & ~calm.isnan()
-    widest = pair.got.dtype == torch.float64  # of narrower ones, the right result is known
+    widest = pair.got.dtype == torch.float64  # for narrower dtypes the correct result is known
     return found | (pair.got.isnan() & (calm != pair.own)) if widest else found
 
 
-def _overflows(subject: Subject, case: Case, pair: Pair) -> bool:
-    """Whether terms of one sign would overflow: then it depends on the order whether these do."""
+def _overflows(subject: Subject, case: Case, pair: ComparedPair) -> bool:
+    """Return whether terms of one sign would overflow: then an overflow of these terms depends on their order."""
     try:
         largest = pair.of(_of_changed(subject, case, lambda t: widened(torch.where(t.isfinite(), t, 0.0).abs())))
-    except Refusal:
+    except CallRefused:
         return False
     limit = torch.finfo(pair.own.dtype).max / _NEAR
     return bool((largest.double().abs() > limit).any()) or bool((~largest.isfinite()).any())
 
 
 def zero_signs(subject: Subject, case: Case) -> None:
-    """Zeros keep their signs where an operator does nothing but to change signs.
+    """Check the signs of zeros if an operator does nothing but change signs.
 
     Raises:
         Violation: one has another sign.
@@ -95,17 +95,17 @@ def zero_signs(subject: Subject, case: Case) -> None:
     for ours, theirs in zip(got.results, own.results, strict=False):
         if _only_signs(ours, theirs, inputs) and bool((_negative_zero(ours) != _negative_zero(theirs)).any()):
             raise Violation(
-                "a zero of the result has another sign than the reference's, and all else is equal to the bit"
+                "a zero of the result has another sign than the reference's, and everything else is bitwise equal"
             )
 
 
 def _only_signs(ours: Any, theirs: Any, inputs: list[torch.Tensor]) -> bool:
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
         return False
-    if not bool((theirs != 0).sum() >= _SOME):
+    if not bool((theirs != 0).sum() >= _MIN_NONZERO):
         return False
-    kept = any(same_values(theirs.abs(), each.abs()) for each in inputs)
-    return kept and same_values(ours.abs(), theirs.abs())
+    only_signs = any(same_values(theirs.abs(), each.abs()) for each in inputs)
+    return only_signs and same_values(ours.abs(), theirs.abs())
 
 
 def _negative_zero(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""How far a right result may be from the reference's: derived from the case, never a fixed number.
+"""This module derives the tolerance of each result from the case; it is never a fixed number.
 
-Four things add up, for each element:
+Four terms add up, for each element:
 
 - rounding of the result, and of a step or two before it, in the result's dtype;
-- what the reference in that dtype is itself off by, here and elsewhere in the same result;
-- how far the result moves when every step is off by a rounding (see :mod:`opkit.contract.compare.exact`), with as many roundings
-  for a sum as it has terms: this is where conditioning and cancellation come in;
-- for the 16-bit dtypes, how far it moves when the arguments are, up to a bound: a kernel may round between its steps.
+- the error of the reference in that dtype, at this element and elsewhere in the same result;
+- the change of the result when every step is off by a rounding (see :mod:`opkit.contract.compare.exact`), with as many roundings
+  for a sum as it has terms: this accounts for conditioning and cancellation;
+- for the 16-bit dtypes, the change when the arguments are off by a rounding, up to a bound: a kernel may round between its steps.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,8 +20,8 @@ import torch
 
 from opkit.contract.compare.exact import unit, widened
 
-_HALF, _FULL = 2.5, 12.0  # roundings of a result: 16-bit ones are made from float32, others by a chain of functions
-_JUMP = 32.0  # what moves by more roundings than this, by one in its arguments, has a jump there
+_HALF, _FULL = 2.5, 12.0  # roundings of a result: 16-bit ones are computed in float32, others by a chain of functions
+_JUMP = 32.0  # a result that moves by more roundings than this, for one in its arguments, has a jump there
 _SAFETY = 2.0
 _ABSOLUTE = 4.0
 Spread = Callable[[], torch.Tensor | None]
@@ -29,15 +29,15 @@ Spread = Callable[[], torch.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What one result is compared with.
+    """The values with which one result is compared.
 
     Attributes:
-        own: the reference's, in its dtype.
-        exact: in float64; equal to ``own`` where nothing else is known.
-        spread: how far it moves when every step is off by a rounding; computed where it is needed.
+        own: the reference's result in its dtype.
+        exact: the result in float64; ``own`` if there is none.
+        spread: computes how far the result moves when every step is off by a rounding.
         moved: the same for one rounding of each argument.
-        floor: differences below this are none.
-        extreme: where the reference in its own dtype breaks down, anything is right.
+        floor: differences below this do not count.
+        extreme: whether any result is correct where the reference in its own dtype breaks down.
     """
 
     own: torch.Tensor
@@ -53,7 +53,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far apart two right results are, in relation to their size, through rounding alone."""
+    """Return the relative distance of two correct results through rounding alone."""
     return unit(dtype) * (_HALF if dtype.itemsize <= 2 else _FULL)
 
 
@@ -63,22 +63,22 @@ def _smallest(dtype: torch.dtype) -> float:
 
 
 def allowed(goal: Goal) -> torch.Tensor:
-    """The difference that rounding and the reference's own error explain, for each element."""
+    """Return the difference that rounding and the reference's own error explain, for each element."""
     dtype, size = goal.own.dtype, _finite(goal.exact.abs())
     error = _finite((widened(goal.own) - goal.exact).abs())
     step = unit(dtype) * _JUMP * (size + (size.mean() if size.numel() else 0.0))
     usual = error[error <= step]
     elsewhere = usual.max() if usual.numel() else error.new_zeros(())
-    if error.numel() and usual.numel() < 0.9 * error.numel():  # the reference is no better than that
+    if error.numel() and usual.numel() < 0.9 * error.numel():  # the reference itself is not more accurate
         elsewhere = error.quantile(0.95) if error.numel() < 2**20 else error.max()
     slack = torch.clamp(_SAFETY * elsewhere - unit(dtype) * size, min=0.0)
-    near_zero = _ABSOLUTE * min(unit(dtype), unit(torch.float32))  # between steps are numbers about as large as 1
+    near_zero = _ABSOLUTE * min(unit(dtype), unit(torch.float32))  # intermediate numbers are about as large as 1
     floor = max(_smallest(dtype), near_zero, goal.floor)
     return rounding(dtype) * size + torch.maximum(slack, _SAFETY * error) + floor
 
 
 def widest(goal: Goal) -> torch.Tensor:
-    """The same, and what conditioning explains."""
+    """Return the difference that rounding, the reference's own error and conditioning explain, for each element."""
     found, size = allowed(goal), _finite(goal.exact.abs())
     spread, moved = goal.spread(), goal.moved()
     if spread is not None:
@@ -90,7 +90,7 @@ def widest(goal: Goal) -> torch.Tensor:
 
 
 def wrong(got: torch.Tensor, goal: Goal) -> torch.Tensor:
-    """Which elements are worse than rounding explains: a mask.
+    """Return a mask of the elements that differ by more than rounding explains.
 
     >>> one = torch.ones(2)
     >>> wrong(torch.tensor([1.0, 1.1]), Goal(one, one.double()))
@@ -116,7 +116,7 @@ def _outside(got: torch.Tensor, goal: Goal, tolerance: torch.Tensor) -> torch.Te
 
 
 def _fragile(own: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Where the reference in its dtype and the exact one are of different kinds, or far apart: it overflowed on the way."""
+    """Return where the reference in its dtype and the exact one are of different kinds, or far apart, after an overflow."""
     kinds = (own.isfinite() != exact.isfinite()) | (own.isnan() != exact.isnan())
     largest = _finite(exact).abs().max() if exact.numel() else 0.0
     return kinds | (((own - exact).abs() > 0.5 * exact.abs()) & ((own - exact).abs() > 1e-3 * largest))
@@ -129,7 +129,7 @@ def _wrong_integers(got: torch.Tensor, goal: Goal) -> torch.Tensor:
 
 
 def _wrong_complex(got: torch.Tensor, goal: Goal) -> torch.Tensor:
-    """Both parts, with a tolerance of the whole number's size."""
+    """Compare both parts, with a tolerance by the magnitude of the complex number."""
     found = []
     reach = widest(dataclasses.replace(goal, own=goal.own.abs(), exact=goal.exact.abs()))
     for part in (torch.real, torch.imag):

@@ -1,1 +1,1 @@
-"""Memory that tells: guard pages, red zones, poison, and how much of the heap is used."""
+"""Memory that reveals wrong accesses: guard pages, red zones, poisoned memory, and the size of the heap."""

@@ -1,7 +1,7 @@
-"""Torch's CPU allocator, with a forbidden page behind every block: for child processes, which end with it in place.
+"""This module puts a protected page behind every block of torch's CPU allocator, in child processes, until they end.
 
-libc10 calls posix_memalign and free through its table of imported functions. There, posix_memalign is replaced by one that
-ends each block at a page nobody may touch, as near as its alignment allows, and free by a function that does nothing.
+libc10 calls posix_memalign and free through its table of imported functions. In this table the module replaces posix_memalign by
+a function that ends each block at a protected page, as near as its alignment allows, and free by a function that does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opkit.contract.memory import guarded
 
 _BYTE = b"\xa5"
 _ALIGN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t)
-_MOST = 8192  # blocks; the kernel allows a process about 65,000 mappings
+_MAX_BLOCKS = 8192  # the kernel allows a process about 65,000 mappings
 _LOAD, _DYNAMIC = 1, 2  # program headers of elf.h
 _STRTAB, _SYMTAB, _RELA, _RELASZ, _PLTRELSZ, _JMPREL = 5, 6, 7, 8, 2, 23  # its dynamic tags
 _PAGE = mmap.PAGESIZE
@@ -27,18 +27,18 @@ _WRITABLE = 3  # PROT_READ and PROT_WRITE
 
 @functools.cache
 def missing() -> str:
-    """Why blocks cannot be guarded here, or ""."""
+    """Return why blocks cannot be guarded here, or ""."""
     if guarded.missing():
         return guarded.missing()
     try:
         found = _slots("posix_memalign") and _slots("free")
     except (OSError, struct.error, ValueError, StopIteration):
         found = []
-    return "" if found else "torch's allocator has another form here"
+    return "" if found else "torch's allocator does not import posix_memalign and free here"
 
 
 def _library() -> tuple[Path, int]:
-    """libc10's file, and where it is in memory."""
+    """Return libc10's file, and its address in memory."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         line = next(line for line in lines if line.rstrip().endswith("/libc10.so"))
     fields = line.split(maxsplit=5)
@@ -47,7 +47,7 @@ def _library() -> tuple[Path, int]:
 
 @functools.cache
 def _slots(name: str) -> list[int]:
-    """Where libc10 keeps the address of an imported function: for calls, and for those who ask for its address."""
+    """Return where libc10 stores the address of an imported function, for calls and for uses of the address."""
     path, base = _library()
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
@@ -56,7 +56,7 @@ def _slots(name: str) -> list[int]:
 
 
 def _imports(data: bytes) -> Iterator[tuple[str, int]]:
-    """Names of imported functions, and where their addresses are kept, relative to the library."""
+    """Yield the names of imported functions, and where their addresses are stored, relative to the library."""
     start, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
     headers = [struct.unpack_from("<IIQQQQQQ", data, start + i * size) for i in range(count)]
     loads = [(address, offset, length) for kind, _, offset, address, _, length, _, _ in headers if kind == _LOAD]
@@ -79,7 +79,7 @@ def _imports(data: bytes) -> Iterator[tuple[str, int]]:
 
 @functools.cache
 def guard() -> Guard:
-    """This process's guard. It stays: an operator may keep a block for its next call."""
+    """Return this process's guard. It stays in place: an operator may cache a block for its next call."""
     return Guard()
 
 
@@ -95,14 +95,14 @@ class Guard:
         self.libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
 
     def begin(self) -> None:
-        """From here on, torch's blocks are guarded, and none is given back."""
+        """Start to guard torch's blocks; none is freed from here on."""
         nothing = ctypes.cast(self.libc.getppid, ctypes.c_void_p).value or 0
         ours = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
         self._set("free", nothing)
         self._set("posix_memalign", ours)
 
     def end(self) -> None:
-        """Torch allocates as before. What was allocated in between must never be freed: free stays as it is."""
+        """Restore torch's allocation. The guarded blocks must never be freed, so free is not restored."""
         self._set("posix_memalign", ctypes.cast(self.libc.posix_memalign, ctypes.c_void_p).value or 0)
 
     def _set(self, name: str, function: int) -> None:
@@ -110,19 +110,19 @@ class Guard:
             self.libc.mprotect(ctypes.c_void_p(slot & -_PAGE), ctypes.c_size_t(2 * _PAGE), _WRITABLE)
             ctypes.c_void_p.from_address(slot).value = function
 
-    def _align(self, found: ctypes._Pointer[ctypes.c_void_p], alignment: int, size: int) -> int:  # pyright: ignore
+    def _align(self, pointer: ctypes._Pointer[ctypes.c_void_p], alignment: int, size: int) -> int:  # pyright: ignore
         try:
-            block = _block(size, alignment) if size and len(self.blocks) < _MOST else None
-        except OSError:  # the process has as many mappings as it may
+            block = _block(size, alignment) if size and len(self.blocks) < _MAX_BLOCKS else None
+        except OSError:  # the process has the largest number of mappings
             block = None
         if block is None:
-            return self.libc.posix_memalign(found, alignment, size)
+            return self.libc.posix_memalign(pointer, alignment, size)
         self.blocks.append(block)
-        found[0] = ctypes.addressof(ctypes.c_char.from_buffer(block[0])) + block[1]
+        pointer[0] = ctypes.addressof(ctypes.c_char.from_buffer(block[0])) + block[1]
         return 0
 
     def touched(self) -> str:
-        """Where a byte outside of its block was written since the last look, or ""."""
+        """Describe where a byte outside of its block was written since the last call, or return ""."""
         found = ""
         for memory, start, size in self.blocks:
             around = {"past the end": (start + size, len(memory) - _PAGE), "before the beginning": (_PAGE, start)}
@@ -134,7 +134,7 @@ class Guard:
 
 
 def _block(size: int, alignment: int) -> tuple[mmap.mmap, int, int]:
-    """Memory between two forbidden pages, in which ``size`` bytes begin at an aligned place as late as possible."""
+    """Map memory between two protected pages, in which ``size`` bytes begin at the last possible aligned place."""
     body = -(-size // _PAGE) * _PAGE
     memory = mmap.mmap(-1, body + 2 * _PAGE)
     memory[_PAGE : _PAGE + body] = _BYTE * body

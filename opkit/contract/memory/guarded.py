@@ -1,4 +1,4 @@
-"""Tensors in memory that tells on those who leave it: beside pages that nobody may touch, or among bytes that are watched."""
+"""This module copies tensors into memory that reveals accesses outside of them: protected pages, or watched bytes."""
 
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 
@@ -15,29 +15,29 @@ MARGIN = mmap.PAGESIZE
 """Bytes before and after a watched tensor."""
 
 NOTHING, READ, ANYTHING = 0, 1, 3
-"""What may be done with a page: PROT_NONE, PROT_READ and both of sys/mman.h."""
+"""Protections of a page: PROT_NONE, PROT_READ, and PROT_READ with PROT_WRITE, of sys/mman.h."""
 
 
 def missing() -> str:
-    """Why memory cannot be guarded here, or ""."""
+    """Return why memory cannot be guarded here, or ""."""
     return "" if sys.platform == "linux" else "it needs Linux"
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it lies in memory, without torch's lazy minus."""
+    """Return the tensor as it is in memory, without torch's lazy minus."""
     found = tensor.detach()
     return torch._neg_view(found) if found.is_neg() else found
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """How many elements of memory there are from a tensor's first to its last."""
+    """Return the number of elements of memory from a tensor's first element to its last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """A view of ``memory`` that differs from ``tensor`` in its place alone."""
+    """Return a view of ``memory`` with the layout and flags of ``tensor``."""
     view = torch.as_strided(memory, tensor.shape, tensor.stride(), offset)
     view = torch._neg_view(view) if tensor.is_neg() else view
     return view.requires_grad_() if tensor.requires_grad else view
@@ -48,7 +48,7 @@ def _pages(bytes_: int) -> int:
 
 
 def protect(memory: mmap.mmap, first: int, protection: int = NOTHING, pages: int = 1) -> None:
-    """Change what may be done with the pages of ``memory`` from byte ``first`` on."""
+    """Change the protection of the pages of ``memory`` from byte ``first`` on."""
     libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
     if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(pages * mmap.PAGESIZE), protection):
@@ -56,12 +56,12 @@ def protect(memory: mmap.mmap, first: int, protection: int = NOTHING, pages: int
 
 
 def guarded(tensor: torch.Tensor, at_end: bool, protection: int = NOTHING) -> torch.Tensor:
-    """A copy of which the last element ends where a forbidden page begins, or the first begins where one ends.
+    """Copy a tensor so that its last element ends at a protected page, or its first begins after one.
 
     Args:
-        tensor: on the CPU. What its layout reaches is copied, gaps included; an empty one is returned as it is.
-        at_end: whether the page comes after, or before.
-        protection: what may be done with the page all the same.
+        tensor: a tensor on the CPU. Its gaps are copied too; an empty tensor is returned as it is.
+        at_end: whether the protected page comes directly after the tensor, or before it.
+        protection: the protection of the page.
     """
     elements = reach(tensor)
     if elements == 0:
@@ -78,7 +78,7 @@ def guarded(tensor: torch.Tensor, at_end: bool, protection: int = NOTHING) -> to
 
 
 def sealed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that can be read and not written; an empty one is returned as it is."""
+    """Copy a tensor to read-only memory; an empty one is returned as it is."""
     elements = reach(tensor)
     if elements == 0:
         return tensor
@@ -92,7 +92,7 @@ def sealed(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """A copy of a tensor among bytes that nobody has a reason to touch: before it, after it, and in its gaps."""
+    """A copy of a tensor among watched bytes: before it, after it, and in its gaps."""
 
     tensor: torch.Tensor
     memory: torch.Tensor
@@ -100,7 +100,7 @@ class Watched:
     before: torch.Tensor
 
     def touched(self) -> str:
-        """Where a watched byte was changed first, or ""."""
+        """Describe the first watched byte that was changed, or return ""."""
         changed = (self.memory != self.before) & ~self.inside
         if not changed.any():
             return ""
@@ -117,7 +117,7 @@ def _place(byte: int, end: int, size: int) -> str:
 
 
 def watched(tensor: torch.Tensor, byte: int) -> Watched:
-    """A copy of ``tensor`` in memory that holds ``byte`` wherever no element is."""
+    """Copy ``tensor`` to memory that contains ``byte`` outside of its elements."""
     size = tensor.element_size()
     elements = reach(tensor)
     memory = mmap.mmap(-1, 2 * MARGIN + max(_pages(elements * size), 1) * mmap.PAGESIZE)

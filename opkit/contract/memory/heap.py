@@ -1,6 +1,6 @@
-"""What is to be asked of the C library's heap: how much is in use, what fresh memory holds, whether it is whole.
+"""This module controls the C library's heap: its used bytes, the contents of fresh memory, and its consistency.
 
-Glibc's answers; there are none elsewhere. They are asked in child processes, whose heap is nobody else's.
+It needs glibc, and runs in child processes, whose heap nothing else uses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import platform
 from collections.abc import Generator
 
 _PERTURB = -6  # M_PERTURB of malloc.h
-_CACHED = range(24, 521, 16)  # of the sizes of which each thread keeps freed blocks, to hand them out as they were left
-_KEPT = 7  # of each size
+_CACHED = range(
+    24, 521, 16
+)  # sizes of which each thread caches freed blocks, which it hands out with their old contents
+_BLOCKS_CACHED = 7  # of each size
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -24,7 +26,7 @@ class _Info(ctypes.Structure):
 
 
 def missing() -> str:
-    """Why nothing can be asked of the heap here, or ""."""
+    """Return why the heap cannot be controlled here, or ""."""
     known = platform.libc_ver()[0] == "glibc" and hasattr(_libc(), "mallinfo2")
     return "" if known else "it needs glibc 2.33 or newer"
 
@@ -42,26 +44,26 @@ def _libc() -> ctypes.CDLL:
 
 
 def used() -> int:
-    """Bytes that are allocated."""
+    """Return the number of allocated bytes."""
     info = _libc().mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 def inspect() -> None:
-    """Make malloc look at what it has; it aborts the process where something was written over its own data."""
+    """Let malloc check its data; it aborts the process if something has overwritten them."""
     if not missing():
         _libc().malloc_trim(1 << 30)
 
 
 @contextlib.contextmanager
 def poisoned(byte: int) -> Generator[None]:
-    """Fresh memory holds ``byte``, which cannot be 255: that of torch's allocator, of numpy's, and of kernels themselves."""
+    """Fill fresh memory of torch's allocator, of numpy's and of kernels with ``byte``, which cannot be 255."""
     libc = _libc()
-    held = [libc.malloc(size) for size in _CACHED for _ in range(_KEPT)]
+    blocks = [libc.malloc(size) for size in _CACHED for _ in range(_BLOCKS_CACHED)]
     libc.mallopt(_PERTURB, byte ^ 0xFF)
     try:
         yield
     finally:
         libc.mallopt(_PERTURB, 0)
-        for block in held:
+        for block in blocks:
             libc.free(block)

@@ -1,4 +1,4 @@
-"""The same call under several contents of memory that is none of its business, compared to the bit."""
+"""This module compares the same call bit by bit under several contents of memory that must not matter."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -10,17 +10,17 @@ import torch
 
 from opkit.contract.calls.arguments import places
 from opkit.contract.calls.cases import Case
-from opkit.contract.observed.outcome import Outcome, described, first_difference, same_bits
+from opkit.contract.observed.outcome import CallOutcome, described, first_difference, same_bits
 
 FRESH = (0x00, 0x7F, 0xC1)
-"""Bytes for fresh memory: zeros, numbers near the largest, small negative ones; true, true and true."""
+"""Bytes for fresh memory: zeros, numbers near the largest, small negative ones; as bools false, true and true."""
 
 AROUND = (0x00, 0xFF, 0x7F)
-"""Bytes for memory beside tensors: zeros, NaN, numbers near the largest."""
+"""Bytes for memory next to tensors: zeros, NaN, numbers near the largest."""
 
 
-def difference(case: Case, one: Outcome, other: Outcome) -> str:
-    """Where two outcomes of a case differ first, to the bit, or ""."""
+def difference(case: Case, one: CallOutcome, other: CallOutcome) -> str:
+    """Describe where two outcomes of a case first differ bitwise, or return ""."""
     if len(one.results) != len(other.results):
         return f"there are {len(one.results)} and {len(other.results)} results"
     pairs = [(f"result {i}", a, b) for i, (a, b) in enumerate(zip(one.results, other.results, strict=True))]
@@ -35,8 +35,8 @@ def _apart(a: object, b: object) -> str:
     return f"{described(a)} and {described(b)}"
 
 
-def dependence(case: Case, bytes_: tuple[int, ...], run: Callable[[int], Outcome]) -> str:
-    """How results depend on which of ``bytes_`` memory held, or ""; also "" where equal calls differ."""
+def dependence(case: Case, bytes_: tuple[int, ...], run: Callable[[int], CallOutcome]) -> str:
+    """Describe how results depend on which of ``bytes_`` memory contains, or return ""; also "" if equal calls differ."""
     first = run(bytes_[0])
     found = next(filter(None, (difference(case, first, run(byte)) for byte in bytes_[1:])), "")
     varies = found and difference(case, first, run(bytes_[0]))

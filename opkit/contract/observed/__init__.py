@@ -1,1 +1,1 @@
-"""What a call did: its results, its arguments, the random state and torch's settings; several calls at once."""
+"""Observation of calls: results, arguments, random state, torch's settings, and several calls at once."""

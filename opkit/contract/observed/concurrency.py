@@ -1,4 +1,4 @@
-"""Several threads in one call, and several calls at once."""
+"""This module checks calls with several numbers of threads, and several calls at once."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,13 +18,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.sizes import LARGE
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.compare.rounding import beyond_rounding, observe
-from opkit.contract.observed.outcome import Outcome, same_bits
+from opkit.contract.observed.outcome import CallOutcome, same_bits
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 
 _COUNTS = (2, 3, 5)
@@ -33,18 +33,18 @@ _THREADS = 8
 _INPUTS = 4
 _CALLS = 6  # of each thread
 _ELEMENTS = 2**16
-_MOST_CALLS = 96  # of each thread, where calls are short
-_SECONDS = 0.02  # for all of them: a race shows by chance, and the more calls there are the sooner
-_PATIENCE = 60.0  # seconds until threads that wait for each other are given up
+_MAX_CALLS = 96  # of each thread, where calls are short
+_SECONDS = 0.02  # for all of them: a race shows by chance, sooner with more calls
+_PATIENCE = 60.0  # seconds to wait for threads that wait for each other
 
 
 def large_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Calls that are large enough for work to be divided, and for calls to overlap."""
+    """Draw calls that are large enough to be divided among threads, and to overlap."""
     return subject.spec.cases(Drawing(largest=LARGE, elements=_ELEMENTS))
 
 
 def larger_cases(subject: Subject) -> SearchStrategy[Case]:
-    """The largest of four: the longer a call takes, the more others meet it."""
+    """Draw the largest of four calls: a longer call overlaps with more others."""
     some = large_cases(subject)
     return st.tuples(some, some, some, some).map(lambda several: max(several, key=_elements))
 
@@ -64,7 +64,7 @@ def _threads(count: int) -> Generator[None]:
 
 
 def check_thread_counts(subject: Subject, case: Case) -> None:
-    """Results are the same however many threads torch uses, but for the order of sums.
+    """Check that results are the same with any number of torch's threads, up to the order of sums.
 
     Raises:
         Violation: they differ by more.
@@ -72,7 +72,7 @@ def check_thread_counts(subject: Subject, case: Case) -> None:
     with _threads(1):
         alone = observe(subject, case).detached()
     if is_random(subject, case):
-        return  # how random numbers are dealt out to threads may differ
+        return  # the distribution of random numbers over threads may differ
     for count in _COUNTS:
         with _threads(count):
             outcomes = [observe(subject, case).detached() for _ in range(_REPEATS)]
@@ -85,7 +85,7 @@ def check_thread_counts(subject: Subject, case: Case) -> None:
 
 
 def not_interpreted(subject: Subject) -> str:
-    """Why calls cannot overlap here, or nothing."""
+    """Return why calls cannot overlap here, or ""."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter runs one kernel at a time"
     return ""
@@ -93,12 +93,12 @@ def not_interpreted(subject: Subject) -> str:
 
 @dataclasses.dataclass
 class _Worker:
-    """One thread: calls that are made beforehand, how many times they are made, and what became of them."""
+    """One thread: the calls to make, how often, and their outcomes."""
 
     inputs: list[int]
     calls: list[Call]
     rounds: int = 1
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    outcomes: list[CallOutcome] = dataclasses.field(default_factory=list)
     error: BaseException | None = None
 
     def run(self, subject: Subject, barrier: threading.Barrier) -> None:
@@ -106,27 +106,20 @@ class _Worker:
             barrier.wait(_PATIENCE)
             for call in self.calls * self.rounds:
                 self.outcomes.append(subject.call(call))
-        except BaseException as error:  # it belongs to the main thread
+        except BaseException as error:  # the main thread raises it
             self.error = error
 
 
 def _variants(case: Case) -> list[Case]:
-    """The case with other numbers: equal sizes, so that calls meet in what is kept by size."""
-
-    def other(by: int) -> Case:
-        def change(_: int, tensor: TensorCase) -> TensorCase:
-            return dataclasses.replace(tensor, seed=tensor.seed + by)
-
-        return case.map(change)
-
-    return [other(by) for by in range(_INPUTS)]
+    """Return the case with other numbers and equal sizes, so that calls share what is cached by size."""
+    return [case.reseeded(by) for by in range(_INPUTS)]
 
 
 def check_concurrent(subject: Subject, case: Case) -> None:
-    """Eight threads that call at once, with the same numbers and with others, each get their own right results.
+    """Check that eight threads that call at once, with equal and with other numbers, each get their own correct results.
 
     Raises:
-        Violation: one gets another's result, a torn one, or an exception.
+        Violation: one gets another's result, a mixed one, or an exception.
     """
     if is_random(subject, case):
         return  # calls draw from one generator, in any order
@@ -149,8 +142,8 @@ def check_concurrent(subject: Subject, case: Case) -> None:
                 )
 
 
-def _equal(outcome: Outcome, expected: Outcome) -> bool:
-    """Whether two outcomes are equal at a glance; where not, they may still be."""
+def _equal(outcome: CallOutcome, expected: CallOutcome) -> bool:
+    """Return whether a quick comparison finds two outcomes equal; they may be equal even if it does not."""
     pairs = [*zip(outcome.results, expected.results, strict=False)]
     pairs += [*zip(outcome.call.tensors(), expected.call.tensors(), strict=True)]
     tensors = all(isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) for a, b in pairs)
@@ -159,15 +152,15 @@ def _equal(outcome: Outcome, expected: Outcome) -> bool:
     return all(a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-def _rounds(subject: Subject, variants: list[Case], expected: list[Outcome], seconds: float) -> int:
-    """How many times a thread makes its calls: more than once where they are short, and leave arguments as they were."""
+def _rounds(subject: Subject, variants: list[Case], expected: list[CallOutcome], seconds: float) -> int:
+    """Return how often a thread makes its calls: more than once if they are short and do not change their arguments."""
     if not subject.functional or subject.device != "cpu":
         return 1
     for case, outcome in zip(variants, expected, strict=True):
         if not all(map(same_bits, case.make().tensors(), outcome.call.tensors())):
             return 1
     calls = int(_SECONDS / max(seconds, 1e-6) / _THREADS)
-    return max(1, min(calls, _MOST_CALLS) // _CALLS)
+    return max(1, min(calls, _MAX_CALLS) // _CALLS)
 
 
 def _worker(subject: Subject, variants: list[Case], number: int, rounds: int) -> _Worker:
@@ -196,5 +189,5 @@ def _run(subject: Subject, workers: list[_Worker]) -> None:
 
 
 def _raised(error: BaseException) -> str:
-    what = str(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, CallRefused) else f"{type(error).__name__}: {error}"
     return f"{_THREADS} threads called at once, and one raised {what}; called alone, it does not."

@@ -1,4 +1,4 @@
-"""Streams and devices other than the current one: asked on CUDA alone."""
+"""This module checks CUDA streams and devices other than the current one."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -8,33 +8,32 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import beyond_rounding, observe
-from opkit.contract.observed.outcome import Outcome
 from opkit.contract.observed.randomness import is_random
 from opkit.contract.prop import Violation
 from opkit.contract.subject import Subject
 
-_BUSY = 20_000_000  # cycles, about 10 ms, for which a stream is kept from its work
+_BUSY = 20_000_000  # cycles, about 10 ms, for which a stream is blocked
 
 
 def needs_cuda(subject: Subject) -> str:
-    """Why streams do not apply, or nothing."""
+    """Return why streams do not apply, or ""."""
     return "" if torch.device(subject.device).type == "cuda" else f"the device is {subject.device}: it has no streams"
 
 
 def needs_second_device(subject: Subject) -> str:
-    """Why a second device does not apply, or nothing."""
+    """Return why a second device does not apply, or ""."""
     if torch.device(subject.device).type != "cuda":
         return f"the device is {subject.device}"
     return "" if torch.cuda.device_count() > 1 else "there is one GPU"
 
 
 def check_stream(subject: Subject, case: Case) -> None:
-    """Work goes to the current stream, behind what is already there.
+    """Check that work is launched on the current stream, after earlier work on it.
 
-    The arguments become right only after a while, on a side stream. What a kernel on any other stream reads is too old.
+    The arguments are filled only after a while, on a side stream. A kernel on any other stream reads old numbers.
 
     Raises:
-        Violation: results are of the old numbers.
+        Violation: results are those of the old numbers.
     """
     if is_random(subject, case):
         return
@@ -50,10 +49,9 @@ def check_stream(subject: Subject, case: Case) -> None:
         torch.cuda._sleep(_BUSY)  # torch 2.13: there is no public way to keep a stream busy
         for late, now in pairs:
             late.copy_(now)
-        ours = observe(subject, staged)
-        kept = ours.detached()
+        ours = observe(subject, staged).detached()
     torch.cuda.synchronize()
-    if found := beyond_rounding(subject, case, kept, expected):
+    if found := beyond_rounding(subject, case, ours, expected):
         raise Violation(f"on a stream other than the default {found}. Launch on torch.cuda.current_stream().")
 
 
@@ -62,7 +60,7 @@ def _writable(tensor: torch.Tensor) -> bool:
 
 
 def check_second_device(subject: Subject, case: Case) -> None:
-    """Tensors on a device that is not the current one are worked on where they are.
+    """Check that the operator works on tensors of a device that is not the current one.
 
     Raises:
         Violation: results are wrong, on another device, or the current device has changed.
@@ -75,14 +73,10 @@ def check_second_device(subject: Subject, case: Case) -> None:
         current = torch.cuda.current_device()
     if current != 0:
         raise Violation(f"the call changes the current device from 0 to {current}. Use torch.cuda.device as a context.")
-    _on_one(ours)
+    for number, tensor in enumerate(ours.tensors()):
+        if tensor.device.type == "cuda" and tensor.device.index != 1:
+            raise Violation(f"for tensors on cuda:1, result {number} is on {tensor.device}.")
     if found := beyond_rounding(subject, case, ours.detached(), expected):
         raise Violation(
             f"for tensors on cuda:1, while cuda:0 is current, {found}. Launch under torch.cuda.device_of(x)."
         )
-
-
-def _on_one(ours: Outcome) -> None:
-    for number, tensor in enumerate(ours.tensors()):
-        if tensor.device.type == "cuda" and tensor.device.index != 1:
-            raise Violation(f"for tensors on cuda:1, result {number} is on {tensor.device}.")

@@ -1,4 +1,4 @@
-"""Kernels that are declared elementwise, asked for parts of the tensors."""
+"""This module checks that kernels that are declared elementwise give the same on parts of the tensors."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -11,37 +11,37 @@ from collections.abc import Iterator
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import Refusal, Violation
+from opkit.contract.prop import CallRefused, Violation
 from opkit.contract.subject import Subject
 from opkit.op.native.function import NativeFunction
 
 
 def declares_nothing(subject: Subject) -> str:
-    """Why there are no parts to ask for, or nothing."""
+    """Return why no parts can be compared, or ""."""
     kernels = [] if subject.operator is None else subject.operator._operator.kernels.kernels
     native = [each.function.native for each in kernels if isinstance(each.function, NativeFunction)]
     return "" if any(each.elementwise for each in native) else "no kernel of it is declared elementwise"
 
 
 def check_parts(subject: Subject, case: Case) -> None:
-    """Demand of each part what the whole has there.
+    """Check that each part of the arguments gives that part of the result.
 
     Raises:
-        Refusal: the operator does not take the call, or no part of it.
+        CallRefused: the operator does not take the call, or no part of it.
         Violation: a part differs.
     """
-    asked, refused = False, None
+    compared, refused = False, None
     call = case.make(subject.device)
     whole = subject.call(call).results[0]
     for where, part in _parts([tensor for tensor in call.tensors() if tensor.shape == whole.shape]):
         try:
             found = subject.call(call.map(functools.partial(_part, shape=whole.shape, part=part))).results[0]
-        except Refusal as error:  # an annotation that demands the whole
+        except CallRefused as error:  # an annotation requires the whole
             refused = error
             continue
         _compare(found, whole[part], where)
-        asked = True
-    if refused is not None and not asked:
+        compared = True
+    if refused is not None and not compared:
         raise refused
 
 
@@ -50,7 +50,7 @@ def _part(tensor: torch.Tensor, shape: torch.Size, part: tuple[slice, ...]) -> t
 
 
 def _parts(tensors: list[torch.Tensor]) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """Where each dimension is cut: after its first, and in the middle."""
+    """Yield the parts on both sides of a cut of each dimension: after its first element, and in the middle."""
     if not tensors:
         return
     for dimension, size in enumerate(tensors[0].shape):

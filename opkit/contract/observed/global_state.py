@@ -1,4 +1,4 @@
-"""Everything that a process has one of and an operator could change: a table of how each is read and put back."""
+"""This module has a table of a process's global state, which an operator could change: how to read and restore each item."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -19,9 +19,9 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.randomness import ever_random, is_random
-from opkit.contract.prop import Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, Remark, Violation
 from opkit.contract.subject import Subject
 
 _SMALLEST_NORMAL = sys.float_info.min
@@ -29,15 +29,15 @@ _ODD_SEED = 0x5EED0DD
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class StateItem:
     """One piece of global state.
 
     Attributes:
-        name: what it is, for a message.
-        get: reads it, as something that can be compared.
-        put: puts it back.
-        settles: whether the first call of all may change it, as an import does.
-        shown: whether its values belong in a message.
+        name: its name in messages.
+        get: reads it, in a form that can be compared.
+        put: restores it.
+        settles: whether the very first call may change it, as an import does.
+        shown: whether messages contain its values.
     """
 
     name: str
@@ -52,7 +52,7 @@ def _flushes() -> bool:
 
 
 def _rounding() -> tuple[bool, bool]:
-    """Whether 1 + tiny and -1 - tiny are rounded away from 1 and -1: neither, in the usual mode."""
+    """Return whether 1 + tiny and -1 - tiny are rounded away from 1 and -1: neither, in the usual mode."""
     tiny = _SMALLEST_NORMAL
     return 1.0 + tiny > 1.0, -1.0 - tiny < -1.0
 
@@ -106,34 +106,34 @@ def _put_backends(value: tuple[Any, ...]) -> None:
 
 
 STATE = (
-    Item("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Item("the default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
-    Item("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Item("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    Item("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Item("deterministic mode", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
-    Item("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Item("autocast", _autocast, _put_autocast),
-    Item("torch.backends", _backends, _put_backends),
-    Item("flushing of denormals to zero", _flushes, torch.set_flush_denormal),
-    Item("the rounding mode", _rounding, lambda _: None),
-    Item("Python's random generator", random.getstate, random.setstate, shown=False),
-    Item("numpy's global random generator", _numpy, _put_numpy, shown=False),
-    Item("numpy's handling of errors", np.geterr, lambda v: np.seterr(**v)),
-    Item("the working directory", os.getcwd, os.chdir),
-    Item("the garbage collector", gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
-    Item("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
-    Item("the environment", lambda: dict(os.environ), _put_environment, settles=True, shown=False),
-    Item("the warnings filters", lambda: list(warnings.filters), _put_filters, settles=True, shown=False),
+    StateItem("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    StateItem("the default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
+    StateItem("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    StateItem("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    StateItem("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    StateItem("deterministic mode", _deterministic, lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
+    StateItem("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    StateItem("autocast", _autocast, _put_autocast),
+    StateItem("torch.backends", _backends, _put_backends),
+    StateItem("flushing of denormals to zero", _flushes, torch.set_flush_denormal),
+    StateItem("the rounding mode", _rounding, lambda _: None),
+    StateItem("Python's random generator", random.getstate, random.setstate, shown=False),
+    StateItem("numpy's global random generator", _numpy, _put_numpy, shown=False),
+    StateItem("numpy's handling of errors", np.geterr, lambda v: np.seterr(**v)),
+    StateItem("the working directory", os.getcwd, os.chdir),
+    StateItem("the garbage collector", gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
+    StateItem("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    StateItem("the environment", lambda: dict(os.environ), _put_environment, settles=True, shown=False),
+    StateItem("the warnings filters", lambda: list(warnings.filters), _put_filters, settles=True, shown=False),
 )
-"""What a call must leave as it finds it."""
+"""The state that a call must not change."""
 
-_TORCH_SEED = Item("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
+_TORCH_SEED = StateItem("the seed of torch's generator", torch.initial_seed, torch.manual_seed)
 
 
 @contextlib.contextmanager
-def _watched(items: tuple[Item, ...]) -> Generator[None]:
-    """Raise Violation for what changes meanwhile, after putting everything back."""
+def _watched(items: tuple[StateItem, ...]) -> Generator[None]:
+    """Raise Violation for what changes in this context, after restoring everything."""
     before = [item.get() for item in items]
     try:
         yield
@@ -146,44 +146,44 @@ def _watched(items: tuple[Item, ...]) -> Generator[None]:
         item, old, new = changed[0]
         shown = f" from {old!r} to {new!r}" if item.shown else ""
         raise Violation(
-            f"the call changes {item.name}{shown}, for the whole process. Leave it, or put it back before returning."
+            f"the call changes {item.name}{shown}, for the whole process. Do not change it, or restore it before returning."
         )
 
 
 def leaves_state(subject: Subject, case: Case) -> None:
-    """A call leaves the process as it was.
+    """Check that a call changes no global state.
 
     Raises:
-        Violation: it changes something that every other piece of code sees.
+        Violation: it changes something that other code depends on.
     """
     call = case.make(subject.device)
-    _stir(subject)
+    _move_generators(subject)
     with _watched((*_strict(), _TORCH_SEED)):
         state = _generator()
         subject.call(call)
         drew = _generator() != state
     if drew and not ever_random(subject) and not is_random(subject, case):
         raise Violation(
-            "the call moves torch's random generator on, and its results do not depend on it: draw what is used."
+            "the call advances torch's random generator, and its results do not depend on it: draw only what is used."
         )
     with _watched(tuple(item for item in STATE if item.settles)):
         subject.call(case.make(subject.device))
 
 
-def _stir(subject: Subject) -> None:
-    """Hypothesis seeds Python's and numpy's generators with 0, as an operator may: move them, and give torch's an odd seed."""
+def _move_generators(subject: Subject) -> None:
+    """Advance Python's and numpy's generators, which Hypothesis seeds with 0 as an operator may, and give torch's an odd seed."""
     random.random()
     np.random.rand()  # noqa: NPY002
     seed_torch(subject, _ODD_SEED)
 
 
-def _strict() -> tuple[Item, ...]:
+def _strict() -> tuple[StateItem, ...]:
     return tuple(item for item in STATE if not item.settles)
 
 
 @contextlib.contextmanager
 def preserved() -> Generator[None]:
-    """Whatever is changed meanwhile is put back."""
+    """Restore the global state afterwards."""
     before = [item.get() for item in STATE]
     try:
         yield
@@ -224,7 +224,7 @@ def _flushing() -> Generator[None]:
 
 
 def _has_floats(case: Case) -> bool:
-    """Without floating arguments, results may well be of the default dtype."""
+    """Return whether there are floating arguments: without one, results may have the default dtype."""
     return case.dtype is not None
 
 
@@ -244,7 +244,7 @@ _MAY_REFUSE = ("deterministic mode", "torch.inference_mode()")
 
 
 def ignores_state(subject: Subject, case: Case) -> None:
-    """Results are the same whatever torch's settings are.
+    """Check that results are the same under any of torch's settings.
 
     Raises:
         Violation: a setting changes them by more than rounding.
@@ -258,13 +258,13 @@ def ignores_state(subject: Subject, case: Case) -> None:
         _on_default_device(subject, case, expected)
 
 
-def _under(subject: Subject, case: Case, expected: Outcome, name: str, setting: Callable[[], Any]) -> None:
+def _under(subject: Subject, case: Case, expected: CallOutcome, name: str, setting: Callable[[], Any]) -> None:
     call = case.make(subject.device)
     try:
         with warnings.catch_warnings(), setting():
             warnings.simplefilter("ignore")
             ours = observe(subject, call).detached()
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if name in _MAY_REFUSE:
             return
         raise Violation(f"under {name} the call raises {refusal}; otherwise it does not.") from refusal
@@ -275,18 +275,18 @@ def _under(subject: Subject, case: Case, expected: Outcome, name: str, setting: 
 
 
 _ADVICE = {
-    "the default dtype float64": "Give every tensor that is made inside a dtype: torch.zeros(n, dtype=x.dtype).",
-    "deterministic mode": "There, torch.empty is filled with NaN: perhaps memory is read before it is written.",
+    "the default dtype float64": "Give every tensor that is created inside a dtype: torch.zeros(n, dtype=x.dtype).",
+    "deterministic mode": "In this mode torch.empty is filled with NaN: perhaps memory is read before it is written.",
 }
 
 
-def _on_default_device(subject: Subject, case: Case, expected: Outcome) -> None:
-    """A kernel for the CPU may rely on where tensors are made, so this is told, and fails nothing."""
+def _on_default_device(subject: Subject, case: Case, expected: CallOutcome) -> None:
+    """Remark where the call depends on the default device; a kernel for the CPU may, so this is no failure."""
     call = case.make(subject.device)
     try:
         with torch.device("meta"):
             ours = subject.call(call)
-    except Refusal:
-        raise Remark("it makes tensors on the default device: with another than the arguments', it raises") from None
+    except CallRefused:
+        raise Remark("it creates tensors on the default device: if the arguments are on another, it raises") from None
     if any(a.device != b.device for a, b in zip(ours.tensors(), expected.tensors(), strict=False)):
         raise Remark("its results are on the default device, which need not be the arguments'")

@@ -1,4 +1,4 @@
-"""Numbers in a module's globals that the module's functions change and an operator's functions read."""
+"""This module finds numbers in a module's globals that its functions assign and an operator's functions read."""
 
 # pyright: reportPrivateUsage=false
 
@@ -17,19 +17,19 @@ from opkit.contract.subject import Subject
 
 @dataclasses.dataclass(frozen=True)
 class ModuleState:
-    """One such number."""
+    """A number in a module's globals."""
 
     name: str
     scope: dict[str, Any]
 
     def changed(self) -> Any:
-        """A context in which it has another value."""
+        """Return a context in which it has another value."""
         value = self.scope[self.name]
         return mock.patch.dict(self.scope, {self.name: not value if isinstance(value, bool) else value + 1})
 
 
 def state_of(subject: Subject) -> list[ModuleState]:
-    """The state that the operator's functions read; constants, which no function assigns to, are none.
+    """Return the numbers that the operator's functions read, without constants, which no function assigns.
 
     The functions are its body, reference, kernels, fake implementation and backward, and those of their module that they call.
     """
@@ -46,9 +46,9 @@ def _functions(subject: Subject) -> Iterator[Any]:
     yield from (subject.reference, subject.target, getattr(subject.target, "_init_fn", None))
     if subject.operator is not None:
         operator = subject.operator._operator
-        yield operator.given.fake
-        if operator.given.autograd is not None:
-            yield from (operator.given.autograd.backward_function, operator.given.autograd.setup_context)
+        yield operator.registered.fake
+        if operator.registered.autograd is not None:
+            yield from (operator.registered.autograd.backward_function, operator.registered.autograd.setup_context)
     else:
         yield from (
             getattr(subject.target, name, None) for name in ("_abstract_fn", "_backward_fn", "_setup_context_fn")

@@ -1,4 +1,4 @@
-"""What one call did: results, what became of the arguments, and comparisons of both to the bit."""
+"""This module records the outcome of one call, results and arguments, and compares outcomes bit by bit."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -14,44 +14,44 @@ from opkit.contract.calls.cases import Call
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """One call's arguments as it left them, and its results: the leaves of what it returned, in order."""
+class CallOutcome:
+    """One call's arguments after the call, and its results: the leaves of the returned value, in order."""
 
     call: Call
     results: tuple[Any, ...]
     returned: Any
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the results."""
+        """Return the tensors among the results."""
         return [leaf for leaf in self.results if isinstance(leaf, torch.Tensor)]
 
-    def detached(self) -> Outcome:
-        """Copies of all tensors, so that later calls change nothing here."""
+    def detached(self) -> CallOutcome:
+        """Return the outcome with copies of all tensors, so that later calls cannot change it."""
         copy = self.call.map(lambda tensor: tensor.detach().clone())
         results = tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.results)
-        return Outcome(copy, results, None)
+        return CallOutcome(copy, results, None)
 
 
 def leaves(value: Any) -> tuple[Any, ...]:
-    """The leaves of lists, tuples and dicts."""
+    """Return the leaves of lists, tuples and dicts."""
     return tuple(pytree.tree_leaves(value))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements as bytes, in logical order: equal bits are equal, NaN and signed zeros included."""
+    """Return a tensor's elements as bytes, in logical order, so that NaN and signed zeros can be compared."""
     plain = tensor.detach().resolve_neg().resolve_conj().cpu().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two results are equal to the bit, in dtype and shape too."""
+    """Return whether two results are bitwise equal, with equal dtypes and shapes."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return type(a) is type(b) and bool(a == b or (a != a and b != b))
     return a.dtype == b.dtype and a.shape == b.shape and bits(a).numpy().tobytes() == bits(b).numpy().tobytes()
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two results are equal, where any NaN is equal to any other."""
+    """Return whether two results are equal, if any NaN equals any other."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return same_bits(a, b)
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -62,7 +62,7 @@ def same_values(a: Any, b: Any) -> bool:
 
 
 def first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Where two tensors of one shape differ first, and by what: ``[0, 3]: 1.0 and 2.0 (5 of 12 elements differ)``."""
+    """Describe the first difference of two tensors of one shape: ``[0, 3]: 1.0 and 2.0 (5 of 12 elements differ)``."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{described(a)} and {described(b)}"
     size = max(a.element_size(), 1)
@@ -76,7 +76,7 @@ def first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def described(value: Any) -> str:
-    """A result in a few words: ``float32[2, 3]``, or its representation."""
+    """Describe a result: ``float32[2, 3]`` for a tensor, otherwise its representation."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value)

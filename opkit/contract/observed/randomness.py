@@ -1,4 +1,4 @@
-"""Whether an operator's results depend on random numbers, and where it gets these from."""
+"""This module finds whether an operator's results depend on random numbers, and from which generator they come."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -12,8 +12,7 @@ from hypothesis import errors as hypothesis_errors
 
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.compare.rounding import difference, observe, seed_torch
-from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 _SEEDS = (1, 2, 3, 4, 5)
@@ -21,55 +20,51 @@ _EXAMPLES = 16
 
 
 def is_random(subject: Subject, case: Case) -> bool:
-    """Whether the results of this case follow torch's seed: the same for the same one, others for others.
+    """Return whether the results of this case follow torch's seed: equal for equal seeds, different for others.
 
-    Which flags and scalars make it so is kept with the subject, so that asking again costs nothing.
+    The subject caches the answer by flags and scalars, so that a second query costs nothing.
 
     Raises:
-        Refusal: the operator raised.
+        CallRefused: the operator raised.
     """
-    known: dict[str, bool] = _memory(subject).setdefault("flags", {})
+    known: dict[str, bool] = _cache(subject).setdefault("flags", {})
     flags = _flags(case)
     if flags not in known:
-        found, certain = _ask(subject, case)
+        random, certain = _follows_seed(subject, case)
         if not certain:
-            return found
-        known[flags] = found
+            return random
+        known[flags] = random
     return known[flags]
 
 
 def ever_random(subject: Subject) -> bool:
-    """Whether the results of any of a few examples depend on torch's seed."""
-    memory = _memory(subject)
-    if "ever" not in memory:
-        memory["ever"] = _search(subject)
-    return memory["ever"]
+    """Return whether the results of any of a few examples depend on torch's seed."""
+    cache = _cache(subject)
+    if "ever" not in cache:
+        cache["ever"] = _search(subject)
+    return cache["ever"]
 
 
-def _memory(subject: Subject) -> dict[str, Any]:
+def _cache(subject: Subject) -> dict[str, Any]:
     return subject.__dict__.setdefault("_randomness", {})  # a frozen dataclass caches as functools.cached_property does
 
 
 def _flags(case: Case) -> str:
-    """The case but for its tensors' sizes and numbers: what decides whether an operator draws."""
+    """Return the case without its tensors' sizes and numbers: the part that decides whether an operator draws."""
     values = [value for value in (*case.args, *case.kwargs) if not isinstance(value, (TensorCase, list))]
     return repr((values, any(0 in tensor.shape for tensor in case.tensors())))
 
 
-def _ask(subject: Subject, case: Case) -> tuple[bool, bool]:
-    """Whether the case is random, and whether the answer holds for others with the same flags."""
+def _follows_seed(subject: Subject, case: Case) -> tuple[bool, bool]:
+    """Return whether the case is random, and whether the answer holds for other cases with the same flags."""
     first = observe(subject, case, seed=0).detached()
-    drawn = not torch.equal(torch.get_rng_state(), _state_of(0))
+    drawn = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
     second = observe(subject, case, seed=1).detached()
     if not difference(first, second):
         if not drawn:
             return False, True
         return any(difference(first, observe(subject, case, seed=seed)) for seed in _SEEDS), False
     return not difference(observe(subject, case, seed=0), first), True
-
-
-def _state_of(seed: int) -> torch.Tensor:
-    return torch.Generator().manual_seed(seed).get_state()
 
 
 def _search(subject: Subject) -> bool:
@@ -85,7 +80,7 @@ def _search(subject: Subject) -> bool:
         nonlocal found
         try:
             found = found or is_random(subject, case)
-        except Refusal:
+        except CallRefused:
             hypothesis.reject()
 
     try:
@@ -96,7 +91,7 @@ def _search(subject: Subject) -> bool:
 
 
 def check_random(subject: Subject, case: Case) -> None:
-    """Random results come from torch's generator, and move it on.
+    """Check that random results come from torch's generator, and advance it.
 
     Raises:
         Violation: they do not.
@@ -113,15 +108,11 @@ def check_random(subject: Subject, case: Case) -> None:
     if not any(difference(observe(subject, case, seed=seed), first) for seed in _SEEDS):
         return  # too few elements to tell
     seed_torch(subject, 0)
-    if _stands_still(subject, case, subject.call(case.make(subject.device)).detached()):
+    following = subject.call(case.make(subject.device)).detached()
+    if not any(difference(subject.call(case.make(subject.device)), following) for _ in _SEEDS):
         raise Violation(
-            f"calls one after another return the same random numbers: they do not move the generator. {_DRAW}"
+            f"calls one after another return the same random numbers: they do not advance the generator. {_DRAW}"
         )
 
 
-_DRAW = "Draw from torch's own generator: torch.rand, Tensor.bernoulli_, or a seed made by torch.randint."
-
-
-def _stands_still(subject: Subject, case: Case, first: Outcome) -> bool:
-    later = (subject.call(case.make(subject.device)) for _ in _SEEDS)
-    return not any(difference(outcome, first) for outcome in later)
+_DRAW = "Draw from torch's own generator: torch.rand, Tensor.bernoulli_, or a seed from torch.randint."

@@ -1,4 +1,4 @@
-"""What the arguments of a call are before and after it, to the byte and over their whole storages."""
+"""This module compares a call's arguments before and after it, byte by byte and over their whole storages."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -17,7 +17,7 @@ from opkit.contract.subject import Subject
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor's storage."""
+    """Return all bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # pyright: ignore[reportArgumentType]
 
@@ -37,8 +37,8 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A tensor, and what it was."""
+class TensorSnapshot:
+    """A tensor, and its metadata and bytes at an earlier time."""
 
     number: int
     tensor: torch.Tensor
@@ -48,32 +48,32 @@ class Snapshot:
     inside: torch.Tensor
 
     def metadata_changes(self) -> list[str]:
-        """What is no element and has changed."""
+        """Describe the metadata that has changed."""
         now = _facts(self.tensor)
         return [f"its {name} was {was} and is {now[name]}" for name, was in self.facts.items() if now[name] != was]
 
     def written(self) -> bool:
-        """Whether its elements were, if to the same numbers."""
+        """Return whether its elements were written to, even with the same numbers."""
         return bool(self.bytes_changed(True)) or self.tensor._version != self.version
 
     def bytes_changed(self, inside: bool) -> int:
-        """How many bytes have changed of its elements, or of the rest of its storage."""
+        """Count the changed bytes of its elements, or of the rest of its storage."""
         now = storage_bytes(self.tensor)
         if now.shape != self.bytes.shape:
             return 0
         return int(((now != self.bytes) & (self.inside == inside)).sum())
 
 
-def snapshots(call: Call) -> list[Snapshot]:
-    """One for each tensor of the call."""
+def snapshots(call: Call) -> list[TensorSnapshot]:
+    """Return a snapshot of each tensor of the call."""
     return [
-        Snapshot(number, each, _facts(each), storage_bytes(each).clone(), each._version, _inside(each))
+        TensorSnapshot(number, each, _facts(each), storage_bytes(each).clone(), each._version, _inside(each))
         for number, each in distinct(call)
     ]
 
 
 def _inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Which bytes of the storage are of elements."""
+    """Return a mask of the storage's bytes that belong to elements."""
     size = tensor.element_size()
     found = torch.zeros(tensor.untyped_storage().nbytes() // size, dtype=torch.bool, device=tensor.device)
     lying = plain(tensor)
@@ -83,7 +83,7 @@ def _inside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def may_write(subject: Subject, case: Case, margin: int = 0) -> set[int]:
-    """The numbers of the tensors that an operator may write to: what its schema says, or what its reference does."""
+    """Return the numbers of the tensors that an operator may write to: by its schema, or else by what its reference does."""
     if subject.schema is not None:
         return {number for number, name in enumerate(owners(case, subject.schema)) if name in subject.writes}
     assert subject.reference is not None

@@ -1,1 +1,1 @@
-"""Calls in other processes: those that crash or hang, those that nothing came before, and whole properties."""
+"""Calls in other processes: those that crash or hang, first calls, and whole properties."""

@@ -1,8 +1,8 @@
-"""Calls in a forked child process: one that crashes, aborts, exits or hangs ends the child, and is told as what it is.
+"""This module makes calls in a forked child process: a call that crashes, aborts, exits or hangs ends the child alone.
 
 The child has everything that the parent has, so an operator of a notebook or of a test function needs no import. Pools of
-OpenMP threads, torch's or a kernel's own, do not live through fork: the child computes on one thread. Nor do autograd's, of
-which there is one for each GPU: where there are any, no backward runs there.
+OpenMP threads, torch's or a kernel's own, do not survive a fork: the child computes on one thread. Autograd's threads, one for
+each GPU, do not survive either: where there are any, no backward runs in the child.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -30,27 +30,27 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.processes import wire
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 
 SECONDS = 5.0
-"""How long a call may take."""
+"""The limit for one call."""
 
-_BUILDING = 600.0  # seconds more that a call is given while it has a process of its own at work: a compiler
-_IDLE = 60.0  # seconds after which a child that is asked nothing ends
+_BUILDING = 600.0  # seconds more for a call that waits for a process that it started: a compiler
+_IDLE = 60.0  # seconds after which a child without requests ends
 _BUSY = (
-    0.5  # of its time on a processor: a child that computes hangs by itself, one that waits may wait for a lost thread
+    0.5  # share of its time on a CPU: a child that computes hangs by itself, one that waits may wait for a lost thread
 )
-_ROOM = 1 << 20  # bytes of a pipe
+_PIPE_SIZE = 1 << 20  # bytes
 _OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[^/]*\.so")
-_FOUND: dict[str, type[Exception]] = {"Violation": Violation, "Remark": Remark, "NotApplicable": NotApplicable}
+_OUTCOMES: dict[str, type[Exception]] = {"Violation": Violation, "Remark": Remark, "NotApplicable": NotApplicable}
 
 
-class Ended(Exception):
-    """A child process ended, or had to be ended, before it could say what it found.
+class ChildEnded(Exception):
+    """A child process ended, or had to be ended, before it sent its result.
 
     Attributes:
-        hung: it was still at it when time ran out.
-        busy: and it was computing, not waiting.
+        hung: whether it was still running when time ran out.
+        busy: whether it was computing then, not waiting.
     """
 
     def __init__(self, reason: str, hung: bool = False, busy: bool = False) -> None:
@@ -59,17 +59,17 @@ class Ended(Exception):
 
 
 def available() -> bool:
-    """Whether processes can be forked here."""
-    return sys.platform == "linux"  # elsewhere, libraries that torch uses do not live through fork
+    """Return whether processes can be forked here."""
+    return sys.platform == "linux"  # elsewhere, libraries that torch uses do not survive a fork
 
 
 @functools.cache
 def runs_backward() -> bool:
-    """Whether autograd's backward runs in forked processes. The first one here starts a thread for each GPU, or there is none."""
+    """Return whether autograd's backward runs in forked processes. One here first starts its thread for each GPU, if any."""
     _backward()
     try:
         in_child(_backward)
-    except (Ended, RuntimeError):
+    except (ChildEnded, RuntimeError):
         return False
     return True
 
@@ -80,79 +80,79 @@ def _backward() -> None:
 
 
 class Worker:
-    """A child process that answers one question about many cases; one that ends is forked anew for the next.
+    """A child process that calls one function on many cases; one that ends is replaced for the next case.
 
-    Cases that can be written go through a pipe; for any other, a child of its own is forked.
+    Cases that can be serialized go through a pipe; any other gets its own child.
 
     Args:
-        question: asked in the child, of each case; what it returns is told as text.
+        function: called in the child, on each case; its result comes back as text.
 
     Attributes:
-        asked: how many cases the latest child was asked about.
+        count: the number of cases that the latest child was sent.
     """
 
-    def __init__(self, question: Callable[[Case], object]) -> None:
-        self.question = question
-        self._life: Life | None = None
-        self.asked = 0
+    def __init__(self, function: Callable[[Case], object]) -> None:
+        self.function = function
+        self._child: ChildProcess | None = None
+        self.count = 0
 
-    def ask(self, case: Case, seconds: float = SECONDS, fresh: bool = False) -> str:
-        """What the question returns, as text; ``fresh`` asks a new child, which has answered for no other case.
+    def check(self, case: Case, seconds: float = SECONDS, fresh: bool = False) -> str:
+        """Return the function's result as text; ``fresh`` uses a new child, which has run no other case.
 
         Raises:
-            Ended: the child crashed, exited, or did not finish within ``seconds``; a compiler that it waits for has longer.
-            Violation: so did the question, in the child. The same of ``Refusal``, ``Remark`` and ``NotApplicable``.
-            RuntimeError: the question raised something else.
+            ChildEnded: the child crashed, exited, or did not finish within ``seconds``; a compiler that it waits for has longer.
+            Violation: the function raised it. The same applies to ``CallRefused``, ``Remark`` and ``NotApplicable``.
+            RuntimeError: the function raised another exception.
         """
-        self.asked += 1
+        self.count += 1
         if fresh:
-            return in_child(lambda: self.question(case), seconds)
+            return in_child(lambda: self.function(case), seconds)
         try:
             line = wire.written(case)
-        except wire.Unwritten:
-            return in_child(lambda: self.question(case), seconds)
-        if self._life is None or not self._life.send(line):
-            self._life, self.asked = Life(self._serve), 1
-            self._life.send(line)
+        except wire.NotSerializable:
+            return in_child(lambda: self.function(case), seconds)
+        if self._child is None or not self._child.send(line):
+            self._child, self.count = ChildProcess(self._serve), 1
+            self._child.send(line)
         try:
-            return self._life.answer(seconds)
-        except Ended:
-            self._life = None
+            return self._child.answer(seconds)
+        except ChildEnded:
+            self._child = None
             raise
 
     def _serve(self, lines: Iterator[str], writer: int) -> None:
         for line in lines:
             case = wire.read(line)
-            _say(writer, *_found(lambda: self.question(case)))  # noqa: B023
+            _write(writer, json.dumps(_outcome(lambda: self.function(case))))  # noqa: B023
 
 
 def in_child(function: Callable[[], object], seconds: float = SECONDS) -> str:
-    """Call ``function`` in a child process of its own; see :meth:`Worker.ask`."""
-    return Life(lambda _, writer: _say(writer, *_found(function))).answer(seconds)
+    """Call ``function`` in its own child process; see :meth:`Worker.check`."""
+    return ChildProcess(lambda _, writer: _write(writer, json.dumps(_outcome(function)))).answer(seconds)
 
 
-class Life:
+class ChildProcess:
     """One child process, from fork to end; it ends with this object at the latest.
 
     Args:
-        serve: what the child does: it is given the lines that are sent to it, and a pipe for what it says.
-        silent: whether what it prints is lost.
+        serve: runs in the child; its arguments are the lines that the parent sends, and a pipe for its answers.
+        silent: whether the child's output is discarded.
     """
 
     def __init__(self, serve: Callable[[Iterator[str], int], None], silent: bool = True) -> None:
         inbox, self._to = os.pipe()
         self._from, outbox = os.pipe()
         _widen(outbox)
-        self._child = os.fork()
-        if self._child == 0:
-            _live(serve, inbox, outbox, silent)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _run_child(serve, inbox, outbox, silent)
         os.close(inbox)
         os.close(outbox)
-        self._held = bytearray()
-        self._finish = weakref.finalize(self, _finish, self._child, (self._to, self._from))
+        self._buffer = bytearray()
+        self._finish = weakref.finalize(self, _finish, self._pid, (self._to, self._from))
 
     def send(self, line: str) -> bool:
-        """Hand a line to the child; whether it is there to read it."""
+        """Send a line to the child. Return whether it is there to read it."""
         try:
             _write(self._to, line)
         except BrokenPipeError:
@@ -160,41 +160,41 @@ class Life:
         return True
 
     def fileno(self) -> int:
-        """What it says comes from here."""
+        """Return the pipe that answers come from."""
         return self._from
 
     def ready(self, seconds: float) -> bool:
-        """Whether the child says something, or ends, within this time."""
-        return b"\n" in self._held or bool(select.select([self._from], [], [], seconds)[0])
+        """Return whether the child answers, or ends, within this time."""
+        return b"\n" in self._buffer or bool(select.select([self._from], [], [], seconds)[0])
 
     def end(self) -> None:
         """End it, whatever it is doing."""
         self._finish()
 
     def answer(self, seconds: float) -> str:
-        """What the child says next. See :meth:`Worker.ask`."""
-        before = _computed(self._child)
-        said = _listen(self._from, self._held, time.monotonic() + seconds)
+        """Return the child's next answer, or raise what it raised; see :meth:`Worker.check`."""
+        before = _cpu_seconds(self._pid)
+        line = _read_line(self._from, self._buffer, time.monotonic() + seconds)
         until = time.monotonic() + _BUILDING
-        while said is None and _has_children(self._child) and time.monotonic() < until:
-            said = _listen(self._from, self._held, time.monotonic() + 1.0)
-        if said is None:
-            busy = _computed(self._child) - before > _BUSY * seconds
+        while line is None and _has_children(self._pid) and time.monotonic() < until:
+            line = _read_line(self._from, self._buffer, time.monotonic() + 1.0)
+        if line is None:
+            busy = _cpu_seconds(self._pid) - before > _BUSY * seconds
             self._finish()
-            raise Ended(f"did not return within {seconds:g} s", hung=True, busy=busy)
-        if not said.endswith(b"\n"):
-            _, status = os.waitpid(self._child, 0)
+            raise ChildEnded(f"did not return within {seconds:g} s", hung=True, busy=busy)
+        if not line.endswith(b"\n"):
+            _, status = os.waitpid(self._pid, 0)
             self._finish()
-            raise Ended(_ending(status))
-        return _answer(said)
+            raise ChildEnded(_exit_reason(status))
+        return _returned_or_raise(line)
 
 
 def _widen(pipe: int) -> None:
-    """Make room for many answers that nobody has read yet."""
+    """Enlarge a pipe for many answers that nobody has read yet."""
     import fcntl
 
     with contextlib.suppress(OSError):
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _ROOM)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
 def _finish(child: int, pipes: tuple[int, int]) -> None:
@@ -206,7 +206,7 @@ def _finish(child: int, pipes: tuple[int, int]) -> None:
 
 
 def _has_children(child: int) -> bool:
-    """Whether the child has started processes that are still there; False where the system does not tell."""
+    """Return whether the child has started processes that still run; False where the system does not say."""
     for path in glob.glob(f"/proc/{child}/task/*/children"):
         with contextlib.suppress(OSError), open(path, encoding="ascii") as numbers:
             if numbers.read().strip():
@@ -214,8 +214,8 @@ def _has_children(child: int) -> bool:
     return False
 
 
-def _computed(child: int) -> float:
-    """Seconds that the child has had of a processor; 0 where the system does not tell."""
+def _cpu_seconds(child: int) -> float:
+    """Return the CPU seconds that the child has used; 0 where the system does not say."""
     try:
         with open(f"/proc/{child}/stat", encoding="ascii", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()
@@ -224,13 +224,13 @@ def _computed(child: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _live(serve: Callable[[Iterator[str], int], None], inbox: int, outbox: int, silent: bool) -> NoReturn:
-    """The child's whole life. It leaves nothing behind: no core file, no exit handlers, and no output where it is silent."""
+def _run_child(serve: Callable[[Iterator[str], int], None], inbox: int, outbox: int, silent: bool) -> NoReturn:
+    """Run the child until it exits. It writes no core file, runs no exit handlers, and prints nothing if it is silent."""
     try:
-        _unheard()
+        _reset_signals()
         if silent:
-            _silence()
-        gc.freeze()  # what the parent left is the parent's to collect
+            _discard_output()
+        gc.freeze()  # the parent's objects are not collected here
         _one_thread()
         serve(_lines(inbox), outbox)
     finally:
@@ -238,32 +238,32 @@ def _live(serve: Callable[[Iterator[str], int], None], inbox: int, outbox: int, 
 
 
 def _one_thread() -> None:
-    """Have torch and every OpenMP library compute on this thread alone: the pools of the parent are not here."""
+    """Let torch and every OpenMP library compute on this thread alone: the parent's thread pools do not exist here."""
     torch.set_num_threads(1)
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         paths = {line.split(maxsplit=5)[5].strip() for line in lines if _OPENMP.search(line)}
     for path in paths:
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).omp_set_max_active_levels(0)  # whatever a num_threads clause asks for
+            ctypes.CDLL(path).omp_set_max_active_levels(0)  # whatever a num_threads clause requests
 
 
 def _lines(inbox: int) -> Iterator[str]:
-    """What the parent sends, line by line, until it has nothing to ask for a while."""
-    held = b""
+    """Yield the parent's lines until it has been idle for a while."""
+    buffer = b""
     while True:
-        while b"\n" not in held:
+        while b"\n" not in buffer:
             ready, _, _ = select.select([inbox], [], [], _IDLE)
             part = os.read(inbox, 1 << 16) if ready else b""
             if not part:
                 return
-            held += part
-        line, _, held = held.partition(b"\n")
+            buffer += part
+        line, _, buffer = buffer.partition(b"\n")
         yield line.decode()
 
 
-def _unheard() -> None:
-    """Signals end it as they would end any process, without a word."""
-    import resource  # there is none where processes cannot be forked
+def _reset_signals() -> None:
+    """Let signals end the process as they end any other, and print nothing."""
+    import resource  # it does not exist where processes cannot be forked
 
     faulthandler.disable()
     for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT):
@@ -271,30 +271,26 @@ def _unheard() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _silence() -> None:
+def _discard_output() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
 
 
-def _found(function: Callable[[], object]) -> tuple[str, str, str]:
+def _outcome(function: Callable[[], object]) -> tuple[str, str, str]:
     try:
         return "returned", "", str(function())
-    except Refusal as refusal:
-        return "Refusal", type(refusal.error).__name__, str(refusal.error)
+    except CallRefused as refusal:
+        return "CallRefused", type(refusal.error).__name__, str(refusal.error)
     except Exception as error:
         return "raised", type(error).__name__, str(error)
     except BaseException as error:
         return "left", type(error).__name__, str(error)
 
 
-def say(writer: int, text: str) -> None:
-    """Say, in a child, what :meth:`Life.answer` returns."""
-    _say(writer, "returned", "", text)
-
-
-def _say(writer: int, *words: str) -> None:
-    _write(writer, json.dumps(words))
+def send(writer: int, text: str) -> None:
+    """Send a text from a child, which :meth:`ChildProcess.answer` returns."""
+    _write(writer, json.dumps(("returned", "", text)))
 
 
 def _write(pipe: int, line: str) -> None:
@@ -303,48 +299,42 @@ def _write(pipe: int, line: str) -> None:
         text = text[os.write(pipe, text) :]
 
 
-def _listen(reader: int, held: bytearray, deadline: float) -> bytes | None:
-    """A line that the child says, or what there is of it when the child ends; None if time runs out first.
+def _read_line(reader: int, buffer: bytearray, deadline: float) -> bytes | None:
+    """Return the child's next line, or the part before the child ended; None if time runs out first.
 
-    What it says after that line is left in ``held``.
+    The rest stays in ``buffer``.
     """
-    while b"\n" not in held:
+    while b"\n" not in buffer:
         ready, _, _ = select.select([reader], [], [], max(deadline - time.monotonic(), 0))
         if not ready:
             return None
         part = os.read(reader, 1 << 16)
         if not part:
             break
-        held += part
-    line, newline, rest = held.partition(b"\n")
-    held[:] = rest
+        buffer += part
+    line, newline, rest = buffer.partition(b"\n")
+    buffer[:] = rest
     return bytes(line + newline)
 
 
-def _answer(said: bytes) -> str:
-    kind, name, text = json.loads(said)
+def _returned_or_raise(line: bytes) -> str:
+    kind, name, text = json.loads(line)
     if kind == "returned":
         return text
     if kind == "left":
-        raise Ended(f"raised {name}, which ends the program")
-    if kind == "Refusal":
-        raise Refusal(_error(name, text))
-    if name in _FOUND:
-        raise _FOUND[name](text)
+        raise ChildEnded(f"raised {name}, which ends the program")
+    if kind == "CallRefused":
+        raise CallRefused(type(name, (Exception,), {})(text))  # the exception's own class may exist in the child alone
+    if name in _OUTCOMES:
+        raise _OUTCOMES[name](text)
     raise RuntimeError(f"{name}: {text}")
 
 
-def _error(name: str, text: str) -> Exception:
-    """An exception of the name that the child's had; its class may exist in the child alone."""
-    return type(name, (Exception,), {})(text)
-
-
-def _ending(status: int) -> str:
+def _exit_reason(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         names = {one.value: one.name for one in signal.Signals}
-        told = _MEANING.get(number, "")
-        return f"ended the process with {names.get(number, f'signal {number}')}{told}"
+        return f"ended the process with {names.get(number, f'signal {number}')}{_MEANING.get(number, '')}"
     return f"ended the process with exit status {os.WEXITSTATUS(status)}"
 
 

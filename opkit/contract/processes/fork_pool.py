@@ -1,8 +1,9 @@
-"""Properties asked in forked processes beside those asked in this one: cores are used, and a crash there ends nothing here.
+"""This module checks properties in forked processes, in parallel with this one: a crash there ends nothing here.
 
-A forked process computes on one thread (see :mod:`opkit.contract.processes.child`), so what is asked about threads, and what
-compiles, is asked in this one. Each process takes the next property when it has answered one. Before each case it writes down
-which: where it ends, the property is asked again, each case in a process of its own, for a small example.
+A forked process computes on one thread (see :mod:`opkit.contract.processes.child`), so properties of threads, and those that
+compile, are checked in this process. Each forked process takes the next property when it has finished one. Before each case it
+writes the case to shared memory: if the process ends, the property is checked again, each case in its own process, for a small
+example.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -22,131 +23,130 @@ from typing import Any
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.processes import child, wire
-from opkit.contract.processes.child import Ended, Life, Worker
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.search import Found
+from opkit.contract.processes.child import ChildEnded, ChildProcess, Worker
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
+from opkit.contract.search import SearchResult
 from opkit.contract.subject import Subject
 
-Ask = Callable[[Property, Sequence[Property]], Found]
+Check = Callable[[Property, Sequence[Property]], SearchResult]
 
-_MOST = 4  # processes
+_MAX_PROCESSES = 4
 _PATIENCE = 300.0  # seconds for one case, which may compile
-_LOOK = 1.0  # seconds between two looks at which case is asked
+_POLL = 1.0  # seconds between two looks at which case runs
 _SIZE = 1 << 16  # bytes of a case's text
 _AFTER = "after other calls, "
 _DONE = "done"
-_HEAD = struct.Struct("qqq")  # how many cases were asked, of which property the latest is, how long its text
+_HEAD = struct.Struct(
+    "qqq"
+)  # how many cases have started, the number of the latest one's property, the length of its text
 
 
-def askable(properties: Sequence[Property]) -> list[Property]:
-    """Those that forked processes can be asked: where none runs a backward, those that run none."""
+def forkable(properties: Sequence[Property]) -> list[Property]:
+    """Return the properties that forked processes can check: if these cannot run a backward, those without one."""
     if not any(prop.backward for prop in properties) or child.runs_backward():
         return [*properties]
     return [prop for prop in properties if not prop.backward]
 
 
-class Lanes:
-    """Forked processes that share out properties; one that ends is forked anew.
+class ForkPool:
+    """Forked processes that share a list of properties; a process that ends is replaced.
 
     Args:
-        properties: what is asked, in order.
-        ask: looks for a case that breaks one; it is told which may be asked after it in the same process.
+        properties: the properties to check, in order.
+        check: searches for a case that breaks one; its second argument is the properties that may follow in the same process.
 
     Attributes:
-        left: what has not been answered, in order.
+        left: the properties without a result, in order.
     """
 
-    def __init__(self, properties: Sequence[Property], ask: Ask) -> None:
+    def __init__(self, properties: Sequence[Property], check: Check) -> None:
         self.left = [*properties]
         self._properties = tuple(properties)
-        self._ask = ask
+        self._check = check
         self._tickets = _Tickets(len(self._properties))
-        self._count = min(_MOST, len(os.sched_getaffinity(0)), len(self._properties)) if properties else 0
-        self._lanes = [_Lane(self._serve) for _ in range(self._count)]
+        self._count = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)), len(self._properties)) if properties else 0
+        self._processes = [_PoolProcess(self._serve) for _ in range(self._count)]
 
-    def poll(self, seconds: float = _LOOK) -> tuple[Property, Found] | None:
-        """One of the properties that are left and what was found of it, where that is known within this time."""
-        if not self._lanes:
-            return self._answered(self.left[0], self._ask(self.left[0], self.left[1:])) if self.left else None
-        lane = self._speaking(seconds)
-        if lane is None:
-            late = next((lane for lane in self._lanes if lane.late()), None)
-            return self._stuck(late) if late else None
+    def poll(self, seconds: float = _POLL) -> tuple[Property, SearchResult] | None:
+        """Return a property and its result, if one is known within this time."""
+        if not self._processes:
+            return self._finish(self.left[0], self._check(self.left[0], self.left[1:])) if self.left else None
+        process = self._ready_process(seconds)
+        if process is None:
+            late = next((process for process in self._processes if process.late()), None)
+            return self._end_late(late) if late else None
         try:
-            said = lane.life.answer(_PATIENCE)
-        except Ended as ended:
-            return self._crashed(lane, ended)
-        return self._said(lane, said)
+            message = process.child.answer(_PATIENCE)
+        except ChildEnded as ended:
+            return self._check_again(process, ended)
+        if message == _DONE:
+            self._processes.remove(process)
+            return None
+        number, fields = json.loads(message)
+        prop = self._properties[number]
+        return self._finish(prop, self._check(prop, ()) if fields is None else _read(fields))
 
-    def _serve(self, board: _Board, writer: int) -> None:
+    def _serve(self, latest: _LatestCase, writer: int) -> None:
         while (number := self._tickets.take()) is not None:
-            board.begin(number)
-            child.say(writer, json.dumps((number, self._found(number, board))))
-        child.say(writer, _DONE)
+            latest.begin(number)
+            child.send(writer, json.dumps((number, self._result(number, latest))))
+        child.send(writer, _DONE)
 
-    def _found(self, number: int, board: _Board) -> dict[str, Any] | None:
-        """What is found of a property, to be sent; None where it cannot be sent, and has to be found again."""
+    def _result(self, number: int, latest: _LatestCase) -> dict[str, Any] | None:
+        """Return a property's result in a form that can be sent, or None if it has to be found again in the parent."""
         prop, rest = self._properties[number], self._properties[number + 1 :: self._count]
         try:
-            return _written(self._ask(dataclasses.replace(prop, check=_noting(prop, board)), rest))
-        except wire.Unwritten:
+            return _written(self._check(dataclasses.replace(prop, check=_recording(prop, latest)), rest))
+        except wire.NotSerializable:
             return None
 
-    def _speaking(self, seconds: float) -> _Lane | None:
-        """A process that has said something, or has ended."""
-        held = next((lane for lane in self._lanes if lane.life.ready(0.0)), None)
-        if held is not None or not seconds:
-            return held
-        ready = select.select([lane.life for lane in self._lanes], [], [], seconds)[0]
-        return next((lane for lane in self._lanes if lane.life in ready), None)
+    def _ready_process(self, seconds: float) -> _PoolProcess | None:
+        """Return a process that has sent a message, or has ended."""
+        ready = next((process for process in self._processes if process.child.ready(0.0)), None)
+        if ready is not None or not seconds:
+            return ready
+        selected = select.select([process.child for process in self._processes], [], [], seconds)[0]
+        return next((process for process in self._processes if process.child in selected), None)
 
-    def _said(self, lane: _Lane, said: str) -> tuple[Property, Found] | None:
-        if said == _DONE:
-            self._lanes.remove(lane)
+    def _end_late(self, process: _PoolProcess) -> tuple[Property, SearchResult]:
+        process.child.end()
+        prop = self._replace(process)
+        return self._finish(prop, SearchResult((), skipped=f"one of its cases did not end within {_PATIENCE:g} s"))
+
+    def _check_again(self, process: _PoolProcess, ended: ChildEnded) -> tuple[Property, SearchResult] | None:
+        """Check again, each case in its own process; if none ends by itself, report the case that the process ended on."""
+        if not process.latest.started:  # it ended before its first case: the other processes, or this one, do its part
+            self._processes.remove(process)
             return None
-        number, fields = json.loads(said)
-        prop = self._properties[number]
-        return self._answered(prop, self._ask(prop, ()) if fields is None else _read(fields))
+        prop, case = self._replace(process), process.latest.case()
+        result = self._check(dataclasses.replace(prop, check=_isolated(prop)), ())
+        if result.failure is None and case is not None:
+            message = f"{_AFTER}the check {ended}"
+            result = dataclasses.replace(result, skipped="", failure=(case, message))
+        return self._finish(prop, result)
 
-    def _stuck(self, lane: _Lane) -> tuple[Property, Found]:
-        lane.life.end()
-        prop = self._replaced(lane)
-        return self._answered(prop, Found((), skipped=f"one of its cases did not end within {_PATIENCE:g} s"))
+    def _replace(self, process: _PoolProcess) -> Property:
+        """Fork a process in the place of one that ended, and return the property that it was checking."""
+        self._processes[self._processes.index(process)] = _PoolProcess(self._serve)
+        return self._properties[process.latest.number]
 
-    def _crashed(self, lane: _Lane, ended: Ended) -> tuple[Property, Found] | None:
-        """Ask again, each case in a child process; where none ends by itself, the case that it ended on is all there is."""
-        if not lane.board.asked:  # it ended before it had begun: the others do its part, or this process
-            self._lanes.remove(lane)
-            return None
-        prop, case = self._replaced(lane), lane.board.case()
-        found = self._ask(dataclasses.replace(prop, check=_isolated(prop)), ())
-        if found.failure is None and case is not None:
-            message = f"{_AFTER}what is asked {ended}"
-            found = dataclasses.replace(found, skipped="", failure=(case, message))
-        return self._answered(prop, found)
-
-    def _replaced(self, lane: _Lane) -> Property:
-        """What a process was asking when it ended; another takes its place."""
-        self._lanes[self._lanes.index(lane)] = _Lane(self._serve)
-        return self._properties[lane.board.number]
-
-    def _answered(self, prop: Property, found: Found) -> tuple[Property, Found]:
+    def _finish(self, prop: Property, result: SearchResult) -> tuple[Property, SearchResult]:
         self.left.remove(prop)
-        return prop, found
+        return prop, result
 
 
-class _Lane:
-    """One forked process, and what it writes down."""
+class _PoolProcess:
+    """One forked process, and the shared memory in which it records its latest case."""
 
-    def __init__(self, serve: Callable[[_Board, int], None]) -> None:
-        self.board = board = _Board()
-        self.life = Life(lambda _, writer: serve(board, writer), silent=False)
-        self._asked, self._since = 0, time.monotonic()
+    def __init__(self, serve: Callable[[_LatestCase, int], None]) -> None:
+        self.latest = latest = _LatestCase()
+        self.child = ChildProcess(lambda _, writer: serve(latest, writer), silent=False)
+        self._started, self._since = 0, time.monotonic()
 
     def late(self) -> bool:
-        """Whether it has been at one case for too long."""
-        if self.board.asked != self._asked:
-            self._asked, self._since = self.board.asked, time.monotonic()
+        """Return whether one case has run for too long."""
+        if self.latest.started != self._started:
+            self._started, self._since = self.latest.started, time.monotonic()
         return time.monotonic() - self._since > _PATIENCE
 
 
@@ -160,49 +160,49 @@ class _Tickets:
         weakref.finalize(self, os.close, self._reader)
 
     def take(self) -> int | None:
-        """The next, or None where all are taken."""
+        """Take the next number; None if all are taken."""
         return next(iter(os.read(self._reader, 1)), None)
 
 
-class _Board:
-    """Memory of both processes: how many cases were asked, and the latest."""
+class _LatestCase:
+    """Memory that both processes share: how many cases have started, and the latest one."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _HEAD.size + _SIZE)
 
     @property
-    def asked(self) -> int:
-        """How many cases."""
+    def started(self) -> int:
+        """The number of cases that have started."""
         return _HEAD.unpack_from(self._memory)[0]
 
     @property
     def number(self) -> int:
-        """Of the property."""
+        """The number of the property."""
         return _HEAD.unpack_from(self._memory)[1]
 
     def begin(self, number: int) -> None:
-        """Write down that this property comes next."""
-        _HEAD.pack_into(self._memory, 0, self.asked + 1, number, 0)
+        """Record that this property comes next."""
+        _HEAD.pack_into(self._memory, 0, self.started + 1, number, 0)
 
-    def note(self, case: Case) -> None:
-        """Write down that this is asked now; one that cannot be written leaves nothing to read."""
+    def record(self, case: Case) -> None:
+        """Record that this case starts now; the text of one that cannot be serialized is empty."""
         try:
             text = wire.written(case).encode()
-        except wire.Unwritten:
+        except wire.NotSerializable:
             text = b""
         text = text if len(text) <= _SIZE else b""
-        _HEAD.pack_into(self._memory, 0, self.asked + 1, self.number, len(text))
+        _HEAD.pack_into(self._memory, 0, self.started + 1, self.number, len(text))
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
 
     def case(self) -> Case | None:
-        """The latest."""
+        """Return the latest case, or None without its text."""
         length = _HEAD.unpack_from(self._memory)[2]
         return wire.read(self._memory[_HEAD.size : _HEAD.size + length].decode()) if length else None
 
 
-def _noting(prop: Property, board: _Board) -> Callable[[Subject, Case], None]:
+def _recording(prop: Property, latest: _LatestCase) -> Callable[[Subject, Case], None]:
     def check(subject: Subject, case: Case) -> None:
-        board.note(case)
+        latest.record(case)
         prop.check(subject, case)
 
     return check
@@ -215,35 +215,35 @@ def _isolated(prop: Property) -> Callable[[Subject, Case], None]:
         if not workers:
             workers.append(Worker(lambda each: prop.check(subject, each)))
         try:
-            workers[0].ask(case, _PATIENCE)
-        except Ended as ended:
+            workers[0].check(case, _PATIENCE)
+        except ChildEnded as ended:
             before = "" if _ends(workers[0], case) else _AFTER
-            raise Violation(f"{before}what is asked {ended}") from ended
+            raise Violation(f"{before}the check {ended}") from ended
 
     return check
 
 
 def _ends(worker: Worker, case: Case) -> bool:
-    """Whether the case ends a process that was asked no other."""
+    """Return whether the case ends a process that has run no other."""
     try:
-        worker.ask(case, _PATIENCE, fresh=True)
-    except Ended:
+        worker.check(case, _PATIENCE, fresh=True)
+    except ChildEnded:
         return True
-    except (Violation, Refusal, Remark, NotApplicable, RuntimeError):
+    except (Violation, CallRefused, Remark, NotApplicable, RuntimeError):
         return False
     return False
 
 
-def _written(found: Found) -> dict[str, Any]:
-    fields: dict[str, Any] = {each.name: getattr(found, each.name) for each in dataclasses.fields(found)}
-    if found.failure is not None:
-        fields["failure"] = (wire.written(found.failure[0]), found.failure[1])
+def _written(result: SearchResult) -> dict[str, Any]:
+    fields: dict[str, Any] = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+    if result.failure is not None:
+        fields["failure"] = (wire.written(result.failure[0]), result.failure[1])
     return fields
 
 
-def _read(fields: dict[str, Any]) -> Found:
+def _read(fields: dict[str, Any]) -> SearchResult:
     failure = fields.pop("failure")
     several = {name: tuple(fields.pop(name)) for name in ("tried", "remarks")}
     refused = tuple((case, why) for case, why in fields.pop("refused"))
     shown = None if failure is None else (wire.read(failure[0]), str(failure[1]))
-    return Found(**several, refused=refused, failure=shown, **fields)
+    return SearchResult(**several, refused=refused, failure=shown, **fields)

@@ -1,41 +1,40 @@
-"""What an operator's very first call leaves behind: seen in processes that have not called it before.
+"""This module compares first calls in processes that have not called the operator before.
 
-A table that is filled once and never again makes all later calls alike: in a process that has called the operator for these
-sizes, nothing can be seen any more. So a process is forked before the first call, and for each case two from that one.
+A table that the first call fills makes all later calls alike: in a process that has called the operator for these sizes, no
+defect shows any more. So one process is forked before the first call, and two more from that one for each case.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from typing import Any
 
 import torch
 
-from opkit.contract.calls.cases import Case, TensorCase
+from opkit.contract.calls.cases import Case
 from opkit.contract.compare.rounding import observe, quietly
 from opkit.contract.processes import child
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 _NOTE = "behaviour.first"
 _LONG = 10.0  # seconds: an operator that compiles in its first call would do so for every case
 _LONGEST = 30.0  # seconds for one case; a busy machine takes a while to import what the first one needs
-_NEAR = 1e-2  # of the largest number: what is left from other numbers is off by more, and a tuned kernel may round otherwise
+_NEAR = 1e-2  # of the largest number: stale numbers are off by more, and a tuned kernel may round differently
 
 
 def cannot_fork(subject: Subject) -> str:
-    """Why the operator cannot be called in processes of its own, or nothing."""
+    """Return why the operator cannot be called in forked processes, or ""."""
     if subject.device != "cpu":
-        return f"the device is {subject.device}, which does not live through fork"
+        return f"the device is {subject.device}, which does not survive a fork"
     return "" if child.available() else "processes cannot be forked here"
 
 
 def check_first(subject: Subject, case: Case) -> None:
-    """A call returns the same whether it is the first of all or comes after one with other numbers.
+    """Check that a call returns the same whether it is the first or comes after one with other numbers.
 
     Raises:
         Violation: it does not.
@@ -45,32 +44,25 @@ def check_first(subject: Subject, case: Case) -> None:
     worker = subject.notes.setdefault(_NOTE, child.Worker(lambda one: _compare(subject, one)))
     started = time.monotonic()
     try:
-        worker.ask(case, _LONGEST)
-    except child.Ended as ended:  # memory.crash is about that
-        raise Refusal(ended) from ended
+        worker.check(case, _LONGEST)
+    except child.ChildEnded as ended:  # memory.crash reports that
+        raise CallRefused(ended) from ended
     if time.monotonic() - started > _LONG:
         raise NotApplicable("its first call takes long")
 
 
 def _compare(subject: Subject, case: Case) -> None:
-    """In a child that has not called the operator: two of its own say what the call returns."""
-    alone, after = (_told(subject, before, case) for before in ((), (_other(case),)))
+    """Compare the results of two children of this process, which has not called the operator."""
+    alone, after = (_results_in_child(subject, before, case) for before in ((), (case.reseeded(),)))
     for number, (first, second) in enumerate(zip(alone, after, strict=True)):
         if not _near(first, second):
             raise Violation(
                 f"in a process that has not called it before, result {number} begins {_few(first)}; where a call with other "
-                f"numbers came before, {_few(second)}. Keep nothing that depends on numbers by sizes alone."
+                f"numbers came before, {_few(second)}. Do not cache by sizes alone what depends on numbers."
             )
 
 
-def _other(case: Case) -> Case:
-    def change(_: int, tensor: TensorCase) -> TensorCase:
-        return dataclasses.replace(tensor, seed=tensor.seed + 1)
-
-    return case.map(change)
-
-
-def _told(subject: Subject, before: tuple[Case, ...], case: Case) -> list[list[Any]]:
+def _results_in_child(subject: Subject, before: tuple[Case, ...], case: Case) -> list[list[Any]]:
     def results() -> str:
         for other in before:
             quietly(subject, other)

@@ -1,4 +1,4 @@
-"""Cases as JSON, for the pipe to a child process. What is no plain value cannot be written."""
+"""This module serializes cases as JSON, for the pipe to a child process. Only plain values can be serialized."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import torch
 from opkit.contract.calls.cases import Case, TensorCase
 
 
-class Unwritten(Exception):
-    """A value of the case has no spelling."""
+class NotSerializable(Exception):
+    """A value of the case cannot be written as JSON."""
 
 
 def written(case: Case) -> str:
-    """The case as one line of JSON.
+    """Return the case as one line of JSON.
 
     Raises:
-        Unwritten: it has a value that is no number, string, dtype, device, tensor, list or tuple.
+        NotSerializable: it has a value that is no number, string, dtype, device, tensor, list or tuple.
     """
-    return json.dumps(_spelled((case.args, case.kwargs)))
+    return json.dumps(_encode((case.args, case.kwargs)))
 
 
 def read(text: str) -> Case:
-    """The case that was written.
+    """Return the case that was written.
 
     >>> read(written(Case((TensorCase((2,)), 0.5)))) == Case((TensorCase((2,)), 0.5))
     True
     """
-    return Case(*_meant(json.loads(text)))
+    return Case(*_decode(json.loads(text)))
 
 
-def _tensor(spelled: list[list[Any]]) -> TensorCase:
-    return TensorCase(**{name: _meant(value) for name, value in spelled})
+def _tensor(encoded: list[list[Any]]) -> TensorCase:
+    return TensorCase(**{name: _decode(value) for name, value in encoded})
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda items: tuple(map(_meant, items)),
-    "list": lambda items: [*map(_meant, items)],
+    "tuple": lambda items: tuple(map(_decode, items)),
+    "list": lambda items: [*map(_decode, items)],
     "float": float,
     "complex": complex,
     "dtype": lambda name: getattr(torch, name),
@@ -50,11 +50,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _spelled(value: Any) -> list[Any]:
+def _encode(value: Any) -> list[Any]:
     if type(value) in (tuple, list):
-        return [type(value).__name__, [*map(_spelled, cast("list[Any]", value))]]
+        return [type(value).__name__, [*map(_encode, cast("list[Any]", value))]]
     if isinstance(value, TensorCase):
-        return ["tensor", [[f.name, _spelled(getattr(value, f.name))] for f in dataclasses.fields(value)]]
+        return ["tensor", [[f.name, _encode(getattr(value, f.name))] for f in dataclasses.fields(value)]]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if type(value) in (float, complex):  # repr is exact, and spells infinities
@@ -63,9 +63,9 @@ def _spelled(value: Any) -> list[Any]:
         return ["plain", value]
     if isinstance(value, torch.device):
         return ["device", str(value)]
-    raise Unwritten(f"{type(value).__name__}: {value!r}")
+    raise NotSerializable(f"{type(value).__name__}: {value!r}")
 
 
-def _meant(spelled: list[Any]) -> Any:
-    kind, value = spelled
+def _decode(encoded: list[Any]) -> Any:
+    kind, value = encoded
     return _READERS[kind](value)

@@ -1,35 +1,43 @@
-"""The contract, property by property. Each module has a group; adding a property touches one file and its test."""
+"""All properties of the contract, in groups; a group has one module or several.
 
-import dataclasses
+Each module has a table ``PROPERTIES``. A row says only what differs from the defaults of its group, which are the arguments of
+the ``functools.partial`` above the group's first table. Adding a property touches one module and its test.
+"""
 
 from opkit.contract.prop import Property
 from opkit.contract.properties import (
     behaviour,
     compiled,
+    compiled_unbacked,
     fake,
     gradients,
+    gradients_accepts,
+    gradients_dtypes,
+    gradients_higher,
     layout,
     memory,
     numbers,
     schema,
+    schema_calls,
     transforms,
+    transforms_modes,
 )
 
-_THREADED = {  # these need threads, which a forked process has not
-    "compile",
-    "behaviour.first",
-    "behaviour.deterministic",
-    "behaviour.threads",
-    "behaviour.concurrent",
-    "behaviour.streams",
-    "behaviour.second_device",
-}
-_BACKWARD = {"gradients", "transforms"}
-
-
-PROPERTIES: tuple[Property, ...] = tuple(
-    dataclasses.replace(prop, forked=not {prop.group, prop.name} & _THREADED, backward=prop.group in _BACKWARD)
-    for group in (schema, memory, numbers, layout, fake, gradients, transforms, compiled, behaviour)
-    for prop in group.PROPERTIES
+PROPERTIES: tuple[Property, ...] = (
+    *schema.PROPERTIES,
+    *schema_calls.PROPERTIES,
+    *memory.PROPERTIES,
+    *numbers.PROPERTIES,
+    *layout.PROPERTIES,
+    *fake.PROPERTIES,
+    *gradients.PROPERTIES,
+    *gradients_dtypes.PROPERTIES,
+    *gradients_accepts.PROPERTIES,
+    *gradients_higher.PROPERTIES,
+    *transforms.PROPERTIES,
+    *transforms_modes.PROPERTIES,
+    *compiled.PROPERTIES,
+    *compiled_unbacked.PROPERTIES,
+    *behaviour.PROPERTIES,
 )
 """All properties, in the order of the documentation."""

@@ -1,4 +1,4 @@
-"""compile: the operator in compiled, exported and captured programs, against the same programs run eagerly."""
+"""The group ``compile``: compiled, exported and captured programs agree with the same programs in eager mode."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -19,42 +19,37 @@ from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, re
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.observed.module_state import state_of
 from opkit.contract.observed.outcome import leaves
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.properties import compiled_unbacked
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
 _LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last")
 _LARGEST = 33
-_GUARDS = ("Guard failed", "Expected input at", "Runtime assertion failed")  # how torch's exported programs say so
-_FEWEST_SIZES = 4  # compiled again at each of so many sizes: it is not dynamic
+_GUARDS = ("Guard failed", "Expected input at", "Runtime assertion failed")  # messages of torch's exported programs
+_MIN_SIZES = 4  # an operator that is compiled again at each of so many sizes is not dynamic
 
 
-def _cases(subject: Subject) -> SearchStrategy[Case]:
+def compile_cases(subject: Subject) -> SearchStrategy[Case]:
     how = Drawing(layouts=_LAYOUTS, largest=_LARGEST, elements=2**11)
     return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
 
 def _variants(subject: Subject, case: Case, dynamic: bool) -> Iterator[tuple[str, Case]]:
-    """The case, and what the same compiled program is called with next."""
+    """Yield the case, and the next calls of the same compiled program."""
     yield "called with what it was compiled for", case
-    yield "called again with other values", case.map(_other_values)
+    yield "called again with other values", case.reseeded()
     if not dynamic:  # any other sizes would be another program
         return
     for other in other_sizes(subject.spec, case)[:2]:
         yield f"called again with other sizes, {other},", other
     for layout in ("transposed", "contiguous"):
-        other = _lying(subject, case, layout)
+        other = _in_layout(subject, case, layout)
         if other != case:
             yield f"called again with another layout, {other},", other
             return
 
 
-def _other_values(_: int, tensor: Any) -> Any:
-    return dataclasses.replace(tensor, seed=tensor.seed + 1)
-
-
-def _lying(subject: Subject, case: Case, layout: str) -> Case:
+def _in_layout(subject: Subject, case: Case, layout: str) -> Case:
     specs = subject.spec.tensors()
     if any(each.layouts is not None and layout not in each.layouts for each in specs):
         return case
@@ -62,28 +57,28 @@ def _lying(subject: Subject, case: Case, layout: str) -> Case:
 
 
 def _compiles(backend: Any, plans: tuple[tuple[bool, bool, bool], ...]) -> Callable[[Subject, Case], None]:
-    """A check of compiled programs; a plan is whether sizes are dynamic, whether gradients flow, what is around."""
+    """Return a check of compiled programs. A plan says whether sizes are dynamic, gradients flow, other operations are around."""
 
     def check(subject: Subject, case: Case) -> None:
         fakes.run_fake(subject, case)
-        for dynamic, gradients, surrounded in plans:
+        for dynamic, gradients, among_others in plans:
             with graphs.compiler():
-                _same_as_eager(subject, case, backend, dynamic, gradients, surrounded)
+                _same_as_eager(subject, case, backend, dynamic, gradients, among_others)
 
     return check
 
 
 def _same_as_eager(
-    subject: Subject, case: Case, backend: Any, dynamic: bool, gradients: bool, surrounded: bool
+    subject: Subject, case: Case, backend: Any, dynamic: bool, gradients: bool, among_others: bool
 ) -> None:
-    plain = (graphs.between if surrounded else graphs.alone)(subject)
+    plain = (graphs.among_others if among_others else graphs.alone)(subject)
     case, gradients = _with_gradients(subject, plain, case) if gradients else (case, False)
     program = graphs.compiled(subject, plain, backend, dynamic)
-    how = f"compiled by {backend}{' with dynamic sizes' if dynamic else ''}{', among other operations,' * surrounded}"
+    how = f"compiled by {backend}{' with dynamic sizes' if dynamic else ''}{', among other operations,' * among_others}"
     for number, (where, variant) in enumerate(_variants(subject, case, dynamic)):
         try:
             expected = graphs.eager(subject, plain, variant, gradients)
-        except Refusal:
+        except CallRefused:
             if not number:
                 raise
             continue
@@ -96,12 +91,12 @@ def _same_as_eager(
 def _after_state(
     subject: Subject, program: graphs.Program, plain: graphs.Program, case: Case, gradients: bool, how: str
 ) -> None:
-    """The compiled program once more, after the numbers were changed that a function of the operator's module assigns."""
+    """Run the compiled program once more, after changing the numbers that a function of the operator's module assigns."""
     for state in state_of(subject):
         with state.changed():
             try:
                 expected = graphs.eager(subject, plain, case, gradients)
-            except Refusal:
+            except CallRefused:
                 continue
             where = f"{how} and called again after {state.name} was changed, which its functions read and its module assigns"
             call = case.make(subject.device)
@@ -110,62 +105,58 @@ def _after_state(
 
 
 def _with_gradients(subject: Subject, plain: graphs.Program, case: Case) -> tuple[Case, bool]:
-    """The case with gradients required of every tensor that can, if the operator has them in eager mode."""
+    """Return the case with gradients required of every tensor that can have one, if the operator has them in eager mode."""
     able = case.map(lambda _, tensor: dataclasses.replace(tensor, requires_grad=tensor.differentiable))
     try:
         if not fakes.registers_autograd(subject) or not graphs.eager(subject, plain, able, True).gradients:
             return case, False
-    except Refusal:
+    except CallRefused:
         return case, False
     return able, True
 
 
 def _recompiles(subject: Subject, case: Case) -> None:
-    cases = [*_of_distinct_sizes(subject, case)]
-    if len(cases) < _FEWEST_SIZES:
-        raise NotApplicable("the operator accepts too few sizes to tell whether it is compiled again for each")
+    cases = [*_cases_of_distinct_sizes(subject, case)]
+    if len(cases) < _MIN_SIZES:
+        raise NotApplicable("the operator accepts too few sizes to find whether it is compiled again for each")
     fakes.run_fake(subject, cases[0])
-    counted: list[Any] = []
+    compiled: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        counted.append(graph)
+        compiled.append(graph)
         return graph.forward
+
+    def count_after(case: Case) -> int:
+        call = case.make(subject.device)
+        where = f"compiled with dynamic sizes and called with {case}, it"
+        graphs.attempt(subject, lambda: graphs.run(program, call), where)
+        return len(compiled)
 
     with graphs.compiler():
         program = graphs.compiled(subject, graphs.alone(subject), backend, True)
-        after = [_count(subject, program, each, counted) for each in [cases[0], *cases]]
-    _judge(subject, after, cases)
+        counts = [count_after(each) for each in [cases[0], *cases]]
+    _raise_if_recompiled(subject, counts, cases)
 
 
-def _count(subject: Subject, program: graphs.Program, case: Case, counted: list[Any]) -> int:
-    call = case.make(subject.device)
-    graphs.attempt(
-        subject, lambda: graphs.run(program, call), f"compiled with dynamic sizes and called with {case}, it"
-    )
-    return len(counted)
-
-
-def _judge(subject: Subject, after: list[int], cases: list[Case]) -> None:
-    if after[1] > after[0]:
+def _raise_if_recompiled(subject: Subject, counts: list[int], cases: list[Case]) -> None:
+    if counts[1] > counts[0]:
         message = (
             f"called twice with {cases[0]}, it is compiled twice: something that changes with each call is guarded"
         )
-    elif all(b > a for a, b in itertools.pairwise(after[1:])):
+    elif all(b > a for a, b in itertools.pairwise(counts[1:])):
         message = (
             f"compiled with dynamic sizes, it is compiled again for every size, such as {cases[1]} after {cases[0]}: the "
-            "fake implementation takes sizes for constants"
+            "fake implementation treats sizes as constants"
         )
     else:
         return
-    raise (Violation if fakes.has_own_fake(subject) and not _gives_lists(subject) else Remark)(message)
+    if not fakes.has_own_fake(subject) or any(str(each.type) == "List[Tensor]" for each in subject.schema.returns):
+        raise Remark(message)
+    raise Violation(message)
 
 
-def _gives_lists(subject: Subject) -> bool:
-    return any(str(each.type) == "List[Tensor]" for each in subject.schema.returns)
-
-
-def _of_distinct_sizes(subject: Subject, case: Case) -> Iterator[Case]:
-    """Cases that the operator accepts, in which different names have different sizes; nor are these in proportion."""
+def _cases_of_distinct_sizes(subject: Subject, case: Case) -> Iterator[Case]:
+    """Yield cases that the operator accepts, in which different names have different sizes, not all in the same proportion."""
     start = resized(subject.spec, case, lambda number, size: max(size, 2) + 4 * number)
     seen: set[str] = set()
     for change in (lambda number, size: size, *CHANGES):
@@ -176,7 +167,7 @@ def _of_distinct_sizes(subject: Subject, case: Case) -> Iterator[Case]:
         seen.add(shapes)
         try:
             subject.run(found)
-        except Refusal:
+        except CallRefused:
             continue
         yield found
 
@@ -189,20 +180,21 @@ def _export(subject: Subject, case: Case) -> None:
         where = f"exported{' with dynamic sizes' * dynamic}{', strict' * strict}"
         with graphs.compiler():
             call = case.make(subject.device)
-            made = graphs.attempt(
+            exported = graphs.attempt(
                 subject, lambda c=call, d=dynamic, s=strict: graphs.exported(subject, c, d, s), f"{where}, it"
             )
-            graphs.compare(expected, graphs.run(made.module(), case.make(subject.device)), f"{where} and run")
-            _at_other_sizes(subject, case, made.module(), where) if dynamic else _round_trip(
-                subject, case, made, expected
-            )
+            graphs.compare(expected, graphs.run(exported.module(), case.make(subject.device)), f"{where} and run")
+            if dynamic:
+                _at_other_sizes(subject, case, exported.module(), where)
+            else:
+                _round_trip(subject, case, exported, expected)
 
 
 def _at_other_sizes(subject: Subject, case: Case, program: Any, where: str) -> None:
     for other in other_sizes(subject.spec, case)[:2]:
         try:
             expected = graphs.eager(subject, graphs.alone(subject), other)
-        except Refusal:
+        except CallRefused:
             continue
         found = graphs.attempt(
             subject, functools.partial(_guarded, program, other.make(subject.device)), f"{where}, it"
@@ -211,8 +203,8 @@ def _at_other_sizes(subject: Subject, case: Case, program: Any, where: str) -> N
             graphs.compare(expected, found, f"{where} and run with other sizes, {other}")
 
 
-def _guarded(program: Any, call: Call) -> graphs.Ran | None:
-    """What an exported program gives; None where it says itself that it is not for these sizes."""
+def _guarded(program: Any, call: Call) -> graphs.ProgramOutcome | None:
+    """Run an exported program; return None if its guards reject these sizes."""
     try:
         return graphs.run(program, call)
     except Exception as error:
@@ -221,9 +213,9 @@ def _guarded(program: Any, call: Call) -> graphs.Ran | None:
         raise
 
 
-def _round_trip(subject: Subject, case: Case, made: Any, expected: graphs.Ran) -> None:
+def _round_trip(subject: Subject, case: Case, exported: Any, expected: graphs.ProgramOutcome) -> None:
     try:
-        program = graphs.reloaded(made)
+        program = graphs.reloaded(exported)
     except Exception as error:
         raise Remark(f"torch.export.save or load raises {fakes.shortened(error)}") from error
     found = graphs.attempt(
@@ -239,8 +231,8 @@ def _functionalize(subject: Subject, case: Case) -> None:
         returned = subject.function(*args, **kwargs)
         for leaf in leaves(returned):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                leaf.add_(1)  # reaches an argument where the result is in its memory
-        return returned, [*args, *kwargs.values()]  # what is written is a result, too
+                leaf.add_(1)  # changes an argument if the result is in its memory
+        return returned, [*args, *kwargs.values()]  # written arguments are results, too
 
     expected = dataclasses.replace(graphs.eager(subject, plain, case), arguments=())
     try:
@@ -255,7 +247,8 @@ def _cuda_graph(subject: Subject, case: Case) -> None:
     expected = graphs.eager(subject, plain, case)
     call, graph = case.make(subject.device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
-        plain(*_copied(call))  # what is done once, such as compiling a kernel, is done outside the graph
+        copy = call.map(torch.Tensor.clone)
+        plain(copy.args, copy.kwargs)  # work that is done once, such as compiling a kernel, stays outside the graph
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph):
@@ -265,11 +258,6 @@ def _cuda_graph(subject: Subject, case: Case) -> None:
     graph.replay()
     torch.cuda.synchronize()
     graphs.compare(expected, returned, "captured in a CUDA graph and replayed")
-
-
-def _copied(call: Any) -> tuple[Any, Any]:
-    copy = call.map(torch.Tensor.clone)
-    return copy.args, copy.kwargs
 
 
 def _no_cuda(subject: Subject) -> str:
@@ -289,69 +277,58 @@ _RULE = (
     "compiled for."
 )
 
+compile_property = functools.partial(Property, cases=compile_cases, share=0.02, forked=False)
+
 PROPERTIES = (
-    Property(
+    compile_property(
         "compile.functionalize",
-        rule="With mutation and views made functional, the operator, and writes to its results, give what they give without.",
-        defect="a result in the memory of an argument, or of another result, of which the schema says nothing",
+        rule="Functionalized, the operator, and writes to its results, give what they give in eager mode.",
+        defect="a result in the memory of an argument, or of another result, which the schema does not declare",
         check=_functionalize,
-        cases=_cases,
         cost=0.01,
         share=0.1,
     ),
-    Property(
+    compile_property(
         "compile.recompiles",
         rule="With dynamic sizes, the operator is not compiled again for each size.",
         defect="a fake implementation that turns sizes into numbers",
         check=_recompiles,
-        cases=_cases,
         cost=0.5,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.aot_eager",
         rule=_RULE.format("aot_eager"),
         defect="an undeclared write is dropped or reordered; a backward that reads elements; a fake that reads a global",
         check=_compiles("aot_eager", _PLANS),
-        cases=_cases,
         cost=1.5,
-        share=0.02,
     ),
-    *compiled_unbacked.PROPERTIES,
-    Property(
+    compile_property(
         "compile.export",
         rule="torch.export takes the operator; the program gives what eager mode gives, at other sizes and when loaded too.",
         defect="an operator that runs Python on elements, or takes sizes for constants, cannot leave the process",
         check=_export,
-        cases=_cases,
         cost=1.0,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.inductor",
         rule=_RULE.format("Inductor"),
         defect="strides that the fake implementation has wrong, a result in a reused buffer, a kernel that needs a layout",
         check=_compiles("inductor", _PLANS),
-        cases=_cases,
         cost=8.0,
-        share=0.02,
     ),
-    Property(
+    compile_property(
         "compile.opkit",
         rule=_RULE.format("opkit"),
         defect="what the other backends' properties are there for",
         check=_compiles("opkit", _PLANS),
-        cases=_cases,
         cost=3.0,
-        share=0.02,
         skip=_no_opkit_backend,
     ),
-    Property(
+    compile_property(
         "compile.cuda_graph",
         rule="Captured in a CUDA graph and replayed, the operator gives what it gives without.",
-        defect="a kernel that synchronises, launches on the default stream, or keeps pointers",
+        defect="a kernel that synchronises, launches on the default stream, or caches pointers",
         check=_cuda_graph,
-        cases=_cases,
         cost=0.05,
         share=0.1,
         skip=_no_cuda,

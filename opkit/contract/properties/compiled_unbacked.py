@@ -1,4 +1,4 @@
-"""compile: the operator in a program with a size that is known only when it runs."""
+"""The property ``compile.unbacked``: a program with a size that is known only when it runs."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from opkit.contract.calls.cases import Case
 from opkit.contract.calls.resizing import at_least_two, resized
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.properties.compiled import compile_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
-_LARGEST = 4  # the unknown size is at most this, and 0 and 1 among others
+_LARGEST = 4  # the unknown size is at most this; 0 and 1 are among its values
 
 
 def _cases(subject: Subject) -> SearchStrategy[Case]:
@@ -33,7 +34,7 @@ def _unbacked(subject: Subject, case: Case) -> None:
     fakes.run_fake(subject, case)
     expected = {n: _eager(subject, dims, case, n) for n in (3, 0, 1, 2)}
     if expected[3] is None:
-        raise NotApplicable("the operator takes no other size in the place of its first")
+        raise NotApplicable("the operator accepts no other size in the place of its first")
     with graphs.compiler(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         program = _compiled(subject, subject.function, dims)
         for n, wanted in expected.items():
@@ -48,7 +49,7 @@ def _unbacked(subject: Subject, case: Case) -> None:
 
 
 def _with_unknown(subject: Subject, case: Case) -> tuple[Case, list[int | None]]:
-    """The case with its first size known to be large enough, and the dimension of each tensor that has this size."""
+    """Return the case with its first size large enough, and the dimension of each tensor that has this size."""
 
     def at(size: int) -> Case:
         return resized(subject.spec, case, lambda number, other: other if number else size)
@@ -96,10 +97,10 @@ def _call(subject: Subject, case: Case, n: int) -> Any:
     return dataclasses.replace(call, args=(*call.args, torch.tensor(n, device=subject.device)))
 
 
-def _eager(subject: Subject, dims: list[int | None], case: Case, n: int) -> graphs.Ran | None:
+def _eager(subject: Subject, dims: list[int | None], case: Case, n: int) -> graphs.ProgramOutcome | None:
     try:
         return graphs.run(_program(subject.function, dims), _call(subject, case, n))
-    except Exception:  # the operator need not take each of these sizes
+    except Exception:  # the operator need not accept each of these sizes
         return None
 
 
@@ -115,27 +116,24 @@ def _raised(subject: Subject, case: Case, dims: list[int | None], n: int, error:
     except Exception:
         raise Remark(f"{message}; so does the reference") from error
     raise Violation(
-        f"{message}, and the reference does not. A rule that asks whether a size is 0, 1 or larger cannot be answered there."
+        f"{message}, and the reference does not. A rule must not branch on whether a size is 0, 1 or larger."
     ) from error
 
 
-def _alone(subject: Subject) -> str:
-    return (
-        ""
-        if subject.overload is not None
-        else "it is no operator of the dispatcher, so that a compiler sees its Python"
-    )
+def _no_overload(subject: Subject) -> str:
+    if subject.overload is not None:
+        return ""
+    return "it is no operator of the dispatcher, so that a compiler sees its Python"
 
 
 PROPERTIES = (
-    Property(
+    compile_property(
         "compile.unbacked",
         rule="A program compiled for a size that is known only when it runs gives what eager mode gives, for 0 and 1 as well.",
         defect="a fake implementation that branches on a size, or has a size of its own for tensors of no elements",
         check=_unbacked,
         cases=_cases,
         cost=0.7,
-        share=0.02,
-        skip=_alone,
+        skip=_no_overload,
     ),
 )

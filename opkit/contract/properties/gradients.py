@@ -1,37 +1,33 @@
-"""gradients: what flows back through the operator, of first order. Second order and forward mode are in ``higher``."""
+"""The group ``gradients``: first-order gradients in reverse mode. Second order and forward mode are in ``gradients_higher``."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.incoming import INCOMING
+from opkit.contract.calls.layouts import INCOMING
 from opkit.contract.observed.outcome import bits
-from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
-from opkit.contract.properties import gradients_accepts as accepts
-from opkit.contract.properties import gradients_dtypes as dtypes
-from opkit.contract.properties import gradients_higher as higher
-from opkit.contract.properties import gradients_magnitude as magnitude
-from opkit.contract.properties import gradients_modes as modes
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 
 
-def _needs_reference(subject: Subject) -> str:
+def needs_reference(subject: Subject) -> str:
+    """Return why gradients cannot be compared with the reference's, or ""."""
     return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
 
 
-def _comparable(ours: Graph, reference: Graph) -> bool:  # where not, ``numbers`` says so
+def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # if not, ``numbers`` reports it
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
-def _both(subject: Subject, case: Case) -> tuple[Graph, Graph, Gradients, Gradients, tuple[int, ...]]:
+def _both(subject: Subject, case: Case) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
     numbers = d.candidates(subject, case)
     reference, narrow, wide = d.expected(subject, case, numbers)
     if not reference.attached:
@@ -42,13 +38,13 @@ def _both(subject: Subject, case: Case) -> tuple[Graph, Graph, Gradients, Gradie
     return ours, reference, narrow, wide, numbers
 
 
-def _backward(subject: Subject, case: Case, graph: Graph, numbers: Sequence[int]) -> Gradients:
-    """The operator's gradients, where the reference has some: only a plain "not implemented" is a refusal."""
+def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Sequence[int]) -> Gradients:
+    """Return the operator's gradients where the reference has some: only a plain "not implemented" is a refusal."""
     try:
         return graph.vjp(d.incoming(graph))
     except Exception as error:
         if d.planned(error):
-            raise d.told(Refusal(error)) from error
+            raise d.not_applicable_or(CallRefused(error)) from error
         raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
 
 
@@ -61,7 +57,7 @@ def _reference(subject: Subject, case: Case) -> None:
     scale = d.magnitude(d.incoming(ours))
     for number, mine, own, right in zip(numbers, got, narrow, wide, strict=True):
         if d.vanished(mine) and d.clearly_nonzero(right, scale):
-            continue  # gradients.lost says so
+            continue  # gradients.lost reports it
         if wrong := d.mismatch(mine, right, scale, own):
             raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
 
@@ -75,14 +71,19 @@ def _lost(subject: Subject, case: Case) -> None:
     try:
         got = ours.vjp(d.incoming(ours))
     except Exception as error:
-        raise d.told(Refusal(error)) from error
+        raise d.not_applicable_or(CallRefused(error)) from error
     for number, mine, right in zip(numbers, got, wide, strict=True):
         if d.vanished(mine) and d.clearly_nonzero(right, scale):
-            raise Violation(_how_lost(subject, case, number, mine, ours, right))
+            raise Violation(_lost_message(subject, case, number, mine, ours, right))
 
 
-def _how_lost(
-    subject: Subject, case: Case, number: int, mine: torch.Tensor | None, ours: Graph, right: torch.Tensor | None
+def _lost_message(
+    subject: Subject,
+    case: Case,
+    number: int,
+    mine: torch.Tensor | None,
+    ours: AutogradGraph,
+    right: torch.Tensor | None,
 ) -> str:
     seen = "no result requires grad" if not ours.attached else "its gradient is None" if mine is None else "it is zero"
     return (
@@ -123,7 +124,7 @@ def _of_subset(
     except Exception as error:
         raise Violation(
             f"with gradients required of {_named(subset)} alone, the backward raises {type(error).__name__}: {error}; with "
-            f"{_named([*known])} it does not. Ask ctx.needs_input_grad which are wanted, and return None for the others."
+            f"{_named([*known])} it does not. Check ctx.needs_input_grad, and return None for inputs that need no gradient."
         ) from error
 
 
@@ -135,9 +136,9 @@ def _named(numbers: Sequence[int]) -> str:
 def _incoming(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     for name, (fewest, layout) in INCOMING.items():
-        laid = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
-        wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in laid])
-        got = _told(graph, laid, f"where the incoming gradient is {name}")
+        variants = [layout(g) if g.dim() >= fewest and g.numel() else g for g in grads]
+        wanted = graph.vjp([g.clone(memory_format=torch.contiguous_format) for g in variants])
+        got = _vjp_or_violation(graph, variants, f"where the incoming gradient is {name}")
         _equal(subject, case, numbers, got, wanted, grads, f"where the incoming gradient is {name}", "contiguous")
 
 
@@ -155,15 +156,20 @@ def _linear(subject: Subject, case: Case) -> None:
         if wrong := d.mismatch(mine, right, scale + 5 * d.magnitude([a])):
             raise Violation(
                 f"the gradient of {d.argument(subject, case, number)} is not linear in the incoming one: for 2 a - 3 b, {wrong}. "
-                "The backward must multiply by what comes in."
+                "The backward must multiply by the incoming gradient."
             )
     _additive(subject, case, graph, numbers, first, grads)
 
 
 def _additive(
-    subject: Subject, case: Case, graph: Graph, numbers: Sequence[int], first: Gradients, grads: Sequence[torch.Tensor]
+    subject: Subject,
+    case: Case,
+    graph: AutogradGraph,
+    numbers: Sequence[int],
+    first: Gradients,
+    grads: Sequence[torch.Tensor],
 ) -> None:
-    """What results contribute one by one, where zeros come in for all others, adds up."""
+    """Check that the contributions of single results, with zero gradients for all others, add up."""
     if len(graph.attached) < 2:
         return
     parts = [
@@ -171,9 +177,9 @@ def _additive(
     ]
     for position, (number, whole) in enumerate(zip(numbers, first, strict=True)):
         terms = [part[position] for part in parts]
-        given = [term for term in terms if term is not None]
-        total = torch.stack(given).sum(0) if given else None
-        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(given))):
+        present = [term for term in terms if term is not None]
+        total = torch.stack(present).sum(0) if present else None
+        if wrong := d.mismatch(total, whole, len(parts) * (d.magnitude(grads) + d.magnitude(present))):
             raise Violation(
                 f"the gradient of {d.argument(subject, case, number)} is not the sum of what each result contributes where "
                 f"zeros come in for the others: {wrong}"
@@ -188,13 +194,13 @@ def _undefined(subject: Subject, case: Case) -> None:
             raise NotApplicable("there is one differentiable result")
         return
     for used in graph.attached:
-        where = f"where only result {used} is used, and what comes in for the others is undefined"
+        where = f"where only result {used} is used, and the incoming gradients of the others are undefined"
         zeros = [g if number == used else torch.zeros_like(g) for number, g in enumerate(grads)]
-        got = _told(graph, [g if number == used else None for number, g in enumerate(grads)], where)
+        got = _vjp_or_violation(graph, [g if number == used else None for number, g in enumerate(grads)], where)
         _equal(subject, case, numbers, got, graph.vjp(zeros), grads, where, "zeros")
 
 
-def _told(graph: Graph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
+def _vjp_or_violation(graph: AutogradGraph, grads: Sequence[torch.Tensor | None], where: str) -> Gradients:
     try:
         return graph.vjp(grads)
     except Exception as error:
@@ -215,7 +221,7 @@ def _equal(
     for number, mine, right in zip(numbers, got, wanted, strict=True):
         if wrong := d.mismatch(mine, right, scale):
             raise Violation(
-                f"{where}, the gradient of {d.argument(subject, case, number)} is another than for {than}: {wrong}"
+                f"{where}, the gradient of {d.argument(subject, case, number)} differs from that for {than}: {wrong}"
             )
 
 
@@ -229,15 +235,17 @@ def _pure(subject: Subject, case: Case) -> None:
     for (name, tensor), then in zip(watched, before, strict=True):
         if not torch.equal(bits(tensor), then):
             raise Violation(f"the backward writes to {name}")
-    kept = [None if g is None else g.clone() for g in first]
-    again = _told(graph, grads, "in the second of two backward calls with retain_graph=True")
-    _equal(subject, case, numbers, again, kept, grads, "in the second of two backward calls", "the first")
+    copies = [None if g is None else g.clone() for g in first]
+    again = _vjp_or_violation(graph, grads, "in the second of two backward calls with retain_graph=True")
+    _equal(subject, case, numbers, again, copies, grads, "in the second of two backward calls", "the first")
     graph.vjp([g * 2 + 1 for g in grads])
-    _equal(subject, case, numbers, first, kept, grads, "after another backward call, in the same memory,", "that call")
+    _equal(
+        subject, case, numbers, first, copies, grads, "after another backward call, in the same memory,", "that call"
+    )
 
 
-def _watched(graph: Graph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that a backward may read, and may not write to."""
+def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors that a backward may read, but not write to."""
     arguments = [(f"tensor argument {n}", t) for n, t in enumerate(graph.call.tensors())]
     results = [(f"result {n}", t) for n, t in enumerate(graph.outputs)]
     return [*arguments, *results, *((f"the gradient that comes in for result {n}", g) for n, g in enumerate(grads))]
@@ -247,7 +255,9 @@ def _watched(graph: Graph, grads: Sequence[torch.Tensor]) -> list[tuple[str, tor
 def _saved(subject: Subject, case: Case) -> None:
     graph, numbers, plain, grads = d.supported(subject, case)
     _interleaved(subject, case, numbers, plain, grads)
-    for name, position in _changeable(graph):
+    for position, (name, original) in enumerate(_watched(graph, ())):
+        if not original.numel():
+            continue
         changed = d.trace(subject, case, numbers)
         tensor = [t for _, t in _watched(changed, ())][position]
         try:
@@ -257,30 +267,28 @@ def _saved(subject: Subject, case: Case) -> None:
             continue  # memory that several elements share cannot be written to
         where = f"where {name} was modified in place between forward and backward"
         try:
-            got = _unless_found_out(changed, grads, where)
+            got = _vjp_unless_detected(changed, grads, where)
             if got is not None:
                 _equal(subject, case, numbers, got, plain, grads, where, "what was passed")
         except Violation as violation:
-            raise Violation(
-                f"{violation}. Save tensors with ctx.save_for_backward: it raises in such a case."
-            ) from None
+            raise Violation(f"{violation}. Save tensors with ctx.save_for_backward: it raises in this case.") from None
 
 
 def _interleaved(
     subject: Subject, case: Case, numbers: Sequence[int], plain: Gradients, grads: list[torch.Tensor]
 ) -> None:
-    """Another call, of other numbers, between a forward and its backward."""
+    """Check that another call with other numbers between a forward and its backward changes nothing."""
     first = d.trace(subject, case, numbers)
     try:
-        d.trace(subject, case.map(lambda _, tensor: dataclasses.replace(tensor, seed=tensor.seed + 1)), numbers)
-    except Refusal:
+        d.trace(subject, case.reseeded(), numbers)
+    except CallRefused:
         return
     where = "where another call came between forward and backward"
-    _equal(subject, case, numbers, _told(first, grads, where), plain, grads, where, "a call that is alone")
+    _equal(subject, case, numbers, _vjp_or_violation(first, grads, where), plain, grads, where, "a call that is alone")
 
 
-def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
-    """The gradients, or None where torch raises, as it should, since a tensor that was saved has been modified."""
+def _vjp_unless_detected(graph: AutogradGraph, grads: Sequence[torch.Tensor], where: str) -> Gradients | None:
+    """Return the gradients, or None if torch raises, as it should, because a saved tensor was modified."""
     try:
         return graph.vjp(grads)
     except RuntimeError:
@@ -289,12 +297,8 @@ def _unless_found_out(graph: Graph, grads: Sequence[torch.Tensor], where: str) -
         raise Violation(f"{where}, the backward raises {type(error).__name__}: {error}") from error
 
 
-def _changeable(graph: Graph) -> list[tuple[str, int]]:
-    return [(name, position) for position, (name, tensor) in enumerate(_watched(graph, ())) if tensor.numel()]
-
-
 def _overwrite(tensor: torch.Tensor) -> None:
-    """Other numbers, in place; an index stays one that is in the tensor."""
+    """Change the numbers in place; an index becomes another one that is in the tensor."""
     if tensor.dtype == torch.bool:
         tensor.logical_not_()
     elif tensor.is_floating_point() or tensor.is_complex():
@@ -303,18 +307,19 @@ def _overwrite(tensor: torch.Tensor) -> None:
         tensor.copy_(tensor.flatten()[-1].expand(tensor.shape).clone())
 
 
+gradient_property = functools.partial(
+    Property, cases=d.smooth_cases(), skip=d.no_candidates, share=0.4, cost=0.0015, backward=True
+)
+
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    gradient_property(
         "gradients.lost",
         rule="Where the reference has a gradient, the operator has one: not None, not all zeros.",
         defect="detach, .data or numpy inside, a backward that returns None, a kernel beneath autograd",
         check=_lost,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=_needs_reference,
+        skip=needs_reference,
     ),
-    Property(
+    gradient_property(
         "gradients.reference",
         rule="Vector-Jacobian products are the reference's, for random incoming gradients.",
         defect="a wrong sign, a dropped term, gradients in each other's place, a sum over broadcast sizes that is forgotten",
@@ -322,71 +327,49 @@ PROPERTIES: tuple[Property, ...] = (
         cases=d.smooth_cases(layouts=("contiguous", "transposed", "strided", "expanded", "padded")),
         share=0.7,
         cost=0.002,
-        skip=_needs_reference,
+        skip=needs_reference,
     ),
-    Property(
+    gradient_property(
         "gradients.subsets",
         rule="The gradient of an input is the same whichever other inputs require one.",
         defect="a backward that takes all to be needed, or counts positions among those that are",
         check=_subsets,
-        cases=d.smooth_cases(),
         share=0.5,
         cost=0.0025,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.incoming",
         rule="Gradients depend on the numbers that come in, not on how these lie in memory.",
         defect="a backward that reads an expanded or transposed gradient as if it were contiguous, or views it",
         check=_incoming,
-        cases=d.smooth_cases(),
         share=0.5,
         cost=0.0025,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.linear",
         rule="Gradients are linear in what comes in.",
         defect="a backward that takes the incoming gradient to be ones, or uses its sign, or squares it",
         check=_linear,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.undefined",
         rule="A result that nobody uses counts as one whose incoming gradient is zero.",
         defect="set_materialize_grads(False) and None not handled; only the first result's gradient used",
         check=_undefined,
-        cases=d.smooth_cases(),
-        share=0.4,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.pure",
-        rule="A backward writes to nothing that it was given, and can be run again.",
+        rule="A backward does not write to its inputs, and can be run again.",
         defect="an in-place operation on the incoming gradient or on a saved tensor; one buffer for all gradients",
         check=_pure,
-        cases=d.smooth_cases(),
         share=0.5,
-        cost=0.0015,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.saved",
         rule="Where a tensor is modified, or another call comes, between forward and backward, the backward raises or is right.",
         defect="ctx.x = x, .data or a global in place of save_for_backward: stale numbers, or another call's, are used silently",
         check=_saved,
-        cases=d.smooth_cases(),
         share=0.3,
         cost=0.003,
-        skip=d.no_candidates,
     ),
-    *magnitude.PROPERTIES,
-    *dtypes.PROPERTIES,
-    *modes.PROPERTIES,
-    *accepts.PROPERTIES,
-    *higher.PROPERTIES,
 )

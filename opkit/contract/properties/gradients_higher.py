@@ -1,4 +1,4 @@
-"""gradients: finite differences, second order, forward mode."""
+"""The group ``gradients``: finite differences, second order, forward mode."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
+from opkit.contract.properties.gradients import gradient_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.derivatives import Gradients, Graph
+from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 from opkit.contract.traced.directions import along, direction, inner, size, slope, widened
 
-_ROOM = 20.0  # how much more rounding a second derivative may have than a first
+_FACTOR = 20.0  # how much more rounding a second derivative may have than a first
 
 
 # ---- finite differences ------------------------------------------------------------------------------------------------
@@ -27,24 +28,24 @@ def _finite(subject: Subject, case: Case) -> None:
     wide = widened(subject, case)
     graph, numbers, got, grads = d.supported(subject, wide)
     if not graph.attached:
-        raise NotApplicable("no result requires grad: whether one should, only a reference can say")
+        raise NotApplicable("no result requires grad: only a reference can show whether one should")
     if graph.rounds:
         return
     for number, tensor, mine in zip(numbers, graph.inputs, got, strict=True):
         u = direction(tensor, number)
-        found = slope(along(subject, wide, numbers, number, u, lambda moved: _weighed(moved.outputs, grads)))
+        found = slope(along(subject, wide, numbers, number, u, lambda moved: _weighted(moved.outputs, grads)))
         derivative = inner(mine, u)
         if not found.differs(derivative, size(mine, u)) or _reference_agrees(subject, wide, numbers, number, mine):
             continue
         if found.constant:
-            raise Remark(f"{d.argument(subject, wide, number)} has a gradient, where results are a step function of it")
+            raise Remark(f"{d.argument(subject, wide, number)} has a gradient, but results are a step function of it")
         raise Violation(
             f"the gradient of {d.argument(subject, wide, number)} is {_state(mine)}: in a random direction it gives "
             f"{derivative:.7g}, finite differences {found.value:.7g}"
         )
 
 
-def _weighed(outputs: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> float:
+def _weighted(outputs: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]) -> float:
     return math.fsum(inner(weight, output) for output, weight in zip(outputs, weights, strict=False))
 
 
@@ -55,18 +56,18 @@ def _state(gradient: torch.Tensor | None) -> str:
 def _reference_agrees(
     subject: Subject, case: Case, numbers: Sequence[int], number: int, mine: torch.Tensor | None
 ) -> bool:
-    """Whether a reference of its own has this gradient, on purpose then: a straight-through estimate, a reversal."""
+    """Return whether an independent reference has this gradient, so that it is deliberate: a straight-through estimate."""
     if subject.reference is None or _is_own_body(subject):
         return False
     try:
         reference, right, _ = d.expected(subject, case, numbers)
-    except Refusal:
+    except CallRefused:
         return False
     return bool(reference.attached) and not d.mismatch(mine, right[list(numbers).index(number)], 1.0)
 
 
 def _is_own_body(subject: Subject) -> bool:
-    """Whether the reference is the operator's body, which shares every mistake with it."""
+    """Return whether the reference is the operator's body, which shares every mistake with it."""
     operator = subject.operator
     return operator is not None and subject.reference is operator._operator.function  # pyright: ignore[reportPrivateUsage]
 
@@ -74,8 +75,8 @@ def _is_own_body(subject: Subject) -> bool:
 # ---- second order ------------------------------------------------------------------------------------------------------
 
 
-def _second_gradients(graph: Graph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
-    """Gradients, and gradients of their weighed sum; None where they have no graph."""
+def _second_gradients(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
+    """Return gradients, and gradients of their weighted sum; None if they have no graph."""
     first = graph.vjp(grads, create_graph=True)
     if any(g is not None and type(g.grad_fn).__name__ == "Error" for g in first):
         raise NotImplementedError("it is marked with once_differentiable")
@@ -87,7 +88,7 @@ def _second_gradients(graph: Graph, grads: Sequence[torch.Tensor]) -> tuple[Grad
     return first, list(torch.autograd.grad(outputs, targets, weights, allow_unused=True))
 
 
-def _leaves(graph: Graph) -> list[torch.Tensor]:
+def _leaves(graph: AutogradGraph) -> list[torch.Tensor]:
     return [g.detach().requires_grad_() for g in d.incoming(graph)]
 
 
@@ -103,7 +104,7 @@ def _second(subject: Subject, case: Case) -> None:
         raise NotApplicable(f"it cannot be differentiated twice: {type(error).__name__}: {error}") from error
     if found is None:
         raise Remark(
-            "gradients have no graph: torch raises where they are differentiated again. once_differentiable says it"
+            "gradients have no graph: torch raises where they are differentiated again. Declare it with once_differentiable"
         )
     if _by_reference(subject, case, numbers, found):
         return
@@ -111,28 +112,28 @@ def _second(subject: Subject, case: Case) -> None:
 
 
 def _by_reference(subject: Subject, case: Case, numbers: Sequence[int], found: tuple[Gradients, Gradients]) -> bool:
-    """Whether there is a reference that can be differentiated twice: then the operator's must be its."""
+    """Compare with the reference's second derivatives. Return False if it has none to compare with."""
     if subject.reference is None:
         return False
     try:
         reference = d.trace(subject, case, numbers, subject.reference)
         right = _second_gradients(reference, _leaves(reference))
-    except Exception:  # of the reference, by autograd
+    except Exception:  # autograd cannot differentiate the reference twice
         return False
     if right is None or len(right[1]) != len(found[1]) or _disagree(numbers, found[0], right[0]):
         return False
     scale = max(1.0, d.magnitude(right[1]))
     for position, (mine, wanted) in enumerate(zip(found[1], right[1], strict=True)):
-        if wrong := d.mismatch(mine, wanted, scale, factor=_ROOM):
-            of = d.argument(subject, case, numbers[position]) if position < len(numbers) else "what comes in"
+        if wrong := d.mismatch(mine, wanted, scale, factor=_FACTOR):
+            of = d.argument(subject, case, numbers[position]) if position < len(numbers) else "the incoming gradient"
             raise Violation(f"the second derivative by {of} is {_state(mine)}, not the reference's: {wrong}")
     return True
 
 
 def _disagree(numbers: Sequence[int], mine: Gradients, right: Gradients) -> bool:
-    """Whether first gradients differ, or have a graph in one and not in the other: other properties say so."""
+    """Return whether first gradients differ, which other properties report."""
     scale = max(1.0, d.magnitude(right))
-    return any(d.mismatch(a, b, scale, factor=_ROOM) for _, a, b in zip(numbers, mine, right, strict=True))
+    return any(d.mismatch(a, b, scale, factor=_FACTOR) for _, a, b in zip(numbers, mine, right, strict=True))
 
 
 def _by_differences(subject: Subject, case: Case, numbers: Sequence[int], found: tuple[Gradients, Gradients]) -> None:
@@ -145,10 +146,10 @@ def _by_differences(subject: Subject, case: Case, numbers: Sequence[int], found:
         found = again
     taken = [g is not None and g.requires_grad for g in found[0]]
     weights = [direction(g, n + 50) if g is not None else None for n, g in enumerate(first)]
-    kept = [w if use else None for w, use in zip(weights, taken, strict=True)]
+    used = [w if use else None for w, use in zip(weights, taken, strict=True)]
     for position, number in enumerate(numbers):
         u = direction(graph.inputs[position], number)
-        seen = slope(along(subject, wide, numbers, number, u, lambda moved: _pulled(moved, grads, kept)))
+        seen = slope(along(subject, wide, numbers, number, u, lambda moved: _pulled(moved, grads, used)))
         second = inner(found[1][position], u)
         if seen.differs(second, size(found[1][position], u) + 1.0):
             raise Violation(
@@ -157,7 +158,7 @@ def _by_differences(subject: Subject, case: Case, numbers: Sequence[int], found:
             )
 
 
-def _pulled(moved: Graph, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> float:
+def _pulled(moved: AutogradGraph, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]) -> float:
     return math.fsum(inner(w, g) for g, w in zip(moved.vjp(grads), weights, strict=True))
 
 
@@ -182,17 +183,17 @@ def _forward(subject: Subject, case: Case) -> None:
             lost += [number] if abs(wanted) > 10 * near * (scale + d.magnitude(grads)) else []
             continue
         seen += 1
-        value = _weighed(tangents, grads)
+        value = _weighted(tangents, grads)
         scale += sum(size(t, g) for t, g in zip(tangents, grads, strict=False))
         if not abs(value - wanted) <= 10 * near * (scale + d.magnitude(grads)) and math.isfinite(wanted):
             raise Violation(
                 f"in forward mode, the derivative by {d.argument(subject, case, number)} in a random direction is {value:.7g}; "
                 f"by the backward it is {wanted:.7g}"
             )
-    _judge_lost(subject, case, lost, seen)
+    _raise_if_lost(subject, case, lost, seen)
 
 
-def _judge_lost(subject: Subject, case: Case, lost: Sequence[int], seen: int) -> None:
+def _raise_if_lost(subject: Subject, case: Case, lost: Sequence[int], seen: int) -> None:
     if lost and (seen or subject.operator is not None):
         raise Violation(f"in forward mode, the tangent of {d.argument(subject, case, lost[0])} is lost")
     if lost:  # torch.library drops tangents of operators without a rule
@@ -200,7 +201,7 @@ def _judge_lost(subject: Subject, case: Case, lost: Sequence[int], seen: int) ->
 
 
 def _tangents(subject: Subject, case: Case, number: int, u: torch.Tensor) -> list[torch.Tensor | None]:
-    call, inputs = d.made(subject, case, (number,))
+    call, inputs = d.arguments_requiring_grad(subject, case, (number,))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs[0].detach(), u)
         torch.default_generator.manual_seed(0)
@@ -213,39 +214,33 @@ def _tangents(subject: Subject, case: Case, number: int, u: torch.Tensor) -> lis
 def _called(subject: Subject, call: Call) -> list[torch.Tensor]:
     try:
         return subject.call(call).tensors()
-    except Refusal as refusal:
+    except CallRefused as refusal:
         raise NotApplicable(f"it has no forward mode: {refusal}") from refusal
 
 
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    gradient_property(
         "gradients.finite",
         rule="Gradients are those of the function that is computed: finite differences in float64 agree.",
         defect="a backward of another formula than the forward, also where there is no reference to say so",
         check=_finite,
         cases=d.smooth_cases(elements=64, dtypes=(torch.float64,)),
-        share=0.4,
         cost=0.004,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.second",
         rule="An operator that can be differentiated twice has the right second derivatives.",
         defect="intermediate values saved without a graph, a detach in the backward: second derivatives silently lose terms",
         check=_second,
         cases=d.smooth_cases(elements=64),
-        share=0.4,
         cost=0.004,
-        skip=d.no_candidates,
     ),
-    Property(
+    gradient_property(
         "gradients.forward",
         rule="Forward mode, where there is one, agrees with the backward.",
         defect="a jvp of another formula, or a tangent that is lost",
         check=_forward,
         cases=d.smooth_cases(elements=64),
-        share=0.4,
         cost=0.002,
-        skip=d.no_candidates,
     ),
 )

@@ -1,25 +1,23 @@
-"""layout: what the operator computes does not depend on how its arguments lie in memory, nor on which memory they share."""
+"""The group ``layout``: results do not depend on the arguments' memory layouts, nor on memory that they share."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import fill
 from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
-from opkit.contract.compare.compared import Pair, steadily
-from opkit.contract.observed.outcome import Outcome, described, same_bits
-from opkit.contract.prop import Property, Violation
+from opkit.contract.compare.compared import ComparedPair, difference_from_contiguous
+from opkit.contract.observed.outcome import CallOutcome, described, same_bits
+from opkit.contract.prop import Property, Violation, drawn, swept
 from opkit.contract.subject import Subject
 
 _FILLS = ("normal", "distinct")
@@ -34,26 +32,12 @@ def _layouts(*names: str) -> Drawing:
 _PLAIN = Drawing(fills=_FILLS, largest=129, elements=4096)
 
 
-def _drawn(how: Drawing) -> Any:
-    def cases(subject: Subject) -> SearchStrategy[Case]:
-        return subject.spec.cases(how)
-
-    return cases
-
-
-def _swept(how: Drawing) -> Any:
-    def first(subject: Subject) -> Sweep:
-        return Sweep(subject.spec, how, sizes=_SIZES)
-
-    return first
-
-
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
 
 
 def _altered(call: Call, before: Call) -> list[bool]:
-    """Which tensors were written to."""
+    """Return for each tensor whether it was written to."""
     return [not same_bits(a, b) for a, b in zip(call.tensors(), before.tensors(), strict=True)]
 
 
@@ -65,12 +49,12 @@ def _as_contiguous(subject: Subject, case: Case) -> None:
     written = _altered(plain.call, before)
     if any(w and t.layout not in WRITABLE for w, t in zip(written, case.tensors(), strict=True)):
         return
-    lying = [f"{at} {t.layout}" for at, t in enumerate(case.tensors()) if t.layout != "contiguous"]
-    _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(lying)}")
+    layouts = [f"{at} {t.layout}" for at, t in enumerate(case.tensors()) if t.layout != "contiguous"]
+    _same(subject, case, subject.run(case), plain, before, f"where tensor {' and '.join(layouts)}")
 
 
-def _same(subject: Subject, case: Case, got: Outcome, plain: Outcome, before: Call, where: str) -> None:
-    """Compare results, and what was written to, with those of contiguous copies.
+def _same(subject: Subject, case: Case, got: CallOutcome, plain: CallOutcome, before: Call, where: str) -> None:
+    """Compare results, and arguments that were written to, with those of contiguous copies.
 
     Raises:
         Violation: they differ by more than another order of the same sums explains.
@@ -84,20 +68,20 @@ def _same(subject: Subject, case: Case, got: Outcome, plain: Outcome, before: Ca
             raise Violation(
                 f"{pair.name} is {described(pair.got)} {where}, and {described(pair.own)} of contiguous copies"
             )
-        found = steadily(subject, case, pair, plain, before)
+        found = difference_from_contiguous(subject, case, pair, plain, before)
         if found:
             raise Violation(f"{pair.name} differs {where}: {found}")
 
 
-def _pairs(got: Outcome, plain: Outcome) -> Iterator[Pair]:
+def _pairs(got: CallOutcome, plain: CallOutcome) -> Iterator[ComparedPair]:
     for at, both in enumerate(zip(got.results, plain.results, strict=True)):
-        yield Pair(f"result {at}", ("result", at), *both)
+        yield ComparedPair(f"result {at}", ("result", at), *both)
     for at, both in enumerate(zip(got.call.tensors(), plain.call.tensors(), strict=True)):
-        yield Pair(f"argument tensor {at} afterwards", ("argument", at), *both)
+        yield ComparedPair(f"argument tensor {at} afterwards", ("argument", at), *both)
 
 
 def _partners(case: Case) -> list[tuple[int, int]]:
-    """Pairs of tensors that one tensor could be passed for."""
+    """Return pairs of tensors in whose place one tensor could be passed twice."""
     numbered = list(enumerate(case.tensors()))
     pairs = itertools.combinations(numbered, 2)
     return [(i, j) for (i, a), (j, b) in pairs if _alike(a, b) and a.shape == b.shape][:_PAIRS]
@@ -109,8 +93,8 @@ def _alike(a: TensorCase, b: TensorCase) -> bool:
 
 def _twice(subject: Subject, case: Case) -> None:
     for first, second in _partners(case):
-        copies = _put(case, second, case.tensors()[first])
-        once = _put(case, second, dataclasses.replace(case.tensors()[first], same_as=first))
+        copies = _with_tensor(case, second, case.tensors()[first])
+        once = _with_tensor(case, second, dataclasses.replace(case.tensors()[first], same_as=first))
         before = copies.make(subject.device)
         plain = subject.run(copies)
         if any(_altered(plain.call, before)):
@@ -119,7 +103,7 @@ def _twice(subject: Subject, case: Case) -> None:
         _same(subject, copies, subject.run(once), plain, before, where)
 
 
-def _put(case: Case, number: int, tensor: TensorCase) -> Case:
+def _with_tensor(case: Case, number: int, tensor: TensorCase) -> Case:
     return case.map(lambda at, each: tensor if at == number else each)
 
 
@@ -150,78 +134,62 @@ def _one_storage(subject: Subject, case: Case, first: int, second: int, overlap:
     _same(subject, case, subject.call(shared), plain, before, f"where tensors {first} and {second} {how} one storage")
 
 
-def _one_alone(subject: Subject) -> str:
-    return "" if len(subject.spec.tensors()) > 1 else "there are no two tensors"
-
-
-def _any(subject: Subject) -> str:
+def _no_tensor(subject: Subject) -> str:
     return "" if subject.spec.tensors() else "there is no tensor"
 
 
-def _none_written(subject: Subject) -> str:
-    return _one_alone(subject) or (
-        "" if subject.functional else "it writes to an argument: no other may share its memory"
-    )
+def _no_two_tensors(subject: Subject) -> str:
+    if len(subject.spec.tensors()) < 2:
+        return "there are no two tensors"
+    return "" if subject.functional else "it writes to an argument: no other may share its memory"
 
 
 _STRIDES = _layouts("transposed", "strided", "reversed", "channels_last")
 _VIEWS = _layouts("offset", "padded", "negated")
 _EXPANDED = _layouts("expanded", "expanded_last", "overlapping")
 
+_property = functools.partial(Property, check=_as_contiguous, skip=_no_tensor, share=0.4, cost=0.002)
+
 PROPERTIES = (
-    Property(
+    _property(
         "layout.strides",
         rule="Transposed, strided and channels-last arguments give what contiguous copies of them give.",
         defect="strides that are taken for granted, strides of the wrong argument or dimension",
-        check=_as_contiguous,
-        cases=_drawn(_STRIDES),
-        first=_swept(_STRIDES),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_STRIDES),
+        first=swept(_STRIDES, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.views",
         rule="So do views that begin in the middle of a storage, rows with gaps between, and torch's lazy minus.",
         defect="a storage offset that is forgotten, aligned loads of what is not aligned, a row length for a row stride",
-        check=_as_contiguous,
-        cases=_drawn(_VIEWS),
-        first=_swept(_VIEWS),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_VIEWS),
+        first=swept(_VIEWS, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.expanded",
         rule="So do tensors whose elements share memory, where the operator does not write to them.",
         defect="a stride of zero that is read as a dense one, elements that overlap",
-        check=_as_contiguous,
-        cases=_drawn(_EXPANDED),
-        first=_swept(_EXPANDED),
-        skip=_any,
-        share=0.4,
-        cost=0.002,
+        cases=drawn(_EXPANDED),
+        first=swept(_EXPANDED, sizes=_SIZES),
     ),
-    Property(
+    _property(
         "layout.same_tensor",
         rule="The same tensor in two places gives what two copies of it give.",
         defect="a workspace in an argument's memory, a shortcut where two pointers are equal",
         check=_twice,
-        cases=_drawn(_PLAIN),
-        first=_swept(_PLAIN),
-        skip=_none_written,
+        cases=drawn(_PLAIN),
+        first=swept(_PLAIN, sizes=_SIZES),
+        skip=_no_two_tensors,
         share=0.3,
-        cost=0.002,
     ),
-    Property(
+    _property(
         "layout.shared_storage",
         rule="Views of one storage, side by side or overlapping, give what copies give.",
         defect="reads past the end that find a neighbour, data that is taken by storage rather than by tensor",
         check=_shared,
-        cases=_drawn(_PLAIN),
-        first=_swept(_PLAIN),
-        skip=_none_written,
+        cases=drawn(_PLAIN),
+        first=swept(_PLAIN, sizes=_SIZES),
+        skip=_no_two_tensors,
         share=0.3,
-        cost=0.002,
     ),
 )

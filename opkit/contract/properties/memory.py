@@ -1,64 +1,50 @@
-"""memory: an operator keeps to its own memory, and the process lives."""
+"""The group ``memory``: an operator stays within its own memory, and does not end the process."""
 
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
 from collections.abc import Callable
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.arguments import distinct, places
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.fills import FILLS
-from opkit.contract.calls.layouts import LAYOUTS, WRITABLE
+from opkit.contract.calls.layouts import WRITABLE
 from opkit.contract.calls.sizes import LARGE
-from opkit.contract.calls.specs import Drawing
+from opkit.contract.calls.specs import ANYTHING, Drawing
 from opkit.contract.memory import allocator, guarded, heap, poison
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.snapshots import may_write
-from opkit.contract.processes.child import Ended, Worker, available
+from opkit.contract.processes.child import ChildEnded, Worker, available
 from opkit.contract.processes.crashes import Crashes
-from opkit.contract.prop import NotApplicable, Property, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation, drawn
 from opkit.contract.properties import memory_gpu
 from opkit.contract.subject import Subject
 
-_PATIENCE = 60.0  # seconds for what is no question of time: a kernel may be compiled by the first call
-_LOOKS = 3  # at whether a reference leaves memory as it is: what it gets need not be fresh
-_WINDOW = 50  # calls between two looks at the heap
-_SLOW = 0.002  # seconds; of slower operators, fewer calls are made
-_LEAST_LEAK = 32  # bytes a call
+_PATIENCE = 60.0  # seconds: generous, since the first call may compile a kernel
+_REFERENCE_RUNS = 3  # of a reference on poisoned memory: it may get memory that is not fresh
+_WINDOW = 50  # calls between two measurements of the heap
+_SLOW = 0.002  # seconds; slower operators get fewer calls
+_MIN_LEAK = 32  # bytes a call
+_ALL_SIZES = dataclasses.replace(ANYTHING, largest=LARGE)
+_WRITABLE = Drawing(layouts=WRITABLE)  # no two elements share memory
 Check = Callable[[Subject, Case], None]
 
 
-def any_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout and every fill."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
-
-
-def all_sizes(subject: Subject) -> SearchStrategy[Case]:
-    """The same at a larger size too."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS), largest=LARGE))
-
-
-def writable_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout in which no two elements share memory."""
-    return subject.spec.cases(Drawing(layouts=WRITABLE))
-
-
 def needs_child(subject: Subject) -> str:
-    """Why the operator cannot be called in a child process, or nothing."""
+    """Return why the operator cannot be called in a child process, or ""."""
     if torch.device(subject.device).type != "cpu":
         return "it needs arguments on the CPU: a process that uses a GPU cannot be forked"
-    return "" if available() else "it needs a child process, forked, as Linux has them"
+    return "" if available() else "it needs forked child processes, which Linux has"
 
 
 def _needs(also: Callable[[], str], gpu: bool = False) -> Callable[[Subject], str]:
-    """What keeps a property from being asked: a platform; nothing on a GPU, where it is asked there too."""
+    """Return a ``skip`` for a property that needs a child process and ``also``; on a GPU nothing is needed, with ``gpu``."""
     return lambda subject: "" if gpu and _on_gpu(subject) else needs_child(subject) or also()
 
 
@@ -70,18 +56,18 @@ def _either(cpu: Check, gpu: Check) -> Check:
     return lambda subject, case: (gpu if _on_gpu(subject) else cpu)(subject, case)
 
 
-def _ask(subject: Subject, name: str, question: Callable[[Subject, Case], object], case: Case) -> None:
-    """Ask in a child process that is kept for the whole search.
+def _check_in_child(subject: Subject, name: str, check: Callable[[Subject, Case], object], case: Case) -> None:
+    """Call ``check`` in a child process, which stays for the whole search.
 
     Raises:
-        Ended: it crashed.
+        ChildEnded: it crashed.
     """
     if "hangs in a child" in subject.notes:
         raise NotApplicable("a call does not return in a child process: see memory.crash")
-    worker = subject.notes.setdefault(name, Worker(functools.partial(question, subject)))
+    worker = subject.notes.setdefault(name, Worker(functools.partial(check, subject)))
     try:
-        worker.ask(case, _PATIENCE)
-    except Ended as ended:
+        worker.check(case, _PATIENCE)
+    except ChildEnded as ended:
         if ended.hung:
             subject.notes["hangs in a child"] = True
             raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
@@ -110,13 +96,13 @@ def _guard_both(subject: Subject, case: Case) -> None:
 
 def _guard(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.guard", _guard_both, case)
-    except Ended as ended:
-        raise Violation(_who_left(subject, case) or f"the call {ended}") from ended
+        _check_in_child(subject, "memory.guard", _guard_both, case)
+    except ChildEnded as ended:
+        raise Violation(_overrun(subject, case) or f"the call {ended}") from ended
 
 
-def _who_left(subject: Subject, case: Case) -> str:
-    """Which argument is left at which end, and by what."""
+def _overrun(subject: Subject, case: Case) -> str:
+    """Describe which argument's memory is left at which end, and whether by a read or a write."""
     for number, _ in distinct(case.make()):
         for at_end, where in ((True, "past the end"), (False, "before the beginning")):
             if not _dies(subject, case, number, at_end, guarded.NOTHING):
@@ -124,8 +110,8 @@ def _who_left(subject: Subject, case: Case) -> str:
             place = places(case)[number]
             if _dies(subject, case, number, at_end, guarded.ANYTHING):
                 return f"the process ends where {place} is aligned to its elements and no further, as x[1:] is"
-            deed = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
-            return f"{deed} {where} of {place}: the process ended at the page there, which nobody may touch"
+            access = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
+            return f"{access} {where} of {place}: the process ended at the protected page there"
     return ""
 
 
@@ -133,13 +119,13 @@ def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int
     return _ends(lambda each: _run_guarded(subject, each, only, at_end, protection), case)
 
 
-def _ends(question: Callable[[Case], object], case: Case) -> bool:
-    """Whether a process ends by the question."""
+def _ends(function: Callable[[Case], object], case: Case) -> bool:
+    """Return whether a process ends that calls the function on the case."""
     try:
-        Worker(question).ask(case, _PATIENCE, fresh=True)
-    except Ended as ended:
+        Worker(function).check(case, _PATIENCE, fresh=True)
+    except ChildEnded as ended:
         return not ended.hung
-    except (Refusal, RuntimeError):
+    except (CallRefused, RuntimeError):
         return False
     return False
 
@@ -156,8 +142,8 @@ def _read_only_in_child(subject: Subject, case: Case) -> None:
 
 def _read_only(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.read_only", _read_only_in_child, case)
-    except Ended as ended:
+        _check_in_child(subject, "memory.read_only", _read_only_in_child, case)
+    except ChildEnded as ended:
         for number in sorted({number for number, _ in distinct(case.make())} - may_write(subject, case)):
             if _ends(functools.partial(_run_sealed, subject, sealed={number}), case):
                 reason = "it is not declared as written to, and the process ended where it could only be read"
@@ -165,19 +151,19 @@ def _read_only(subject: Subject, case: Case) -> None:
         raise Violation(f"the call {ended} where its arguments could only be read") from ended
 
 
-def _says_what_is_written(subject: Subject) -> str:
-    told = subject.schema is not None or subject.reference is not None
-    return needs_child(subject) or guarded.missing() or ("" if told else "nothing says what it may write to")
+def _unknown_writes(subject: Subject) -> str:
+    known = subject.schema is not None or subject.reference is not None
+    return needs_child(subject) or guarded.missing() or ("" if known else "nothing says what it may write to")
 
 
-def _run_watched(subject: Subject, case: Case, byte: int) -> Outcome:
+def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
     call = case.make()
     copies = {id(tensor): guarded.watched(tensor, byte) for _, tensor in distinct(call)}
     outcome = subject.call(call.map(lambda tensor: copies[id(tensor)].tensor)).detached()
     for number, tensor in distinct(call):
         copy = copies[id(tensor)]
         where = copy.touched()
-        if where and copy.tensor.shape == tensor.shape:  # resized, it has got what lay beside it
+        if where and copy.tensor.shape == tensor.shape:  # a resized tensor includes memory that was next to it
             raise Violation(f"writes outside of {places(case)[number]}: at {where}")
     return outcome
 
@@ -185,50 +171,49 @@ def _run_watched(subject: Subject, case: Case, byte: int) -> Outcome:
 def _red_zone_in_child(subject: Subject, case: Case) -> None:
     found = poison.dependence(case, poison.AROUND, lambda byte: _run_watched(subject, case, byte))
     if found:
-        raise Violation(f"reads memory beside its arguments: with other bytes there, {found}")
+        raise Violation(f"reads memory next to its arguments: with other bytes there, {found}")
 
 
 def _red_zone(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.red_zone", _red_zone_in_child, case)
-    except Ended as ended:
-        raise Violation(f"the call {ended} once the memory beside its arguments held other bytes") from ended
+        _check_in_child(subject, "memory.red_zone", _red_zone_in_child, case)
+    except ChildEnded as ended:
+        raise Violation(f"the call {ended} once the memory next to its arguments held other bytes") from ended
 
 
 def _allocations_in_child(subject: Subject, case: Case) -> None:
     call, guard = case.make(), allocator.guard()
     guard.begin()
     try:
-        kept = subject.call(call)  # nothing is freed before the child ends
+        outcome = subject.call(call)  # nothing is freed before the child ends
     finally:
         guard.end()
     where = guard.touched()
     if where:
         raise Violation(f"writes {where} that torch allocated for it: a result, or a workspace")
-    del kept
+    del outcome
 
 
 def _allocations(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.allocations", _allocations_in_child, case)
-    except Ended as ended:
+        _check_in_child(subject, "memory.allocations", _allocations_in_child, case)
+    except ChildEnded as ended:
         if _lives(subject, case):
             raise Violation(
-                "reads or writes past an end of a result or a workspace: the process ended at the page there, which nobody "
-                "may touch"
+                "reads or writes past an end of a result or a workspace: the process ended at the protected page there"
             ) from ended
         raise Violation(f"the call {ended}") from ended
 
 
 def _lives(subject: Subject, case: Case) -> bool:
     try:
-        Worker(lambda each: subject.run(each).detached()).ask(case, _PATIENCE, fresh=True)
-    except Ended:
+        Worker(lambda each: subject.run(each).detached()).check(case, _PATIENCE, fresh=True)
+    except ChildEnded:
         return False
     return True
 
 
-def _run_poisoned(run: Callable[[Call], Outcome], case: Case, byte: int) -> Outcome:
+def _run_poisoned(run: Callable[[Call], CallOutcome], case: Case, byte: int) -> CallOutcome:
     call = case.make()
     torch.manual_seed(0)
     with heap.poisoned(byte):
@@ -242,29 +227,29 @@ def _uninitialized_in_child(subject: Subject, case: Case) -> None:
 
 
 def _reference_depends(subject: Subject, case: Case) -> bool:
-    """Whether the reference's results too are what memory held: torch.empty's are meant to be."""
+    """Return whether the reference's results depend on fresh memory too, as torch.empty's do."""
     reference = subject.reference
     if reference is None:
         return False
     try:
         run = functools.partial(subject.call, function=reference)
-        told = (
-            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte)) for _ in range(_LOOKS)
+        return any(
+            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte))
+            for _ in range(_REFERENCE_RUNS)
         )
-        return any(told)
-    except Refusal:
+    except CallRefused:
         return False
 
 
 def _uninitialized(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.uninitialized", _uninitialized_in_child, case)
-    except Ended as ended:
+        _check_in_child(subject, "memory.uninitialized", _uninitialized_in_child, case)
+    except ChildEnded as ended:
         raise Violation(f"the call {ended} once fresh memory held other bytes") from ended
 
 
 def _growth(subject: Subject, case: Case, calls: int) -> int:
-    """By how many bytes the heap grows over so many calls."""
+    """Return the number of bytes by which the heap grows over so many calls."""
     gc.collect()
     before = heap.used()
     for _ in range(calls):
@@ -279,83 +264,79 @@ def _leak_in_child(subject: Subject, case: Case) -> None:
         subject.run(case)
     calls = _WINDOW if time.monotonic() - started < 3 * _SLOW else _WINDOW // 5
     _growth(subject, case, calls // 5)
-    if any(_growth(subject, case, calls) < calls * _LEAST_LEAK for _ in range(2)):
+    if any(_growth(subject, case, calls) < calls * _MIN_LEAK for _ in range(2)):
         return
     steady = _growth(subject, case, 4 * calls)
-    if steady >= 4 * calls * _LEAST_LEAK:
+    if steady >= 4 * calls * _MIN_LEAK:
         raise Violation(f"{steady // (4 * calls)} bytes more are allocated after each call, for {6 * calls} calls")
 
 
 def _leak(subject: Subject, case: Case) -> None:
     try:
-        _ask(subject, "memory.leak", _leak_in_child, case)
-    except Ended as ended:
+        _check_in_child(subject, "memory.leak", _leak_in_child, case)
+    except ChildEnded as ended:
         raise Violation(f"one of many equal calls {ended}") from ended
 
 
+_property = functools.partial(Property, cases=drawn(ANYTHING), cost=0.003)
+
 PROPERTIES = (
-    Property(
+    _property(
         "memory.crash",
         rule="Whatever the arguments' sizes, layouts, dtypes and values, a call returns or raises.",
         defect="a segmentation fault at a size of 0, a failed assertion, an exit, a loop that never ends",
         check=_crash,
-        cases=all_sizes,
+        cases=drawn(_ALL_SIZES),
         share=2.0,
         cost=0.0015,
         skip=needs_child,
     ),
-    Property(
+    _property(
         "memory.guard",
         rule="No argument is read or written past either of its ends.",
-        defect="a vector tail that reads whole vectors, a bound that is off by one, strides that are not asked for",
+        defect="a vector tail that reads whole vectors, a bound that is off by one, strides that are ignored",
         check=_guard,
-        cases=any_cases,
-        cost=0.003,
         skip=_needs(guarded.missing),
     ),
-    Property(
+    _property(
         "memory.read_only",
-        rule="No argument is written to, not even for a moment, that is not declared as written to.",
-        defect="a kernel that changes its input and puts it back: what reads it meanwhile, in another thread, is wrong",
+        rule="An argument that is not declared as written to is not written to, not even for a moment.",
+        defect="a kernel that changes its input and restores it: another thread that reads it meanwhile gets wrong numbers",
         check=_read_only,
-        cases=any_cases,
         share=0.5,
-        cost=0.003,
-        skip=_says_what_is_written,
+        skip=_unknown_writes,
     ),
-    Property(
+    _property(
         "memory.red_zone",
-        rule="What lies beside an argument, and between its elements, is not written, and nothing depends on it.",
+        rule="Memory next to an argument, and between its elements, is not written, and results do not depend on it.",
         defect="a kernel that takes a strided tensor for a contiguous one, or writes one element too many",
         check=_either(_red_zone, memory_gpu.red_zone),
-        cases=any_cases,
         cost=0.005,
         skip=_needs(guarded.missing, gpu=True),
     ),
-    Property(
+    _property(
         "memory.allocations",
         rule="No result and no workspace is read or written past either of its ends.",
         defect="a kernel that writes whole vectors to a result, or one element too many",
         check=_allocations,
-        cases=writable_cases,
-        cost=0.003,
+        cases=drawn(_WRITABLE),
         skip=_needs(allocator.missing),
     ),
-    Property(
+    _property(
         "memory.uninitialized",
         rule="Results do not depend on what fresh memory held.",
         defect="a result of torch.empty that is not all written, a sum that does not begin at zero",
         check=_either(_uninitialized, memory_gpu.uninitialized),
-        cases=writable_cases,
+        cases=drawn(_WRITABLE),
         cost=0.006,
         skip=_needs(heap.missing, gpu=True),
     ),
-    Property(
+    _property(
         "memory.leak",
         rule="Calls do not allocate more than they give back.",
         defect="a workspace that is not freed, a cache that grows with each call, a reference that is never dropped",
         check=_either(_leak, memory_gpu.leak),
-        cases=writable_cases,
+        cases=drawn(_WRITABLE),
         share=0.2,
         least=4,
         cost=0.03,

@@ -1,4 +1,4 @@
-"""numbers: what the operator computes, against its reference."""
+"""The group ``numbers``: the operator's results agree with its reference's."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -17,12 +17,11 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.fills import EXTREME, NUMERIC, ORDINARY
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.calls.sweep import Sweep
-from opkit.contract.compare.compared import Judge, Pair, pairs
+from opkit.contract.compare.compared import ComparedPair, Judge, pairs
 from opkit.contract.compare.exact import Expected, expected
 from opkit.contract.compare.special import excused, flushed, zero_signs
-from opkit.contract.observed.outcome import Outcome, described
-from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.observed.outcome import CallOutcome, described
+from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn, swept
 from opkit.contract.subject import Subject
 from opkit.errors import OpkitError
 from opkit.op.dispatch import planning
@@ -32,36 +31,22 @@ _SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)
 _NONE = (0, 1, 3, 2)
 _ENDS = (1, 2, 3, 5, 8, 17)
 _DELIBERATE = (TypeError, ValueError, NotImplementedError, OpkitError)
-_ASKS = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
-_MISTAKE = re.compile(  # what Python and torch say of a call that was written wrong
+_REQUIRES = re.compile(r"expect|must be|should|support|only|require|not implemented|contiguous|dtype", re.IGNORECASE)
+_MISTAKE = re.compile(  # messages of Python and torch for a call with wrong arguments
     r"invalid combination of arguments|unsupported operand|positional argument|unexpected keyword|is not (callable|iterable|"
     r"subscriptable)|indices must be|object (is not|does not)|must be real number|cannot be interpreted as"
 )
-_NONE_TAKEN = 20  # calls: an operator that takes none of so many takes none
+_NONE_ACCEPTED = 20  # calls: an operator that accepts none of so many accepts none
 _FLUSHED = ("denormal", "special", "tiny")
 
 
 def needs_reference(subject: Subject) -> str:
-    """Why a property that compares with the reference does not apply, or nothing."""
+    """Return why a property that compares with the reference does not apply, or ""."""
     return "" if subject.reference is not None else "there is no reference"
 
 
-def _drawn(how: Drawing) -> Any:
-    def cases(subject: Subject) -> SearchStrategy[Case]:
-        return subject.spec.cases(how)
-
-    return cases
-
-
-def _swept(how: Drawing, **sizes: Any) -> Any:
-    def first(subject: Subject) -> Sweep:
-        return Sweep(subject.spec, how, **sizes)
-
-    return first
-
-
-def _wanted(found: Expected, got: Outcome) -> Outcome:
-    """What the reference gives in its dtype; where it has none for that, its exact results in the operator's dtypes."""
+def _wanted(found: Expected, got: CallOutcome) -> CallOutcome:
+    """Return the reference's results in its dtype, or if it does not support that, its exact results in the operator's dtypes."""
     if found.own is not None:
         return found.own
     assert found.exact is not None
@@ -72,7 +57,7 @@ def _wanted(found: Expected, got: Outcome) -> Outcome:
 
     if len(found.exact.results) != len(got.results):
         return found.exact
-    return Outcome(got.call, tuple(map(cast, found.exact.results, got.results)), None)
+    return CallOutcome(got.call, tuple(map(cast, found.exact.results, got.results)), None)
 
 
 def compare(subject: Subject, case: Case, **how: Any) -> None:
@@ -86,7 +71,7 @@ def compare(subject: Subject, case: Case, **how: Any) -> None:
     got = subject.run(case)
     judge = Judge(subject, case, found, **how)
     for pair in pairs(subject, got, _wanted(found, got), case):
-        judge.ask(pair)
+        judge.check(pair)
     if found.exact is None:
         raise Remark(f"the reference was compared in its own dtype: in float64 it cannot be run ({found.why})")
 
@@ -101,29 +86,29 @@ def _has_kernels(subject: Subject) -> str:
 
 def _kernels(subject: Subject, case: Case) -> None:
     assert subject.operator is not None
-    refusals: list[Refusal] = []
+    refusals: list[CallRefused] = []
     operator = subject.operator._operator
 
     def eligible(*args: Any, **kwargs: Any) -> list[str]:
         return [kernel.name for kernel in planning.eligible(operator, *operator.signature.encode(args, kwargs))[0]]
 
-    takes = subject.call(case.make(subject.device), eligible).returned
-    for name in takes:
+    names = subject.call(case.make(subject.device), eligible).returned
+    for name in names:
         try:
             with use_kernel(subject.operator, name):
                 compare(subject, case)
         except Violation as violation:
             raise Violation(f"kernel {name!r}: {violation}") from None
-        except Refusal as refusal:
+        except CallRefused as refusal:
             refusals.append(refusal)
-    if refusals and len(refusals) == len(takes):
+    if refusals and len(refusals) == len(names):
         raise refusals[0]
 
 
 def _extreme(subject: Subject, case: Case) -> None:
     flushes = any(tensor.fill in _FLUSHED for tensor in case.tensors())
 
-    def alternates(pair: Pair) -> Iterator[Any]:
+    def alternates(pair: ComparedPair) -> Iterator[Any]:
         if flushes:
             yield pair.of(flushed(subject, case))
 
@@ -133,7 +118,7 @@ def _extreme(subject: Subject, case: Case) -> None:
 
 
 def _floor(case: Case) -> float:
-    """What may be flushed to zero: the dtypes whose arithmetic is float32's or float64's have the same exponents."""
+    """Return the largest number that may be flushed to zero."""
     found = [torch.finfo(t.dtype).smallest_normal for t in case.tensors() if t.differentiable and t.dtype.itemsize != 1]
     return min(found, default=0.0)
 
@@ -143,7 +128,7 @@ def _empty(subject: Subject, case: Case) -> None:
         return
     sizes = [leaf.numel() for leaf in subject.expect(case).tensors()]
     stale = [torch.full((max(size, 1),), float("nan")) for size in sizes for _ in range(2)]
-    del stale  # memory that is handed out next holds no zeros by chance
+    del stale  # the next memory from the allocator contains no zeros by chance
     compare(subject, case)
 
 
@@ -156,18 +141,18 @@ def _has_integers(subject: Subject) -> str:
 def _integers(subject: Subject, case: Case) -> None:
     if any(not tensor.differentiable and tensor.dtype != torch.bool for tensor in case.tensors()):
         compare(subject, case)
-        if _any_will_do(subject, case):
+        if _accepts_any_integer(subject, case):
             compare(subject, case.map(_at_the_ends))
 
 
-def _any_will_do(subject: Subject, case: Case) -> bool:
-    """Whether integers are neither positions nor sizes: the reference takes larger ones, and its results grow no larger."""
-    given = case.tensors()
+def _accepts_any_integer(subject: Subject, case: Case) -> bool:
+    """Return whether integers are neither positions nor sizes: the reference accepts larger ones and its results keep shape."""
     call = case.make(subject.device)
-    larger = {id(made): _larger(made) for made, each in zip(call.tensors(), given, strict=True) if _unbounded(each)}
+    pairs = zip(call.tensors(), case.tensors(), strict=True)
+    larger = {id(tensor): tensor * 1000 + 7 for tensor, each in pairs if _unbounded(each)}
     try:
         found = subject.call(call.map(lambda tensor: larger.get(id(tensor), tensor)), subject.reference)
-    except Refusal:
+    except CallRefused:
         return False
     shapes = [[leaf.shape for leaf in outcome.tensors()] for outcome in (found, subject.expect(case))]
     return bool(larger) and shapes[0] == shapes[1]
@@ -177,17 +162,13 @@ def _unbounded(tensor: TensorCase) -> bool:
     return not tensor.differentiable and tensor.dtype != torch.bool and tensor.low is None and tensor.high is None
 
 
-def _larger(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 1000 + 7
-
-
 def _at_the_ends(number: int, tensor: TensorCase) -> TensorCase:
     return dataclasses.replace(tensor, fill="edges") if _unbounded(tensor) else tensor
 
 
 def _has_scalars(subject: Subject) -> str:
     drawn = [each for each in (*subject.spec.args, *dict(subject.spec.kwargs).values()) if _varies(each)]
-    return needs_reference(subject) or ("" if drawn else "no argument beside tensors varies, and none is optional")
+    return needs_reference(subject) or ("" if drawn else "no argument other than tensors varies, and none is optional")
 
 
 def _varies(item: Any) -> bool:
@@ -207,40 +188,40 @@ def _dtypes(subject: Subject, case: Case) -> None:
 def _accepts(subject: Subject, case: Case) -> None:
     refusal = _refusal(subject, case.make(subject.device), subject.function)
     reference = _refusal(subject, case.make(subject.device), subject.reference)
-    _count(subject, refusal, reference)
+    _raise_if_all_refused(subject, refusal, reference)
     if refusal is None and reference is not None:
         raise Remark(f"it gives a result where the reference raises {reference}")
     if refusal is None or reference is not None:
         return
-    said = f"it raises {refusal}, and the reference gives a result"
-    raise Remark(said) if _deliberate(refusal.error) else Violation(said)
+    message = f"it raises {refusal}, and the reference gives a result"
+    raise Remark(message) if _deliberate(refusal.error) else Violation(message)
 
 
-def _count(subject: Subject, refusal: Refusal | None, reference: Refusal | None) -> None:
-    """Raise if the operator has taken nothing of all that the reference took: then nothing is checked at all."""
-    count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"taken": 0, "refused": 0})
-    count["taken"] += refusal is None
+def _raise_if_all_refused(subject: Subject, refusal: CallRefused | None, reference: CallRefused | None) -> None:
+    """Raise if the operator has refused every call that the reference accepts: then nothing is checked at all."""
+    count: dict[str, int] = subject.notes.setdefault("numbers.accepts", {"accepted": 0, "refused": 0})
+    count["accepted"] += refusal is None
     count["refused"] += refusal is not None and reference is None
-    if count["refused"] >= _NONE_TAKEN and not count["taken"]:
+    if count["refused"] >= _NONE_ACCEPTED and not count["accepted"]:
         raise Violation(
-            f"none of {count['refused']} calls that the reference takes gives a result: it raises {refusal}"
+            f"none of {count['refused']} calls that the reference accepts gives a result: it raises {refusal}"
         )
 
 
-def _refusal(subject: Subject, call: Call, function: Any) -> Refusal | None:
+def _refusal(subject: Subject, call: Call, function: Any) -> CallRefused | None:
     try:
         subject.call(call, function)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         return refusal
     return None
 
 
 def _deliberate(error: BaseException) -> bool:
-    """Whether the author of the operator, or torch for a dtype, says that it does not take this."""
+    """Return whether the operator's author, or torch for a dtype, refuses the call deliberately."""
     if isinstance(error, TypeError) and _MISTAKE.search(str(error)):
         return False
-    said = isinstance(error, RuntimeError) and _ASKS.search(str(error)) is not None
-    return isinstance(error, _DELIBERATE) or (said and type(error) is RuntimeError)
+    requires = type(error) is RuntimeError and _REQUIRES.search(str(error)) is not None
+    return isinstance(error, _DELIBERATE) or requires
 
 
 _NUMERIC = Drawing(fills=NUMERIC)
@@ -248,90 +229,82 @@ _FORGOTTEN = Drawing(fills=EXTREME, largest=65, elements=1024)
 _FEW = Drawing(fills=ORDINARY, largest=17, elements=512)
 _NOTHING = Drawing(fills=("normal", "ones"), largest=3)
 
+_property = functools.partial(Property, skip=needs_reference, share=0.3, cost=0.001)
+
 PROPERTIES = (
-    Property(
+    _property(
         "numbers.accepts",
         rule="It gives a result wherever the reference does, or says in plain words that it does not.",
         defect="an index error on an empty tensor, a division by a size of zero, an assertion about a size",
         check=_accepts,
-        skip=needs_reference,
-        first=_swept(_FEW, sizes=_SMALL),
-        share=0.3,
-        cost=0.001,
+        first=swept(_FEW, sizes=_SMALL),
     ),
-    Property(
+    _property(
         "numbers.dtypes",
         rule="Results have the dtypes of the reference's, for every dtype and mixture of dtypes.",
         defect="float32 results from 16-bit arguments, a result in the dtype of the wrong argument",
         check=_dtypes,
-        cases=_drawn(_FEW),
-        first=_swept(_FEW, sizes=_ENDS),
-        skip=needs_reference,
-        share=0.3,
-        cost=0.001,
+        cases=drawn(_FEW),
+        first=swept(_FEW, sizes=_ENDS),
     ),
-    Property(
+    _property(
         "numbers.reference",
         rule="Results, and arguments that are written to, are the reference's in float64, to what rounding explains.",
         defect="a wrong formula, a dropped term, swapped operands, a wrong tail, a sum in too narrow a dtype",
         check=_reference,
-        cases=_drawn(_NUMERIC),
-        first=_swept(_NUMERIC),
-        skip=needs_reference,
+        cases=drawn(_NUMERIC),
+        first=swept(_NUMERIC),
         share=0.5,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.empty",
         rule="Tensors of no elements and of no dimensions are right too: a sum of nothing is 0.",
         defect="uninitialised results where a loop does not run, a wrong shape, a division by a size of zero",
         check=_empty,
-        cases=_drawn(_NOTHING),
-        first=_swept(_NOTHING, sizes=_NONE),
-        skip=needs_reference,
-        share=0.3,
-        cost=0.001,
+        cases=drawn(_NOTHING),
+        first=swept(_NOTHING, sizes=_NONE),
     ),
-    Property(
+    _property(
         "numbers.integers",
         rule="Integers are exact, and wrap around at the ends of their dtype as the reference's do.",
         defect="integers that pass through float, a narrower accumulator, saturation",
         check=_integers,
-        cases=_drawn(_FEW),
-        first=_swept(Drawing(largest=1025), sizes=(*_ENDS, 1025)),
+        cases=drawn(_FEW),
+        first=swept(Drawing(largest=1025), sizes=(*_ENDS, 1025)),
         skip=_has_integers,
         share=0.4,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.scalars",
         rule="Every value of an argument that is no tensor counts, and optional tensors may be left out.",
         defect="a flag that is ignored, a default in the place of the argument, a special case at 0 or 1",
         check=_reference,
-        cases=_drawn(_FEW),
-        first=_swept(_FEW, sizes=_ENDS),
+        cases=drawn(_FEW),
+        first=swept(_FEW, sizes=_ENDS),
         skip=_has_scalars,
         share=0.4,
         cost=0.002,
     ),
-    Property(
+    _property(
         "numbers.kernels",
-        rule="Every kernel for the device computes this for the calls that it takes, not only the one that opkit selects.",
-        defect="a kernel for rare calls that nobody has called, one that another kernel has stood before ever since",
+        rule="Every kernel for the device is correct for the calls that it accepts, not only the one that opkit selects.",
+        defect="a kernel for rare calls that was never run, or one that another kernel always precedes",
         check=_kernels,
-        cases=_drawn(_NUMERIC),
-        first=_swept(_NUMERIC),
+        cases=drawn(_NUMERIC),
+        first=swept(_NUMERIC),
         skip=_has_kernels,
         cost=0.004,
+        share=1.0,
     ),
-    Property(
+    _property(
         "numbers.extreme",
         rule="NaN, infinities, signed zeros, denormals, huge and tiny numbers come out as the reference's do.",
         defect="a lost NaN, an overflow on the way to a result that is none, a softmax without its maximum",
         check=_extreme,
-        cases=_drawn(_FORGOTTEN),
-        first=_swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
-        skip=needs_reference,
+        cases=drawn(_FORGOTTEN),
+        first=swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
         share=0.5,
         cost=0.003,
     ),

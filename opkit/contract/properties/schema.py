@@ -1,46 +1,40 @@
-"""schema: an operator does what its schema, or its reference, says that it does."""
+"""The group ``schema``: an operator does what its schema, or its reference, declares."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.arguments import distinct, owners, places
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.fills import FILLS
-from opkit.contract.calls.layouts import LAYOUTS
-from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import Outcome, described, leaves
-from opkit.contract.observed.snapshots import Snapshot, may_write, snapshots
-from opkit.contract.prop import Property, Refusal, Remark, Violation
-from opkit.contract.properties import schema_calls as calls
+from opkit.contract.calls.specs import ANYTHING
+from opkit.contract.observed.outcome import CallOutcome, described, leaves
+from opkit.contract.observed.snapshots import TensorSnapshot, may_write, snapshots
+from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
 from opkit.contract.subject import Subject
 from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
 
 _MARGIN = 8  # elements of memory on either side of a view
-_ENOUGH = 30  # calls in which something that is declared must happen once
-_TORCH_TELLS = "may not alias any inputs to this custom operator"  # of torch 2.11 to 2.13, for torch.library.custom_op
+_ENOUGH = 30  # calls in which a declared write must happen once
+_TORCH_ALIAS_ERROR = (
+    "may not alias any inputs to this custom operator"  # torch 2.11 to 2.13, for torch.library.custom_op
+)
 
 
-def any_cases(subject: Subject) -> SearchStrategy[Case]:
-    """Every layout and every fill."""
-    return subject.spec.cases(Drawing(layouts=tuple(LAYOUTS), fills=tuple(FILLS)))
-
-
-def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> Outcome:
-    """Call the operator; what opkit or torch itself finds out about it at a call is a violation."""
+def _call(subject: Subject, call: Call, errors: tuple[type[Exception], ...]) -> CallOutcome:
+    """Call the operator; an error of opkit's or torch's own checks at the call is a violation."""
     try:
         return subject.call(call)
-    except Refusal as refusal:
-        if isinstance(refusal.error, told) and not isinstance(refusal.error, MutationUnknownError):
+    except CallRefused as refusal:
+        if isinstance(refusal.error, errors) and not isinstance(refusal.error, MutationUnknownError):
             raise Violation(str(refusal.error)) from refusal
-        if AliasError in told and _TORCH_TELLS in str(refusal.error):
+        if AliasError in errors and _TORCH_ALIAS_ERROR in str(refusal.error):
             raise Violation(
                 f"a result shares memory with an argument or another result, says torch: {refusal}"
             ) from refusal
@@ -48,7 +42,7 @@ def _called(subject: Subject, call: Call, told: tuple[type[Exception], ...]) -> 
 
 
 def _variants(case: Case) -> list[tuple[str, Case, int]]:
-    """The case, the case in the middle of larger memory, and the case with gradients."""
+    """Return the case, the case in the middle of larger memory, and the case with gradients."""
     grad = case.map(lambda _, each: dataclasses.replace(each, requires_grad=each.differentiable))
     return [("", case, 0), ("", case, _MARGIN), (" (where it requires a gradient)", grad, 0)]
 
@@ -59,7 +53,7 @@ def _over_variants(check: Callable[[Subject, Case, int, str], None]) -> Callable
         for note, variant, margin in _variants(case)[1:]:
             try:
                 check(subject, variant, margin, note)
-            except Refusal:
+            except CallRefused:
                 continue
 
     return over
@@ -69,7 +63,7 @@ def _mutation(subject: Subject, case: Case, margin: int, note: str) -> None:
     call = case.make(subject.device, margin=margin)
     lists = [(value, [*value]) for value in (*call.args, *call.kwargs.values()) if isinstance(value, list)]
     before = snapshots(call)
-    _called(subject, call, (MutationError,))
+    _call(subject, call, (MutationError,))
     allowed = None if subject.schema is None and subject.reference is None else may_write(subject, case, margin)
     for each in before:
         _unchanged(each, places(case)[each.number] + note, allowed)
@@ -81,12 +75,14 @@ def _mutation(subject: Subject, case: Case, margin: int, note: str) -> None:
         )
 
 
-def _unchanged(each: Snapshot, place: str, allowed: set[int] | None) -> None:
+def _unchanged(each: TensorSnapshot, place: str, allowed: set[int] | None) -> None:
     written = allowed is not None and each.number in allowed
-    beside = each.bytes_changed(False)
-    resized = written and each.tensor.shape != each.facts["shape"]  # which brings it what lay beside it
-    if beside and not resized:
-        raise Violation(f"{place}: {beside} bytes of its storage outside of the view were changed")
+    outside = each.bytes_changed(False)
+    resized = (
+        written and each.tensor.shape != each.facts["shape"]
+    )  # a resized tensor includes memory outside of the view
+    if outside and not resized:
+        raise Violation(f"{place}: {outside} bytes of its storage outside of the view were changed")
     changes = [] if written else each.metadata_changes()
     count = 0 if written else each.bytes_changed(True)
     if count:
@@ -96,8 +92,8 @@ def _unchanged(each: Snapshot, place: str, allowed: set[int] | None) -> None:
     if changes:
         raise Violation(f"{place} is not declared as written to, and {changes[0]}")
     if not written and each.written():
-        told = f"{place} is written to, and holds in the end what it held before"
-        raise Remark(told) if allowed is None else Violation(f"{told}; it is not declared as written to")
+        message = f"{place} is written to, and has the same numbers afterwards"
+        raise Remark(message) if allowed is None else Violation(f"{message}; it is not declared as written to")
 
 
 def _declares_writes(subject: Subject) -> str:
@@ -107,7 +103,7 @@ def _declares_writes(subject: Subject) -> str:
 def _declared(subject: Subject, case: Case) -> None:
     call = case.make(subject.device)
     before = snapshots(call)
-    _called(subject, call, (MutationError,))
+    _call(subject, call, (MutationError,))
     expected = _reference_writes(subject, case)
     silent: dict[str, int] = subject.notes.setdefault("schema.mutation_declared", {})
     for each in before:
@@ -129,7 +125,7 @@ def _reference_writes(subject: Subject, case: Case) -> set[int]:
     before = snapshots(call)
     try:
         subject.call(call, subject.reference)
-    except Refusal:
+    except CallRefused:
         return set()
     return {each.number for each in before if each.bytes_changed(True)}
 
@@ -150,16 +146,17 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _shared(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are of one storage, or of storages over the same memory."""
+    """Return whether two tensors have one storage, or storages over the same memory."""
     if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
         return True
     (first, end), (begin, last) = _span(a), _span(b)
     return first != 0 and first < last and begin < end and a.device == b.device
 
 
-def _aliases(outcome: Outcome, case: Case) -> dict[tuple[int, int, bool], str]:
-    """Results that share memory with an argument, or with an earlier result."""
-    results = [(i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor) and _strided(each)]
+def _aliases(outcome: CallOutcome, case: Case) -> dict[tuple[int, int, bool], str]:
+    """Return the results that share memory with an argument, or with an earlier result."""
+    tensors = ((i, each) for i, each in enumerate(outcome.results) if isinstance(each, torch.Tensor))
+    results = [(i, each) for i, each in tensors if each.layout == torch.strided]
     found: dict[tuple[int, int, bool], str] = {}
     for i, result in results:
         for number, argument in distinct(outcome.call):
@@ -172,38 +169,34 @@ def _aliases(outcome: Outcome, case: Case) -> dict[tuple[int, int, bool], str]:
     return found
 
 
-def _strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided
-
-
 def _alias(subject: Subject, case: Case, margin: int, note: str) -> None:
-    outcome = _called(subject, case.make(subject.device, margin=margin), (AliasError,))
+    outcome = _call(subject, case.make(subject.device, margin=margin), (AliasError,))
     found = _aliases(outcome, case)
     if subject.schema is not None:
-        found = {key: told for key, told in found.items() if not _promised(subject, case, outcome, key)}
+        found = {key: text for key, text in found.items() if not _promised(subject, case, outcome, key)}
     elif subject.reference is not None and found:
         expected = subject.expect(case, margin=margin)
-        found = {key: told for key, told in found.items() if key not in _aliases(expected, case)}
-    told = next(iter(found.values()), "")
-    if told and subject.schema is None and subject.reference is None:
-        raise Remark(f"{told}{note}; nothing says whether it may")
-    if told and _decomposes(subject):
+        found = {key: text for key, text in found.items() if key not in _aliases(expected, case)}
+    alias = next(iter(found.values()), "")
+    if alias and subject.schema is None and subject.reference is None:
+        raise Remark(f"{alias}{note}; nothing says whether it may")
+    if alias and _decomposes(subject):
         raise Remark(
-            f"{told}{note}; its schema does not say so, and nobody relies on it: the operator is a composite one"
+            f"{alias}{note}; its schema does not say so, and nobody relies on it: the operator is a composite one"
         )
-    if told:
-        raise Violation(f"{told}{note}, and nothing says that it may: return a copy, as with .clone()")
+    if alias:
+        raise Violation(f"{alias}{note}, and nothing says that it may: return a copy, as with .clone()")
 
 
 def _decomposes(subject: Subject) -> bool:
-    """Whether transforms see through it to the operators that it calls, as through aten::dropout."""
+    """Return whether transforms see the operators that it calls, as they do for aten::dropout."""
     if subject.overload is None:
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(subject.overload.name(), "CompositeImplicitAutograd")
 
 
-def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, int, bool]) -> bool:
-    """Whether the schema says of a pair that it shares memory."""
+def _promised(subject: Subject, case: Case, outcome: CallOutcome, key: tuple[int, int, bool]) -> bool:
+    """Return whether the schema declares that a pair shares memory."""
     i, other, is_argument = key
     one = _sets(_declared_return(subject, outcome, i))
     if not is_argument:
@@ -213,8 +206,8 @@ def _promised(subject: Subject, case: Case, outcome: Outcome, key: tuple[int, in
     return bool(one) and ("*" in one or bool(one & _sets(argument)))
 
 
-def _declared_return(subject: Subject, outcome: Outcome, leaf: int) -> Any:
-    """The schema's return that a leaf of the results belongs to."""
+def _declared_return(subject: Subject, outcome: CallOutcome, leaf: int) -> Any:
+    """Return the schema's return value to which a leaf of the results belongs."""
     returns = subject.schema.returns
     if len(returns) == 1:
         return returns[0]
@@ -239,15 +232,15 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _returns(subject: Subject, case: Case) -> None:
-    outcome = _called(subject, case.make(subject.device), (OutputError,))
+    outcome = _call(subject, case.make(subject.device), (OutputError,))
     if subject.schema is not None:
         _as_declared(subject.schema.returns, outcome.returned)
     if subject.reference is not None:
         ours, expected = outcome.results, subject.expect(case).results
         kinds = [[isinstance(each, torch.Tensor) for each in both] for both in (ours, expected)]
         if kinds[0] != kinds[1]:
-            told = ["(" + ", ".join(map(described, both)) + ")" for both in (ours, expected)]
-            raise Violation(f"it returned {told[0]}, and the reference {told[1]}")
+            texts = ["(" + ", ".join(map(described, both)) + ")" for both in (ours, expected)]
+            raise Violation(f"it returned {texts[0]}, and the reference {texts[1]}")
 
 
 def _as_declared(declared: Any, returned: Any) -> None:
@@ -272,39 +265,35 @@ def _of_kind(place: str, kind: str, value: Any) -> None:
         raise Violation(f"{place}: its schema promises {kind}, and it is {described(value)}")
 
 
+_property = functools.partial(Property, cases=drawn(ANYTHING))
+
 PROPERTIES = (
-    Property(
+    _property(
         "schema.mutation",
-        rule="No argument changes that is not declared as written to, to the bit, and nothing of its storage beside the view.",
+        rule="An argument that is not declared as written to stays bitwise equal, and so does its storage outside of the view.",
         defect="an input used as a workspace, a write to it for some shapes, layouts or values alone",
         check=_over_variants(_mutation),
-        cases=any_cases,
         cost=0.002,
     ),
-    Property(
+    _property(
         "schema.mutation_declared",
         rule="An argument that is declared as written to is written to.",
         defect="a kernel that writes to a contiguous copy of its argument, and never back",
         check=_declared,
-        cases=any_cases,
-        cost=0.001,
         skip=_declares_writes,
         least=50,
     ),
-    Property(
+    _property(
         "schema.alias",
-        rule="No result shares memory with an argument or another result, unless the schema, or the reference, does so.",
+        rule="No result shares memory with an argument or another result, unless the schema or the reference says so.",
         defect="an argument returned as it is where there is nothing to do: by contiguous(), to(), reshape(), or a shortcut",
         check=_over_variants(_alias),
-        cases=any_cases,
         cost=0.002,
     ),
-    Property(
+    _property(
         "schema.returns",
-        rule="Results are as many, and of the kinds, that the schema promises, or that the reference has.",
+        rule="The number and types of results are those that the schema promises, or that the reference has.",
         defect="None in place of a tensor under some flag, a list of another length",
         check=_returns,
-        cases=any_cases,
     ),
-    *calls.PROPERTIES,
 )

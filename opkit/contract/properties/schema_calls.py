@@ -1,9 +1,10 @@
-"""schema: the ways of making one call, by position or by name, with defaults or without, of one overload or another, agree."""
+"""The group ``schema``: equivalent calls agree: by position or by name, with or without defaults, of several overloads."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import typing
@@ -14,14 +15,14 @@ import torch
 
 from opkit.contract.calls.cases import Case
 from opkit.contract.memory.poison import difference
-from opkit.contract.observed.outcome import Outcome
+from opkit.contract.observed.outcome import CallOutcome
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import Property, Refusal, Violation
+from opkit.contract.prop import CallRefused, Property, Violation
 from opkit.contract.subject import Subject
 
 
 def _names(subject: Subject) -> list[tuple[str, Any, bool]]:
-    """Each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed in both ways."""
+    """Return each parameter's name, default (or ``inspect.Parameter.empty``), and whether it can be passed by position."""
     empty = inspect.Parameter.empty
     if subject.schema is not None:
         return [
@@ -47,16 +48,16 @@ def _defaults(subject: Subject, case: Case) -> None:
     positional = [each for each in parameters if each[2]]
     if len(case.args) > len(positional):
         return
-    given = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
-    named = Case((), (*given.items(), *case.kwargs))
+    by_name = {name: value for (name, _, _), value in zip(positional, case.args, strict=False)}
+    named = Case((), (*by_name.items(), *case.kwargs))
     _agree(subject, case, named, "passed by position, and by keyword")
     optional = {name: default for name, default, _ in parameters if default is not empty}
     if optional:
-        kept = tuple((name, value) for name, value in named.kwargs if name not in optional)
+        required = tuple((name, value) for name, value in named.kwargs if name not in optional)
         _agree(
             subject,
-            Case((), kept),
-            Case((), (*kept, *optional.items())),
+            Case((), required),
+            Case((), (*required, *optional.items())),
             "without optional arguments, and with defaults",
         )
 
@@ -68,7 +69,7 @@ def _agree(subject: Subject, one: Case, other: Case, how: str) -> None:
         raise Violation(f"the same call {how}, gives other results: {found}")
 
 
-def _seeded(subject: Subject, case: Case) -> Outcome:
+def _seeded(subject: Subject, case: Case) -> CallOutcome:
     torch.manual_seed(0)
     return subject.run(case).detached()
 
@@ -84,14 +85,14 @@ def _overloads(subject: Subject, case: Case) -> None:
             continue
         try:
             theirs = subject.call(case.make(subject.device), overload)
-        except Refusal:
+        except CallRefused:
             continue
         if not _close(ours, theirs):
             raise Violation(f"the overload {name!r} accepts the same arguments, and gives other results")
 
 
-def _close(ours: Outcome, theirs: Outcome) -> bool:
-    """Whether results agree, as kernels that round otherwise do."""
+def _close(ours: CallOutcome, theirs: CallOutcome) -> bool:
+    """Return whether results agree, with a tolerance for kernels that round differently."""
     pairs = zip(ours.tensors(), theirs.tensors(), strict=False)
     return all(a.shape == b.shape and torch.allclose(*_wide(a, b), 1e-2, 1e-2, equal_nan=True) for a, b in pairs)
 
@@ -102,7 +103,7 @@ def _wide(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _floats(subject: Subject) -> dict[Any, str]:
-    """The parameters that take floats, by position and by name."""
+    """Return the parameters that take floats, by position and by name."""
     if subject.schema is not None:
         declared = [(a.name, str(a.type) in ("float", "Optional[float]")) for a in subject.schema.arguments]
     else:
@@ -134,7 +135,7 @@ def _changed(case: Case, change: Callable[[Any, Any], Any]) -> Case:
 
 
 def _whole(value: Any) -> Any:
-    """A float that an integer can stand for."""
+    """Round a float to a nonzero whole number."""
     fractional = type(value) is float and math.isfinite(value)
     return (float(round(value)) or math.copysign(1.0, value)) if fractional else value
 
@@ -144,16 +145,17 @@ def _has_overloads(subject: Subject) -> str:
     return "" if packet else "it has no other overloads"
 
 
+_property = functools.partial(Property, share=0.4)
+
 PROPERTIES = (
-    Property(
+    _property(
         "schema.defaults",
         rule="Leaving an argument out is passing its default, and keywords are as good as positions.",
         defect="a default of the kernel's that is not the schema's, a wrapper that swaps arguments",
         check=_defaults,
-        share=0.4,
         skip=_has_names,
     ),
-    Property(
+    _property(
         "schema.kinds",
         rule="Where a float is declared, 2 is as good as 2.0.",
         defect="a division or a power of integers, a check for the type float, a kernel that is handed an integer's bits",
@@ -161,12 +163,11 @@ PROPERTIES = (
         share=0.3,
         skip=_takes_floats,
     ),
-    Property(
+    _property(
         "schema.overloads",
         rule="Overloads that accept the same arguments agree.",
         defect="a kernel that was changed for one overload alone",
         check=_overloads,
-        share=0.4,
         skip=_has_overloads,
     ),
 )

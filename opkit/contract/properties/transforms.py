@@ -1,42 +1,41 @@
-"""transforms: the operator under vmap, torch.func's derivatives and functionalization. Modes and autocast are in ``modes``."""
+"""The group ``transforms``: vmap, torch.func's derivatives and functionalization. ``transforms_modes`` has the others."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
 
-from opkit.contract.calls.cases import Call, Case, TensorCase
+from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
 from opkit.contract.observed.outcome import leaves
 from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
-from opkit.contract.properties import transforms_modes as modes
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.directions import direction, inner, size
 
 _BATCHES = (3, 1, 2, 0)
-_MOST_DIMS = 9
-_ROOM = 50.0  # gradients may cancel: a batching rule that is wrong is off by more
+_MAX_DIMS = 9
+_FACTOR = 50.0  # of the tolerance, since gradients may cancel: a wrong batching rule is off by more
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def flat(subject: Subject, call: Call, tensors: Sequence[torch.Tensor]) -> Flat:
-    """The operator as a function of ``tensors``, which are among the call's, to its tensor results."""
+    """Return the operator as a function of ``tensors``, which are among the call's, to its tensor results."""
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
 
-    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = call.map(lambda each: given[places[id(each)]] if id(each) in places else each)
+    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        changed = call.map(lambda each: inputs[places[id(each)]] if id(each) in places else each)
         torch.default_generator.manual_seed(0)
-        returned = subject.function(*made.args, **made.kwargs)
+        returned = subject.function(*changed.args, **changed.kwargs)
         return tuple(leaf for leaf in leaves(returned) if isinstance(leaf, torch.Tensor))
 
     return function
@@ -46,21 +45,17 @@ def flat(subject: Subject, call: Call, tensors: Sequence[torch.Tensor]) -> Flat:
 
 
 def _samples(subject: Subject, case: Case, count: int) -> list[list[torch.Tensor]]:
-    """The case's tensors ``count`` times, each time with other numbers."""
+    """Return the case's tensors ``count`` times, each time with other numbers."""
     found: list[list[torch.Tensor]] = []
     for sample in range(max(count, 1)):
-        other = case.map(lambda _, tensor, k=sample: _seeded(tensor, 10 * k))
-        unique = {id(tensor): tensor for tensor in d.cased(other, other.make(subject.device))}
+        other = case.reseeded(10 * sample)
+        unique = {id(tensor): tensor for tensor in d.tensors_of_case(other, other.make(subject.device))}
         found.append([*unique.values()])
     return found
 
 
-def _seeded(tensor: TensorCase, step: int) -> TensorCase:
-    return dataclasses.replace(tensor, seed=tensor.seed + step)
-
-
 def _combinations(tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, ...]]:
-    """In which dimension each tensor is mapped: all in the first, each alone, last and middle ones, and mixtures."""
+    """Return tuples of mapped dimensions: all in the first, each alone, last and middle ones, and mixtures."""
     choices = [dict.fromkeys([0, None, -1, tensor.dim() // 2]) for tensor in tensors]
     simple = [
         tuple(0 for _ in tensors),
@@ -68,7 +63,7 @@ def _combinations(tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, ...
     ]
     every = itertools.islice(itertools.product(*choices), 64)
     found = [each for each in dict.fromkeys([*simple, *every]) if any(dim is not None for dim in each)]
-    step = max(1, len(found) // _MOST_DIMS)
+    step = max(1, len(found) // _MAX_DIMS)
     return [*dict.fromkeys([*found[: len(simple)], *found[len(simple) :: step]])]
 
 
@@ -85,9 +80,9 @@ def _vmap(subject: Subject, case: Case) -> None:
     if is_random(subject, case):
         return  # torch.vmap may draw in another order
     call = case.make(subject.device)
-    tensors = [*{id(tensor): tensor for tensor in d.cased(case, call)}.values()]
+    tensors = [*{id(tensor): tensor for tensor in d.tensors_of_case(case, call)}.values()]
     if not tensors:
-        raise Refusal(ValueError("no tensor to map"))
+        raise CallRefused(ValueError("no tensor to map"))
     function = flat(subject, call, tensors)
     samples = _samples(subject, case, 4)
     with _quiet():
@@ -100,9 +95,9 @@ def _vmap(subject: Subject, case: Case) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Without C++'s warnings of operators that torch maps by a loop: there is one a call."""
+    """Disable C++'s warnings about operators that torch maps by a loop: there is one for each call."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-    switch = functorch._set_vmap_fallback_warning_enabled  # torch 2.13: it cannot be asked for, and is on
+    switch = functorch._set_vmap_fallback_warning_enabled  # torch 2.13: its state cannot be read, and is on
     switch(False)
     try:
         yield
@@ -115,12 +110,12 @@ def _one_by_one(function: Flat, samples: Sequence[list[torch.Tensor]]) -> list[t
 
 
 def _nested(function: Flat, samples: Sequence[list[torch.Tensor]]) -> None:
-    """Two batches, one within the other, in which the inner one is the last dimension, and all is mapped."""
+    """Check two nested batches; the inner one is the last dimension, and all tensors are mapped."""
     wanted = _one_by_one(function, samples)
     grids = [torch.stack([torch.stack(t[:2], -1), torch.stack(t[2:], -1)]) for t in zip(*samples, strict=True)]
     try:
         got = torch.vmap(torch.vmap(function, in_dims=-1))(*grids)
-    except Exception:  # one batch alone says whether it can be mapped at all
+    except Exception:  # the test of one batch checks whether it can be mapped at all
         return
     for number, result in enumerate(got):
         each = [result_of[number] for result_of in wanted]
@@ -131,25 +126,25 @@ def _nested(function: Flat, samples: Sequence[list[torch.Tensor]]) -> None:
 
 
 def _per_sample(function: Flat, samples: Sequence[list[torch.Tensor]]) -> None:
-    """Gradients of each of a batch, by torch.vmap of torch.func.grad, are those of a loop over torch.func.grad."""
+    """Check that per-sample gradients by torch.vmap of torch.func.grad are those of a loop over torch.func.grad."""
     places = tuple(place for place, tensor in enumerate(samples[0]) if tensor.is_floating_point())
     if not places:
         return
-    gradient: Flat = torch.func.grad(lambda *given: _total(function, cast("Any", given)), places)
+    gradient: Flat = torch.func.grad(lambda *inputs: _total(function, cast("Any", inputs)), places)
     try:
         wanted = _one_by_one(gradient, samples[:3])
         got = torch.vmap(gradient)(*(torch.stack(t) for t in zip(*samples[:3], strict=True)))
-    except Exception:  # a transform that is not there is no defect
+    except Exception:  # a missing transform is no defect
         return
     for place, mine, each in zip(places, got, zip(*wanted, strict=True), strict=True):
         right = torch.stack(each)
-        if wrong := d.mismatch(mine, right, max(1.0, d.magnitude([right])), factor=_ROOM):
+        if wrong := d.mismatch(mine, right, max(1.0, d.magnitude([right])), factor=_FACTOR):
             raise Violation(f"torch.vmap of torch.func.grad: the gradient of tensor {place} is not a loop's: {wrong}")
 
 
-def _total(function: Flat, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number that depends on every element of every floating-point result differently."""
-    results = [t for t in function(*given) if t.is_floating_point()]
+def _total(function: Flat, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a number that depends on every element of every floating-point result with another weight."""
+    results = [t for t in function(*inputs) if t.is_floating_point()]
     terms = [(t * (1 + torch.arange(t.numel()).reshape(t.shape) % 7 / 7)).sum() for t in results]
     return torch.stack([term.double() for term in terms]).sum()
 
@@ -161,13 +156,13 @@ def _mapped(
     try:
         wanted = _one_by_one(function, chosen)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
     out_dims = tuple(-1 if out_dim and result.dim() else 0 for result in wanted[0])
     try:
         got = torch.vmap(function, in_dims=dims, out_dims=out_dims)(*_stacked(samples, dims, count))
     except Exception as error:
         if count == 0:
-            return  # torch's own loop does not take an empty batch
+            return  # torch's own loop does not accept an empty batch
         raise Remark(f"torch.vmap with in_dims={dims} raises {type(error).__name__}: {str(error)[:200]}") from error
     if [t.shape for each in wanted for t in each] != [t.shape for _ in wanted for t in wanted[0]]:
         return  # sizes that depend on data cannot be stacked
@@ -197,30 +192,30 @@ def _functional(subject: Subject, case: Case) -> None:
         raise NotApplicable("no result requires grad")
     if graph.rounds or not d.finite(graph.outputs):
         return
-    call, inputs = d.made(subject, case, numbers)
+    call, inputs = d.arguments_requiring_grad(subject, case, numbers)
     call, inputs = _detached(call, inputs)
     floating = flat(subject, call, inputs)
 
-    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(t for t in floating(*given) if t.is_floating_point() or t.is_complex())
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in floating(*tensors) if t.is_floating_point() or t.is_complex())
 
-    def total(*given: torch.Tensor) -> torch.Tensor:
-        terms = [(g * out).sum() for g, out in zip(grads, function(*given), strict=True)]
+    def total(*tensors: torch.Tensor) -> torch.Tensor:
+        terms = [(g * out).sum() for g, out in zip(grads, function(*tensors), strict=True)]
         return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
     places = tuple(range(len(inputs)))
-    asked: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
+    computed: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
         "torch.func.vjp": lambda: torch.func.vjp(function, *inputs)[1](tuple(grads)),
     }
     if not any(t.is_complex() for t in (*inputs, *graph.outputs)):
-        asked["torch.func.grad"] = lambda: torch.func.grad(total, places)(*inputs)
-        asked["torch.func.jacrev"] = lambda: torch.func.jacrev(total, places)(*inputs)
-        asked["torch.func.jacfwd"] = lambda: torch.func.jacfwd(total, places)(*inputs)
+        computed["torch.func.grad"] = lambda: torch.func.grad(total, places)(*inputs)
+        computed["torch.func.jacrev"] = lambda: torch.func.jacrev(total, places)(*inputs)
+        computed["torch.func.jacfwd"] = lambda: torch.func.jacfwd(total, places)(*inputs)
         if d.finite(graph.outputs):
             _forward_agrees(subject, total, inputs, right, grads)
     with _quiet():
-        for name, ask in asked.items():
-            _agrees(subject, case, name, ask, numbers, right, grads)
+        for name, compute in computed.items():
+            _agrees(subject, case, name, compute, numbers, right, grads)
 
 
 def _forward_agrees(
@@ -233,7 +228,7 @@ def _forward_agrees(
     along = tuple(direction(tensor, number) for number, tensor in enumerate(inputs))
     try:
         found = torch.func.jvp(total, tuple(inputs), along)[1]
-    except Exception:  # a transform that is not there is no defect
+    except Exception:  # a missing transform is no defect
         return
     wanted = sum(map(inner, right, along))
     scale = sum(map(size, right, along)) + d.magnitude(grads)
@@ -254,14 +249,14 @@ def _agrees(
     subject: Subject,
     case: Case,
     name: str,
-    ask: Callable[[], Sequence[torch.Tensor]],
+    compute: Callable[[], Sequence[torch.Tensor]],
     numbers: Sequence[int],
     right: d.Gradients,
     grads: Sequence[torch.Tensor],
 ) -> None:
     try:
-        got = ask()
-    except Exception:  # a transform that is not there is no defect
+        got = compute()
+    except Exception:  # a missing transform is no defect
         return
     if all(d.vanished(each) for each in got) and subject.operator is None:
         return  # torch.library gives zeros where an operator has no rule for a transform
@@ -281,7 +276,7 @@ def _functionalize(subject: Subject, case: Case) -> None:
     call = case.make(subject.device)
     try:
         found = observe(subject, call, torch.func.functionalize(subject.function))
-    except Refusal as refusal:
+    except CallRefused as refusal:
         raise Remark(f"torch.func.functionalize raises {refusal}") from refusal
     for number, (a, b) in enumerate(zip(found.tensors(), plain.tensors(), strict=True)):
         _same(a.detach(), b.detach(), f"under torch.func.functionalize, result {number}", "an eager call's")
@@ -294,8 +289,10 @@ def _functionalize(subject: Subject, case: Case) -> None:
         )
 
 
+transform_property = functools.partial(Property, cases=d.smooth_cases(), share=0.3, cost=0.002, backward=True)
+
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    transform_property(
         "transforms.vmap",
         rule="torch.vmap gives what a loop gives, whichever arguments are mapped, and in whichever dimension.",
         defect="a batching rule that forgets in_dims, an unmapped argument, or where the mapped dimension ends up",
@@ -304,24 +301,20 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.5,
         cost=0.006,
     ),
-    Property(
+    transform_property(
         "transforms.functional",
         rule="torch.func's vjp, grad, jacrev and jacfwd agree with the backward.",
         defect="a setup_context or a jvp that is wrong where a transform calls it",
         check=d.steady(_functional),
         cases=d.smooth_cases(elements=64),
-        share=0.3,
         cost=0.006,
         skip=d.no_candidates,
     ),
-    Property(
+    transform_property(
         "transforms.functionalize",
         rule="Functionalization changes neither results nor what is written to arguments.",
-        defect="a mutation that the schema does not tell, and functionalization loses",
+        defect="a mutation that the schema does not declare, and functionalization loses",
         check=d.steady(_functionalize),
-        cases=d.smooth_cases(),
         share=0.4,
-        cost=0.002,
     ),
-    *modes.PROPERTIES,
 )

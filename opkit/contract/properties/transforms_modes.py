@@ -1,4 +1,4 @@
-"""transforms: the operator under autocast, under modes that change nothing, and in a checkpoint."""
+"""The group ``transforms``: autocast, modes that change nothing, tensor subclasses and checkpoints."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import Property, Refusal, Remark, Violation
+from opkit.contract.observed.outcome import CallOutcome
+from opkit.contract.prop import CallRefused, Property, Remark, Violation
+from opkit.contract.properties.transforms import transform_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
@@ -25,13 +26,13 @@ _LOW = torch.bfloat16
 
 
 def _policy(subject: Subject, device: str) -> tuple[str | None, torch.dtype | None] | None:
-    """What the operator declares for autocast on a device: opkit's policy and dtype; None where nothing is declared."""
+    """Return opkit's autocast policy and dtype that the operator declares for a device, or None."""
     if subject.operator is not None:
-        return subject.operator._operator.autocast, subject.operator._operator.given.autocast.get(device)
+        return subject.operator._operator.autocast, subject.operator._operator.registered.autocast.get(device)
     if isinstance(subject.target, private.CustomOpDef):
         known = getattr(subject.target, "_autocast_dtype", None)  # torch 2.11 has an attribute for each device
-        given = getattr(subject.target, f"_autocast_{device}_dtype", None) if known is None else known.get(device)
-        return None if given is None else (None, given)
+        dtype = getattr(subject.target, f"_autocast_{device}_dtype", None) if known is None else known.get(device)
+        return None if dtype is None else (None, dtype)
     return None
 
 
@@ -41,8 +42,8 @@ def _autocast(subject: Subject, case: Case) -> None:
     policy = _policy(subject, device)
     with torch.autocast(device, _LOW):
         found = _or_violation(subject, case, "under torch.autocast")
-        given = case.make(subject.device)
-        cast = None if policy is None else autocast.cast((given.args, given.kwargs), device, *policy)
+        call = case.make(subject.device)
+        cast = None if policy is None else autocast.cast((call.args, call.kwargs), device, *policy)
         with torch.autocast(device, enabled=False):
             disabled = _or_violation(subject, case, "under a disabled torch.autocast")
     _compare(disabled, plain, "under torch.autocast(enabled=False)", "a call without autocast")
@@ -51,17 +52,17 @@ def _autocast(subject: Subject, case: Case) -> None:
         _compare(found, wanted, "under torch.autocast", "a call with the arguments cast as declared")
 
 
-def _or_violation(subject: Subject, case: Case, where: str) -> Outcome:
+def _or_violation(subject: Subject, case: Case, where: str) -> CallOutcome:
     try:
         return observe(subject, case)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if subject.reference is not None:
-            subject.expect(case)  # where the reference raises too, it is passed over
+            subject.expect(case)  # if the reference raises too, the case is passed over
             raise Violation(f"{where} it raises {refusal}") from refusal
         raise Remark(f"{where} it raises {refusal}") from refusal
 
 
-def _compare(found: Outcome, wanted: Outcome, where: str, whose: str) -> None:
+def _compare(found: CallOutcome, wanted: CallOutcome, where: str, whose: str) -> None:
     for number, (a, b) in enumerate(zip(found.tensors(), wanted.tensors(), strict=True)):
         if a.dtype != b.dtype or a.shape != b.shape:
             raise Violation(
@@ -74,31 +75,27 @@ def _compare(found: Outcome, wanted: Outcome, where: str, whose: str) -> None:
 # ---- modes -------------------------------------------------------------------------------------------------------------
 
 
-def _innocent_dispatch() -> Any:
+def _identity_dispatch() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Innocent(TorchDispatchMode):
+    class IdentityDispatchMode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    return Innocent()
+    return IdentityDispatchMode()
 
 
-def _innocent_function() -> Any:
-    class Innocent(torch.overrides.TorchFunctionMode):
+def _identity_function() -> Any:
+    class IdentityFunctionMode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    return Innocent()
-
-
-def _hooks() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+    return IdentityFunctionMode()
 
 
 MODES: dict[str, Callable[[], Any]] = {
-    "a TorchDispatchMode that changes nothing": _innocent_dispatch,
-    "a TorchFunctionMode that changes nothing": _innocent_function,
+    "a TorchDispatchMode that changes nothing": _identity_dispatch,
+    "a TorchFunctionMode that changes nothing": _identity_function,
 }
 
 
@@ -108,7 +105,7 @@ def _modes(subject: Subject, case: Case) -> None:
         try:
             with mode():
                 found = observe(subject, case)
-        except Refusal as refusal:
+        except CallRefused as refusal:
             raise Remark(f"under {name} it raises {refusal}") from refusal
         _compare(found, plain, f"under {name}", "a plain call")
 
@@ -116,55 +113,54 @@ def _modes(subject: Subject, case: Case) -> None:
 # ---- subclasses --------------------------------------------------------------------------------------------------------
 
 
-class _Standing(torch.Tensor):
-    """A tensor that stands for another one: its memory holds other numbers, which nobody may read."""
+class _Wrapper(torch.Tensor):
+    """A tensor that wraps another one; its own memory has other numbers, which nobody may read."""
 
-    meaning: torch.Tensor
+    wrapped: torch.Tensor
 
     @classmethod
-    def of(cls, meaning: torch.Tensor) -> torch.Tensor:
-        """One that stands for ``meaning``, if that has numbers to hide."""
-        if not meaning.is_floating_point() or meaning.is_neg():
-            return meaning
-        made = torch.Tensor._make_subclass(cls, meaning.detach().clone().mul_(-0.5).add_(0.25))
-        made.meaning = meaning
-        return made
+    def of(cls, tensor: torch.Tensor) -> torch.Tensor:
+        """Wrap ``tensor``, if its dtype is floating-point."""
+        if not tensor.is_floating_point() or tensor.is_neg():
+            return tensor
+        wrapper = torch.Tensor._make_subclass(cls, tensor.detach().clone().mul_(-0.5).add_(0.25))
+        wrapper.wrapped = tensor
+        return wrapper
 
 
-def _meant(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = pytree.tree_map_only(_Standing, lambda each: each.meaning, (args, kwargs or {}))
+def _call_unwrapped(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = pytree.tree_map_only(_Wrapper, lambda each: each.wrapped, (args, kwargs or {}))
     return func(*args, **kwargs)
 
 
-class _Dispatched(_Standing):
-    """One whose meaning the dispatcher asks for."""
+class _DispatchWrapper(_Wrapper):
+    """A wrapper that ``__torch_dispatch__`` unwraps."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _meant(func, args, kwargs)
+        return _call_unwrapped(func, args, kwargs)
 
 
-class _Overriding(_Standing):
-    """One whose meaning torch's functions ask for, as torch.nn.attention.bias.CausalBias is."""
+class _FunctionWrapper(_Wrapper):
+    """A wrapper that ``__torch_function__`` unwraps, as torch.nn.attention.bias.CausalBias is."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _meant(func, args, kwargs)
+            return _call_unwrapped(func, args, kwargs)
 
 
 def _subclasses(subject: Subject, case: Case) -> None:
     plain = observe(subject, case)
-    for kind in (_Dispatched, _Overriding):
+    for kind in (_DispatchWrapper, _FunctionWrapper):
         try:
             found = observe(subject, case.make(subject.device).map(kind.of))
-        except Refusal:
-            continue  # it may say that it takes plain tensors alone
-        results = pytree.tree_map_only(_Standing, lambda each: each.meaning, found.results)
-        where = f"called with a tensor subclass that has {'__torch_dispatch__' if kind is _Dispatched else '__torch_function__'}"
-        _compare(
-            dataclasses.replace(found, results=results), plain, where, "a call with the tensors that it stands for"
-        )
+        except CallRefused:
+            continue  # it may accept plain tensors only
+        results = pytree.tree_map_only(_Wrapper, lambda each: each.wrapped, found.results)
+        hook = "__torch_dispatch__" if kind is _DispatchWrapper else "__torch_function__"
+        where = f"called with a tensor subclass that has {hook}"
+        _compare(dataclasses.replace(found, results=results), plain, where, "a call with the tensors that it wraps")
 
 
 def _checkpoint(subject: Subject, case: Case) -> None:
@@ -176,7 +172,7 @@ def _checkpoint(subject: Subject, case: Case) -> None:
         return checkpoint(subject.function, *args, use_reentrant=False, **kwargs)
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        with _hooks():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
             return subject.function(*args, **kwargs)
 
     for name, function in (("torch.utils.checkpoint", again), ("saved_tensors_hooks that copy", hooked)):
@@ -187,46 +183,40 @@ def _checkpoint(subject: Subject, case: Case) -> None:
             raise Remark(f"with {name} the backward raises {type(error).__name__}: {error}") from error
         for number, mine, wanted in zip(numbers, got, right, strict=True):
             if wrong := d.mismatch(mine, wanted, d.magnitude(grads)):
-                raise Violation(f"with {name}, the gradient of {d.argument(subject, case, number)} is another: {wrong}")
+                raise Violation(f"with {name}, the gradient of {d.argument(subject, case, number)} differs: {wrong}")
     assert graph.inputs
 
 
 PROPERTIES: tuple[Property, ...] = (
-    Property(
+    transform_property(
         "transforms.autocast",
         rule="Under autocast arguments are cast as declared, nothing breaks, and a disabled autocast changes nothing.",
         defect="a declared dtype that the kernel does not see; an operator that raises under autocast",
         check=d.steady(_autocast),
         cases=d.smooth_cases(dtypes=(torch.float32, torch.float64)),
         share=0.4,
-        cost=0.002,
     ),
-    Property(
+    transform_property(
         "transforms.modes",
         rule="Dispatch and function modes that change nothing change no result.",
         defect="a fast path that computes something else than the dispatcher's kernel",
         check=d.steady(_modes),
-        cases=d.smooth_cases(),
-        share=0.3,
-        cost=0.002,
     ),
-    Property(
+    transform_property(
         "transforms.subclasses",
-        rule="A tensor subclass counts as what it stands for, or is refused: nobody reads its memory past it.",
+        rule="A tensor subclass counts as the tensor that it wraps, or is refused: its own memory is not read.",
         defect="a Python function before the operator that takes data_ptr(), or makes a plain tensor of the subclass's storage",
         check=d.steady(_subclasses),
         cases=d.smooth_cases(elements=64),
         share=0.2,
-        cost=0.002,
         skip=d.no_candidates,
     ),
-    Property(
+    transform_property(
         "transforms.checkpoint",
-        rule="Gradients are the same in a checkpoint, and where hooks keep copies of what is saved.",
-        defect="state kept outside save_for_backward, which a second forward overwrites",
+        rule="Gradients are the same in a checkpoint, and where hooks store copies of saved tensors.",
+        defect="state stored outside save_for_backward, which a second forward overwrites",
         check=d.steady(_checkpoint),
         cases=d.smooth_cases(elements=64),
-        share=0.3,
         cost=0.003,
         skip=d.no_candidates,
     ),

@@ -1,1 +1,1 @@
-"""What a person sees of a check: text, JSON, a page, and scripts that show a failure."""
+"""The output of a check: text, JSON, an HTML page, and scripts that reproduce a failure."""

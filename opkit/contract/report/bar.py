@@ -1,4 +1,4 @@
-"""A progress bar on the terminal, for checks that take their time."""
+"""This module shows the progress of a check on the terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from opkit.contract.report.report import Progress
 
 
 def silent(prop: str, done: float) -> None:
-    """Tell nobody."""
+    """Show nothing."""
 
 
 @contextlib.contextmanager
 def progress_of(wanted: Progress | bool | None, name: str) -> Generator[Progress]:
-    """What is called with a property's name and the share of the work that is done: the user's, a bar, or nothing."""
+    """Yield the function to call with a property's name and the share of the work that is done: the user's, a bar, or none."""
     if callable(wanted):
         yield wanted
     elif wanted:
@@ -26,7 +26,7 @@ def progress_of(wanted: Progress | bool | None, name: str) -> Generator[Progress
 
 @contextlib.contextmanager
 def bar() -> Generator[Progress]:
-    """A bar on stderr, which shows a text and the share of the work that is done; nothing where that is no terminal."""
+    """Show a bar on stderr with a text and the share of the work that is done; show nothing if stderr is no terminal."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""The properties as tables: ``python -m opkit.contract.report.document docs/contract.md`` writes them there."""
+"""``python -m opkit.contract.report.document docs/contract.md`` writes the tables of properties into the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARKED = re.compile(rf"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", re.DOTALL)
 
 
 def tables() -> str:
-    """A heading, what the group is about, and a table for each group, in Markdown."""
+    """Return a heading and a table for each group, in Markdown."""
     groups: dict[str, list[Property]] = {}
     for prop in table.PROPERTIES:
         groups.setdefault(prop.group, []).append(prop)
@@ -24,10 +24,10 @@ def tables() -> str:
 
 
 def written(text: str) -> str:
-    """A document with today's tables between its marks.
+    """Return the document with the current tables between its marks.
 
     Raises:
-        ValueError: it has no marks.
+        ValueError: the document has no marks.
     """
     if not _MARKED.search(text):
         raise ValueError(f"the document has no place for the tables: {_BEGIN} and {_END}")
@@ -36,7 +36,7 @@ def written(text: str) -> str:
 
 def _group(group: str, members: list[Property]) -> Iterator[str]:
     yield f"\n### {group}\n"
-    yield "| property | what holds | what it is there for |\n| --- | --- | --- |"
+    yield "| property | rule | defects that it finds |\n| --- | --- | --- |"
     for prop in members:
         yield f"| `{prop.name}` | {_cell(prop.rule)} | {_cell(prop.defect)} |"
 

@@ -1,4 +1,4 @@
-"""Parts of source files, copied with all the names that they use, so that they run on their own."""
+"""This module copies a function out of source files with all the names that it uses, so that the copy runs on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclasses.dataclass
 class Extraction:
-    """What one script copies, out of any number of files. A name has one meaning in it.
+    """The statements that one script copies, out of any number of files. A name has one meaning in it.
 
     Attributes:
         unknown: names that nothing defines, for the reader to fill in.
@@ -35,7 +35,7 @@ class Extraction:
     _resolved: set[tuple[str, str]] = dataclasses.field(default_factory=set)
 
     def lines(self) -> list[str]:
-        """The statements: values first, then each file's in their order."""
+        """Return the statements: imports, values, then each file's in their order."""
         first = [text for key, text in sorted(self.chosen.items()) if text.startswith("from __future__")]
         rest = [text for key, text in sorted(self.chosen.items()) if not text.startswith("from __future__")]
         imports = [text for text in rest if text.startswith(("import ", "from "))]
@@ -48,7 +48,7 @@ class Extraction:
         return len(_scopes(self._tree(file), line)) > 1
 
     def function(self, function: types.FunctionType, target: Any) -> str | None:
-        """Copy a function, and what is registered for it. The expression that it is in the copy, or None without source."""
+        """Copy a function and its registrations. Return the expression for it in the copy, or None without source."""
         code = function.__code__
         tree = self._tree(code.co_filename)
         scopes = _scopes(tree, code.co_firstlineno)
@@ -69,7 +69,7 @@ class Extraction:
         return name
 
     def around(self, file: str, line: int, name: str) -> bool:
-        """Copy what defines and registers an operator called ``name`` next to a line; whether there was anything."""
+        """Copy what defines and registers an operator called ``name`` next to a line. Return whether anything was copied."""
         scopes = _scopes(self._tree(file), line)
         self._frame(scopes, file)
         before = len(self.chosen)
@@ -88,7 +88,7 @@ class Extraction:
         return self._trees[file]
 
     def _remember(self, function: types.FunctionType, scopes: list[Scope], file: str) -> None:
-        """The values of names that no statement says: of a closure, and of functions that still run."""
+        """Record the values of names that no statement assigns: those of a closure, and of functions that still run."""
         self._frame(scopes, file)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -106,7 +106,7 @@ class Extraction:
             frame = frame.f_back
 
     def _bound(self, node: Any, scopes: list[Scope], target: Any) -> str:
-        """The name of the operator: that of the decorated function, or of a later assignment that uses it."""
+        """Return the name of the operator: that of the decorated function, or of a later assignment that uses it."""
         if not callable(target) or isinstance(target, types.FunctionType) or node.decorator_list:
             return node.name
         names = [name for name, value in self.known.items() if value is target]
@@ -153,7 +153,7 @@ class Extraction:
             self._value(name)
 
     def _value(self, name: str) -> None:
-        """A name that is a parameter, or that no statement binds: written out if its value is known."""
+        """Write out the value of a name that is a parameter, or that no statement binds, if it is known."""
         if name in self.values:
             return
         text = literal(self.known[name]) if name in self.known else None
@@ -172,7 +172,7 @@ class Extraction:
 
 
 def literal(value: Any) -> str | None:
-    """A value as an expression, if it is plain data or a small tensor."""
+    """Write a value as an expression, if it is plain data or a small tensor; return None otherwise."""
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         return f"float('{value}')"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
@@ -206,7 +206,7 @@ def _text(file: str, statement: ast.stmt) -> str:
 
 
 def _one_line_strings(statement: ast.stmt) -> bool:
-    """Whether no string goes over several lines: taking indentation away would change it."""
+    """Return whether no string goes over several lines: removing indentation would change it."""
     strings = (n for n in ast.walk(statement) if isinstance(n, (ast.Constant, ast.JoinedStr)))
     return not any(node.lineno != node.end_lineno for node in strings)
 
@@ -216,14 +216,14 @@ def _first(node: Any) -> int:
 
 
 def _scopes(tree: ast.Module, line: int) -> list[Scope]:
-    """The module, and the functions around a line, the outermost first."""
+    """Return the module, and the functions around a line, the outermost first."""
     around = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inside = [n for n in around if _first(n) < line <= (n.end_lineno or 0) or (n.lineno < line <= (n.end_lineno or 0))]
     return [tree, *sorted(inside, key=_first)]
 
 
 def _node(tree: ast.Module, code: types.CodeType) -> Any:
-    """The definition that a code object was compiled from."""
+    """Return the definition that a code object was compiled from."""
     if code.co_name == "<lambda>":
         lambdas = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
         return next((n for n in lambdas if len(lambdas) == 1 or _covers(n, code)), None)
@@ -232,7 +232,7 @@ def _node(tree: ast.Module, code: types.CodeType) -> Any:
 
 
 def _covers(node: ast.Lambda, code: types.CodeType) -> bool:
-    """Whether every instruction of the code stands in the body of the lambda, and in that of none within it."""
+    """Return whether every instruction of the code is in the body of this lambda, and not in that of a lambda within it."""
     body = node.body
     starts = [p for p in code.co_positions() if (p[0] is not None and p[2] is not None and p[1] != p[0]) or p[3]]
     spans = {(p[0], p[2]) for p in starts} | {(p[1], p[3]) for p in starts}
@@ -241,7 +241,7 @@ def _covers(node: ast.Lambda, code: types.CodeType) -> bool:
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a scope, those inside with, if, for and try too, one by one."""
+    """Yield the statements of a scope one by one, those inside with, if, for and try too."""
     for statement in body:
         yield statement
         if not isinstance(statement, _DEFS):
@@ -250,7 +250,7 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _binds(statement: ast.stmt) -> set[str]:
-    """The names that a simple statement or a definition gives a meaning to."""
+    """Return the names that a simple statement or a definition binds."""
     if isinstance(statement, _DEFS):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -261,14 +261,13 @@ def _binds(statement: ast.stmt) -> set[str]:
 
 
 def _names(node: ast.AST, deep: bool = True) -> set[str]:
-    """The names that code reads; not ``deep``, only the decorators of a definition."""
+    """Return the names that code reads; unless ``deep``, those of the decorators of a definition alone."""
     if not deep and isinstance(node, _DEFS):
         return {name for each in node.decorator_list for name in _names(each)}
     read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    quoted = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
     own = {p for n in ast.walk(node) if isinstance(n, (ast.FunctionDef, ast.Lambda)) for p in _parameters(n)}
     inner = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    del quoted
+
     return read - own - (inner if isinstance(node, _DEFS) else set())
 
 
@@ -279,7 +278,7 @@ def _parameters(node: Any) -> set[str]:
 
 
 def _says(statement: ast.stmt, text: str) -> bool:
-    """Whether a string in the statement is an operator's name, or begins with it as a schema does."""
+    """Return whether a string in the statement is an operator's name, or begins with it as a schema does."""
     where = statement.decorator_list if isinstance(statement, _DEFS) else [statement]
     strings = [n.value for w in where for n in ast.walk(w) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     short = text.split("::")[-1]
@@ -287,7 +286,7 @@ def _says(statement: ast.stmt, text: str) -> bool:
 
 
 def _registers(statement: ast.stmt) -> bool:
-    """Whether a statement is a registration: a decorated definition, or a call such as ``op.register_fake(...)``."""
+    """Return whether a statement is a registration: a decorated definition, or a call such as ``op.register_fake(...)``."""
     if isinstance(statement, _DEFS):
         return bool(statement.decorator_list)
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):

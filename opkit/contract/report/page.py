@@ -1,4 +1,4 @@
-"""Reports as an HTML page that a person reads: one file, which loads nothing."""
+"""This module writes reports as an HTML page: one file, which loads nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def page(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None) -> str:
-    """One page for several operators; ``not_checked`` says of others why they were not."""
+    """Return one page for several operators; ``not_checked`` gives the reasons why others were not checked."""
     title = _title(reports)
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -27,7 +27,7 @@ def page(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None
 def _title(reports: Sequence[Report]) -> str:
     failed = sum(not report.ok for report in reports)
     if len(reports) == 1:
-        return f"{reports[0].name} {'breaks its contract' if failed else 'keeps its contract'}"
+        return f"{reports[0].name} {reports[0].verdict()}"
     return (
         f"{failed} of {len(reports)} operators break their contract" if failed else f"{len(reports)} operators checked"
     )
@@ -53,9 +53,9 @@ def _summary(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _verdict(report: Report) -> str:
-    if report.ok and not report.passed:
-        return '<span class="quiet">not asked</span>'
-    return '<span class="good">holds</span>' if report.ok else '<span class="bad">fails</span>'
+    found, _, count = report.verdict().partition(":")
+    style = "bad" if report.failures else "good" if report.passed else "quiet"
+    return f'<span class="{style}">{found}</span> <span class="quiet">{count.strip()}</span>'
 
 
 def _left_out(not_checked: Mapping[str, str]) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _failure(anchor: str, failure: Failure) -> Iterator[str]:
     yield f'<h3 id="{anchor}"><span class="bad">fails</span> {escape(failure.property)}</h3>'
     yield f"<p>{escape(failure.rule)}</p>"
     yield f'<p class="label">The smallest example</p>\n<pre><code>{escape(failure.example)}</code></pre>'
-    yield f'<p class="label">What was seen</p>\n<pre>{escape(failure.message)}</pre>'
+    yield f'<p class="label">What was observed</p>\n<pre>{escape(failure.message)}</pre>'
     short = "; time ran out, so that a smaller one may fail too" if failure.cut_short else ""
     yield f'<p class="quiet">Found in {_examples(failure.tried)}, {failure.seconds:.2f} s{short}. {_defect(failure.defect)}</p>'
     yield "<details><summary>A script that shows it</summary>"
@@ -149,4 +149,4 @@ def _examples(count: int) -> str:
 
 
 def _defect(defect: str) -> str:
-    return f'<span class="quiet">There for: {escape(defect)}.</span>' if defect else ""
+    return f'<span class="quiet">It catches: {escape(defect)}.</span>' if defect else ""

@@ -1,4 +1,4 @@
-"""What the scripts of a report call: modules loaded from their files, and one property asked of one case."""
+"""This module has the functions that a report's scripts call: ``load`` a module from its file, ``replay`` one case."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,21 +17,21 @@ import torch
 
 from opkit.contract import properties as table
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Property, Refusal, Remark, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
 from opkit.contract.subject import Subject, subject_of
 from opkit.errors import ArgumentError
 
-_TIMES = {"behaviour": 20}  # what depends on earlier calls or on other threads does not show at once
+_REPEATS = {"behaviour": 20}  # a dependence on earlier calls or on other threads does not show at once
 
 
 def load(name: str, path: str | Path) -> types.ModuleType:
-    """The module in a file, without what stands under ``if __name__ == "__main__"``.
+    """Import the module in a file; code under ``if __name__ == "__main__"`` does not run.
 
-    It is imported by its name where that leads to this file, and otherwise from the file, whose folder is then searched for
-    other modules as it is when a script runs.
+    The module is imported by its name where that leads to this file, and otherwise from the file, whose folder is then
+    searched for other modules as it is when a script runs.
 
     Args:
-        name: the module's name where it was seen.
+        name: the module's name in the process that wrote the script.
         path: its file.
 
     Raises:
@@ -42,15 +42,11 @@ def load(name: str, path: str | Path) -> types.ModuleType:
         module = importlib.import_module(name) if name != "__main__" else None
     except ImportError:
         module = None
-    if module is not None and (not file.is_file() or _same(module, file)):
+    if module is not None and (not file.is_file() or Path(module.__file__ or "").resolve() == file.resolve()):
         return module
     if not file.is_file():
         raise ImportError(f"there is no module {name!r}, and no file {file}: change the path in load(...)")
     return _from_file(name, file)
-
-
-def _same(module: types.ModuleType, file: Path) -> bool:
-    return Path(module.__file__ or "").resolve() == file.resolve()
 
 
 def _from_file(name: str, file: Path) -> types.ModuleType:
@@ -81,7 +77,7 @@ def replay(
     reference: Callable[..., Any] | None = None,
     device: str = "cpu",
 ) -> int:
-    """Ask one property on one case, as the scripts in ``report.failures`` do, and print the answer.
+    """Check one property on one case, as the scripts in ``report.failures`` do, and print the result.
 
     Args:
         op: the operator.
@@ -89,11 +85,11 @@ def replay(
         case: the call.
         args: what positional arguments are drawn from, for properties that draw more than the case; by default the case's own.
         kwargs: the same by name.
-        reference: what the operator computes.
-        device: where tensors are.
+        reference: a function that computes what the operator should.
+        device: the device of the tensors.
 
     Returns:
-        0 if the property holds, 1 if it fails, 2 if it cannot be asked.
+        0 if the property holds, 1 if it fails, 2 if it cannot be checked.
 
     >>> import torch
     >>> from opkit.contract.calls.cases import TensorCase
@@ -104,8 +100,8 @@ def replay(
     chosen = next((each for each in table.PROPERTIES if each.name == property), None)
     if chosen is None:
         raise ArgumentError(f"replay: there is no property {property!r}.")
-    given = case.args if args is None else args
-    subject = subject_of(op, given, dict(case.kwargs) if kwargs is None else kwargs, reference, device)
+    positional = case.args if args is None else args
+    subject = subject_of(op, positional, dict(case.kwargs) if kwargs is None else kwargs, reference, device)
     code, text = _answer(chosen, subject, case)
     print(text)
     return code
@@ -114,20 +110,20 @@ def replay(
 def _answer(prop: Property, subject: Subject, case: Case) -> tuple[int, str]:
     reason = prop.skip(subject)
     if reason:
-        return 2, f"{prop.name} cannot be asked of {subject.name}: {reason}"
+        return 2, f"{prop.name} cannot be checked for {subject.name}: {reason}"
     try:
-        _ask(prop, subject, case)
+        _check(prop, subject, case)
     except Violation as violation:
         return 1, f"{prop.name}: {violation}\n  {subject.name} on {case}\n  {prop.rule}"
-    except (Refusal, NotApplicable) as error:
-        return 2, f"{prop.name} cannot be asked of {subject.name} on {case}: {error}"
+    except (CallRefused, NotApplicable) as error:
+        return 2, f"{prop.name} cannot be checked for {subject.name} on {case}: {error}"
     return 0, f"{prop.name}: the property holds for {subject.name} on {case}"
 
 
-def _ask(prop: Property, subject: Subject, case: Case) -> None:
+def _check(prop: Property, subject: Subject, case: Case) -> None:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(_TIMES.get(prop.group, 1)):
+        for _ in range(_REPEATS.get(prop.group, 1)):
             try:
                 prop.check(subject, case)
             except Remark:

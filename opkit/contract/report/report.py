@@ -1,4 +1,4 @@
-"""What a check found, for people and for programs."""
+"""The report of a check: the properties that fail, hold and were skipped, as objects and as text."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -23,13 +23,13 @@ class Failure:
 
     Attributes:
         property: its dotted name.
-        message: what was seen, and what was expected.
+        message: what was observed, and what was expected.
         case: the example as data.
         repro: a script that runs by itself and shows the failure.
-        rule: what the property says.
+        rule: what the property requires.
         defect: what goes wrong where it does not hold.
-        tried: how many examples were tried until then, shrinking included.
-        seconds: how long that took.
+        tried: the number of examples that were tried until then, shrinking included.
+        seconds: the time that this took.
         operator: the operator's name.
         cut_short: whether time ran out before the example was as small as it could be.
     """
@@ -47,12 +47,12 @@ class Failure:
 
     @builtins.property
     def args(self) -> tuple[Any, ...]:
-        """The example's positional arguments, made anew."""
+        """The example's positional arguments, created again."""
         return () if self.case is None else self.case.make().args
 
     @builtins.property
     def kwargs(self) -> dict[str, Any]:
-        """The example's keyword arguments, made anew."""
+        """The example's keyword arguments, created again."""
         return {} if self.case is None else self.case.make().kwargs
 
     @builtins.property
@@ -61,7 +61,11 @@ class Failure:
         return "" if self.case is None else f"{_called(self.operator)}{self.case}"
 
     def __str__(self) -> str:
-        lines = [f"{self.property}: {self.rule}", f"  {self.example}", *_indented(self.message)]
+        lines = [
+            f"{self.property}: {self.rule}",
+            f"  {self.example}",
+            *(f"  {line}" for line in self.message.splitlines()),
+        ]
         lines += ["  (time ran out: smaller examples may fail too)"] if self.cut_short else []
         return "\n".join(line for line in lines if line.strip())
 
@@ -72,13 +76,13 @@ class Passed:
 
     Attributes:
         property: its dotted name.
-        tried: how many examples were tried.
-        rule: what the property says.
-        seconds: how long that took.
-        refused: how many of the examples the operator refused, by raising.
-        remarks: what is worth telling and is no failure.
+        tried: the number of examples that were tried.
+        rule: what the property requires.
+        seconds: the time that this took.
+        refused: the number of examples that the operator refused, by raising.
+        remarks: differences that the contract allows.
         cut_short: whether time ran out before all examples were tried.
-        defect: what the property is there for.
+        defect: the defect that the property catches.
         examples: a few of the examples, as text.
         refusals: a few of the refused ones, with what the operator raised.
     """
@@ -101,15 +105,15 @@ class Passed:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A property that was not asked, and why.
+    """A property that was not checked, and why.
 
     Attributes:
         property: its dotted name.
         reason: why.
-        rule: what the property says.
-        defect: what the property is there for.
-        tried: how many examples were tried until the reason was found.
-        seconds: how long that took.
+        rule: what the property requires.
+        defect: the defect that the property catches.
+        tried: the number of examples that were tried until the reason was found.
+        seconds: the time that this took.
         refusals: a few of the refused examples, with what the operator raised.
     """
 
@@ -127,16 +131,16 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`opkit.check` found out about one operator.
+    """The result of :func:`opkit.check` for one operator.
 
     Attributes:
-        name: the operator's.
+        name: the operator's name.
         failures: the properties that do not hold.
-        passed: those that held on every example.
-        skipped: those that were not asked.
-        examples: how many distinct examples were tried over all properties.
-        seconds: how long the check took.
-        seed: of the search.
+        passed: the properties that held on every example.
+        skipped: the properties that were not checked.
+        examples: the number of distinct examples over all properties.
+        seconds: the duration of the check.
+        seed: the seed of the search.
     """
 
     name: str
@@ -162,17 +166,35 @@ class Report:
             raise ContractError(str(self))
 
     def skipped_by_reason(self) -> dict[str, list[Skipped]]:
-        """The skipped properties, grouped by why they were."""
+        """Return the skipped properties, grouped by the reason."""
         groups: dict[str, list[Skipped]] = {}
         for each in self.skipped:
             groups.setdefault(each.reason, []).append(each)
         return groups
 
     def __str__(self) -> str:
-        return "\n".join([self._verdict(), *self._failed(), *self._held(), *self._not_asked()])
+        examples = _count(self.examples, "example", "examples")
+        first = f"{self.name}: {self.verdict()} ({examples}, {self.seconds:.1f} s)"
+        return "\n".join([first, *self._failed(), *self._held(), *self._not_checked()])
+
+    def verdict(self) -> str:
+        """Say in one line how many properties were checked and how many of these hold.
+
+        >>> Report("op", passed=(Passed("a.b", 1), Passed("a.c", 1)), skipped=(Skipped("a.d", "no reason"),)).verdict()
+        'holds: 2 of 3 properties checked, 1 skipped'
+        """
+        checked, skipped = len(self.failures) + len(self.passed), len(self.skipped)
+        found = "holds" if checked else "not checked"
+        count = f"{checked:,} of {_count(checked + skipped, 'property', 'properties')} checked"
+        if self.failures:
+            found, count = (
+                "fails",
+                f"{len(self.failures):,} of {_count(checked, 'checked property', 'checked properties')}",
+            )
+        return f"{found}: {count}, {skipped:,} skipped" if skipped else f"{found}: {count}"
 
     def to_html(self, path: str | Path) -> None:
-        """Write a page that a person reads: property by property, what was tried, what failed and how to see it."""
+        """Write the report as an HTML page: for each property what was tried, what failed and how to reproduce it."""
         from opkit.contract.report.page import page  # the page's text is needed here alone
 
         Path(path).write_text(page([self]), encoding="utf-8")
@@ -183,15 +205,6 @@ class Report:
 
         Path(path).write_text(as_json([self]), encoding="utf-8")
 
-    def _verdict(self) -> str:
-        asked = len(self.failures) + len(self.passed)
-        held = (
-            f"{len(self.failures)} of {_count(asked, 'property', 'properties')} {'does' if asked == 1 else 'do'} not hold"
-            if self.failures
-            else f"{_count(asked, 'property holds', 'properties hold')}"
-        )
-        return f"{self.name}: {held} ({_count(self.examples, 'example', 'examples')}, {self.seconds:.1f} s)"
-
     def _failed(self) -> Iterator[str]:
         for failure in self.failures:
             yield f"FAIL {failure}"
@@ -200,27 +213,23 @@ class Report:
         groups = Counter(passed.property.split(".")[0] for passed in self.passed)
         cut = sum(passed.cut_short for passed in self.passed)
         if groups:
-            short = f"; {cut} of them with fewer examples, for want of time" if cut else ""
+            short = f"; {cut} of them with fewer examples, because time ran out" if cut else ""
             yield f"held: {', '.join(f'{group} ({count})' for group, count in groups.items())}{short}"
         for passed in self.passed:
             for remark in passed.remarks:
                 yield f"remark: {passed.property}: {remark}"
 
-    def _not_asked(self) -> Iterator[str]:
+    def _not_checked(self) -> Iterator[str]:
         for reason, skipped in self.skipped_by_reason().items():
             yield f"skipped: {', '.join(each.property for each in skipped)}: {reason}"
 
 
 def _called(name: str) -> str:
-    """What a call of an operator is written with: ``scale`` of "demo::scale.default" and of "test.<locals>.scale"."""
+    """Return the name that a call is written with: ``scale`` for "demo::scale.default" and for "test.<locals>.scale"."""
     if "::" in name:
         return name.split("::")[-1].split(".")[0]
     last = name.split(".")[-1]
     return "op" if not last or "<" in last else last
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]
 
 
 def _count(number: int, one: str, more: str) -> str:

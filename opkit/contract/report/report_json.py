@@ -1,4 +1,4 @@
-"""Reports as JSON. The format is versioned, and docs/contract.md describes it."""
+"""This module writes reports as JSON. The format is versioned, and docs/contract.md describes it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from opkit.contract.report.report import Failure, Passed, Report, Skipped
 
 FORMAT = 1
-"""Raised where a field changes its meaning or goes away; new fields may appear without."""
+"""The version: it is raised where a field changes its meaning or goes away; new fields may appear without."""
 
 
 def as_json(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None) -> str:
-    """One document for several operators; ``not_checked`` says of others why they were not."""
+    """Return one JSON document for several operators; ``not_checked`` gives the reasons why others were not checked."""
     document = {
         "format": FORMAT,
         "ok": all(report.ok for report in reports),

@@ -1,4 +1,4 @@
-"""Scripts that run by themselves and show a failure."""
+"""This module writes a stand-alone script that reproduces a failure."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -22,10 +22,10 @@ _FEW = 16  # elements that are written out, in a comment
 
 
 def script(subject: Subject, prop: Property, case: Case) -> str:
-    """A script that calls the operator as ``case`` says, asks the property, and shows how it fails.
+    """Return a script that calls the operator with ``case``, checks the property, and shows how it fails.
 
-    It ends with 1 if the property fails, with 0 if it holds, and with 2 if it cannot be asked: where the source of the operator
-    was not found, a comment says what to fill in.
+    The script's exit status is 1 if the property fails, 0 if it holds, and 2 if it cannot be checked. Where the source of the
+    operator was not found, a comment says what to fill in.
     """
     extraction = Extraction()
     try:
@@ -53,6 +53,7 @@ def _written(
     subject: Subject, prop: Property, case: Case, op: Origin, reference: Origin, extraction: Extraction
 ) -> str:
     copied = extraction.lines()
+    names = sorted({"Case", "TensorCase", type(case).__name__, "load", "replay", "tensor"})
     future = [line for line in copied if line.startswith("from __future__")]
     missing = [text for text in (op.missing, reference.missing) if text]
     missing += [f"{name} = ...  # not found: give it its value here" for name in extraction.unknown]
@@ -60,7 +61,7 @@ def _written(
         f'"""{_safe(prop.name)} does not hold for {_safe(subject.name)}: {_safe(prop.rule)}\n\n'
         'Found by opkit.check. The script ends with 1 if it still fails, with 0 if it holds.\n"""',
         "\n".join(future),
-        f"import torch\n\nfrom opkit.testing import {', '.join(_imports(case))}",
+        f"import torch\n\nfrom opkit.testing import {', '.join(names)}",
         "\n".join(dict.fromkeys((*op.lines, *reference.lines))),
         _fill_in(missing),
         "\n\n".join(line for line in copied if line not in future),
@@ -69,10 +70,6 @@ def _written(
         _replay(subject, prop, case, reference),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _imports(case: Case) -> list[str]:
-    return sorted({"Case", "TensorCase", type(case).__name__, "load", "replay", "tensor"})
 
 
 def _safe(text: str) -> str:
@@ -100,7 +97,7 @@ def _replay(subject: Subject, prop: Property, case: Case, reference: Origin) -> 
 
 
 def _spec(item: Any, value: Any) -> str:
-    """What the argument is drawn from, for properties that draw more; a strategy is the value that it gave."""
+    """Write the argument's spec, for properties that draw more cases; a strategy becomes the value that it drew."""
     if isinstance(item, TensorArgument):
         return _tensor(item)
     if isinstance(item, list) and isinstance(value, (list, tuple)):
@@ -112,16 +109,12 @@ def _tensor(item: TensorArgument) -> str:
     fields = {"optional": False, "low": None, "high": None, "layouts": None, "fills": None, "differentiable": True}
     rest = [f"{name}={getattr(item, name)!r}" for name, usual in fields.items() if getattr(item, name) != usual]
     dtypes = [] if item.dtypes is None else [f"dtypes={item.dtypes!r}"]
-    return f"tensor({', '.join([repr(_shape(item)), *dtypes, *rest])})"
-
-
-def _shape(item: TensorArgument) -> str:
-    """The shape alone: an annotation's pattern says its dtypes too."""
-    return item.pattern.text
+    shape = item.pattern.text  # without dtypes, which an annotation's pattern contains too
+    return f"tensor({', '.join([repr(shape), *dtypes, *rest])})"
 
 
 def written(value: Any) -> str:
-    """A case, or a value of one, as an expression that a person can read."""
+    """Write a case, or a value of one, as a readable expression."""
     if isinstance(value, (Case, TensorCase)):
         return _dataclass(value)
     if isinstance(value, (list, tuple)):
@@ -133,20 +126,13 @@ def written(value: Any) -> str:
 
 
 def _dataclass(value: Any) -> str:
-    changed = [
-        f
-        for f in dataclasses.fields(value)
-        if _default(f) is dataclasses.MISSING or getattr(value, f.name) != _default(f)
-    ]
+    fields = dataclasses.fields(value)
+    changed = [f for f in fields if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default]
     return f"{type(value).__name__}({', '.join(f'{f.name}={written(getattr(value, f.name))}' for f in changed)})"
 
 
-def _default(field: Any) -> Any:
-    return field.default
-
-
 def _numbers(case: Case) -> str:
-    """The numbers in small tensors, for the reader."""
+    """Write the numbers in small tensors as comments."""
     lines = [
         f"# tensor {number}: {tensor}, {_values(tensor)}"
         for number, tensor in enumerate(case.tensors())

@@ -1,4 +1,4 @@
-"""Where a function or an operator comes from, as code that makes it again in another process."""
+"""This module finds where a function or an operator is defined, as code that defines it again in another process."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -27,12 +27,12 @@ _OPKIT = str(Path(__file__).parents[2])
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Statements that define an object, and the expression that it is then.
+    """Statements that define an object, and the expression for the object.
 
     Attributes:
         lines: the statements; they may use ``torch`` and ``load`` of ``opkit.testing``.
         expression: the object.
-        missing: what nobody could find out, for the reader to fill in; "" where everything is there.
+        missing: what could not be found, for the reader to fill in; "" where nothing is missing.
     """
 
     lines: tuple[str, ...]
@@ -41,19 +41,19 @@ class Origin:
 
 
 def origin(target: Any, name: str, extraction: Extraction) -> Origin:
-    """How ``target`` is made again.
+    """Return the code that defines ``target`` again.
 
     Args:
         target: an operator or a callable.
-        name: what it is called where nothing else says so.
-        extraction: collects the source text of what has to be copied, for all objects of one script.
+        name: the variable for it, if it has no name of its own.
+        extraction: collects the source text that has to be copied, for all objects of one script.
     """
     found = _attribute(target) or _overload(target, extraction) or _copied(target, extraction)
     return found or Origin((), name, f"{name} = ...  # {target!r}: its source was not found; import or define it here")
 
 
 def function_of(target: Any) -> Any:
-    """The Python function behind an operator, a partial or a wrapper, if there is one."""
+    """Return the Python function behind an operator, a partial or a wrapper, or None."""
     function = getattr(target, "_init_fn", None) or target
     if isinstance(function, types.MethodType):
         return None
@@ -61,11 +61,12 @@ def function_of(target: Any) -> Any:
 
 
 def _attribute(target: Any) -> Origin | None:
-    """An attribute of a module, which is imported by name or loaded by path."""
+    """Find the target as an attribute of a module, which is imported by name or loaded by path."""
     for module in _modules(target):
         path = _path_in(module, target)
         if path is not None:
-            return Origin(tuple(_import(module)), f"{_variable(module)}.{path}")
+            variable = module.__name__ if _installed(module) else _identifier(module.__name__)
+            return Origin(tuple(_import(module)), f"{variable}.{path}")
     return None
 
 
@@ -81,7 +82,7 @@ def _modules(target: Any) -> Iterator[types.ModuleType]:
 
 
 def _path_in(module: types.ModuleType, target: Any) -> str | None:
-    """The dotted name under which a module has the object itself."""
+    """Return the dotted name of the object in a module."""
     qualified = getattr(target, "__qualname__", "")
     for path in (qualified, getattr(target, "__name__", "")):
         if isinstance(path, str) and path and "<" not in path and _follow(module, path) is target:
@@ -96,10 +97,6 @@ def _follow(module: types.ModuleType, path: str) -> Any:
     return value
 
 
-def _variable(module: types.ModuleType) -> str:
-    return module.__name__ if _installed(module) else _identifier(module.__name__)
-
-
 def _identifier(name: str) -> str:
     return "module_" + re.sub(r"\W", "_", name).strip("_")
 
@@ -111,7 +108,7 @@ def _import(module: types.ModuleType) -> list[str]:
 
 
 def load_statement(module: types.ModuleType) -> str:
-    """A statement that loads a module from its file, under the name that it has here if that leads to the same file."""
+    """Return a statement that loads a module from its file, under its present name if that leads to the same file."""
     return f"{_identifier(module.__name__)} = load({module.__name__!r}, {str(Path(module.__file__ or '').resolve())!r})"
 
 
@@ -127,20 +124,21 @@ def _installed(module: types.ModuleType) -> bool:
 
 
 def _overload(target: Any, extraction: Extraction) -> Origin | None:
-    """``torch.ops`` has it once what defines it has run."""
+    """Return an expression of ``torch.ops`` and the code that registers the operator."""
     if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     name = target.name() if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
     namespace, rest = name.split("::")
-    expression = f"torch.ops.{namespace}.{rest if '.' in rest else _default(target, rest)}"
+    default = ".default" if "." not in rest and isinstance(target, torch._ops.OpOverload) else ""
+    expression = f"torch.ops.{namespace}.{rest}{default}"
     if namespace in _BUILT_IN:
         return Origin((), expression)
     definition = private.custom_ops.OPDEFS.get(name.split(".")[0])
     if definition is not None:
-        made = _attribute(definition) or _copied(definition, extraction)
-        return None if made is None else dataclasses.replace(made, expression=expression)
+        found = _attribute(definition) or _copied(definition, extraction)
+        return None if found is None else dataclasses.replace(found, expression=expression)
     for file, line in registrations(name):
-        module = _module_of(file)
+        module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file), None)
         if module is not None and not extraction.local(file, line):
             return Origin(tuple(_import(module)), expression)
         if extraction.around(file, line, rest.split(".")[0]):
@@ -148,12 +146,8 @@ def _overload(target: Any, extraction: Extraction) -> Origin | None:
     return Origin((), expression, f"# run here what defines {name}")
 
 
-def _default(target: Any, rest: str) -> str:
-    return f"{rest}.default" if isinstance(target, torch._ops.OpOverload) else rest
-
-
 def registrations(name: str) -> list[tuple[str, int]]:
-    """Files and lines that the dispatcher remembers of an operator's registrations, outside torch and opkit."""
+    """Return the files and lines of an operator's registrations outside torch and opkit, as the dispatcher recorded them."""
     text = torch._C._dispatch_dump(name)  # torch 2.13: "CPU: registered at FILE:LINE :: ..."
     kernel = simple_registry.singleton.find(name).fake_impl.kernel
     text += f" registered at {kernel.source}" if kernel is not None else ""
@@ -161,12 +155,8 @@ def registrations(name: str) -> list[tuple[str, int]]:
     return [(file, line) for file, line in dict.fromkeys(found) if not file.startswith((_TORCH, _OPKIT))]
 
 
-def _module_of(file: str) -> types.ModuleType | None:
-    return next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file), None)
-
-
 def _copied(target: Any, extraction: Extraction) -> Origin | None:
-    """The source text of a function, with what it uses."""
+    """Copy the source text of a function, and what it uses."""
     function = function_of(target) or inspect.unwrap(target) if callable(target) else None
     if not isinstance(function, types.FunctionType):
         return None

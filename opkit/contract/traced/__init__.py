@@ -1,1 +1,1 @@
-"""What torch makes of an operator: fake tensors, symbolic sizes, graphs, derivatives."""
+"""An operator under torch's tracing: fake tensors, symbolic sizes, compiled programs, derivatives."""

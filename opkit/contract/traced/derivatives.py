@@ -1,4 +1,4 @@
-"""Vector-Jacobian products of one call, for any of its inputs, and how near two of them must be."""
+"""This module computes vector-Jacobian products of one call, for any of its inputs, and compares them within tolerances."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -17,14 +17,14 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.specs import Drawing, TensorArgument
 from opkit.contract.observed.outcome import same_bits
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 
 Gradients = list[torch.Tensor | None]
 
-_SMOOTH = ("normal", "positive")  # without ties and exact zeros, where subgradients are a matter of choice
+_SMOOTH = ("normal", "positive")  # no ties and no exact zeros, where operators may choose a subgradient
 _WIDTH = 2.0
-_MOST_SUBSETS = 8
+_MAX_SUBSETS = 8
 _PLANNED = re.compile(
     r"no autograd formula|not (yet )?(been )?implemented|(not|n't) (be )?differentiab|does(n't| not) support|not support|"
     r"unsupported|derivative|differentiate twice|register_autograd|once_differentiable",
@@ -37,13 +37,13 @@ _NEAR = {
     torch.bfloat16: (2e-2, 2e-2),
 }
 _NEAR |= {torch.complex128: _NEAR[torch.float64], torch.complex64: _NEAR[torch.float32]}
-_ROUGH = (6e-2, 6e-2)  # narrower ones
+_ROUGH = (6e-2, 6e-2)  # for narrower dtypes
 
 
 def smooth_cases(
     elements: int = 256, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32), **how: Any
 ) -> Callable[[Subject], SearchStrategy[Case]]:
-    """Small calls on ordinary numbers, in wide dtypes where the specs allow them, away from bounds."""
+    """Return a property's ``cases``: small calls on ordinary numbers, in wide dtypes where the specs allow, away from bounds."""
 
     def cases(subject: Subject) -> SearchStrategy[Case]:
         drawing = Drawing(fills=_SMOOTH, dtypes=tuple(dtypes), largest=65, elements=elements, **how)
@@ -53,7 +53,7 @@ def smooth_cases(
 
 
 def _inside(tensor: TensorCase) -> TensorCase:
-    """Numbers that are bounded on one side only would be clamped to the bound, all equal: draw between two."""
+    """Add a second bound: numbers with one bound would be clamped to it and be equal."""
     if not tensor.differentiable or (tensor.low is None) == (tensor.high is None):
         return tensor
     if tensor.low is None:
@@ -63,14 +63,14 @@ def _inside(tensor: TensorCase) -> TensorCase:
 
 
 def no_candidates(subject: Subject) -> str:
-    """Why gradients cannot be asked for, or nothing."""
+    """Return why the operator cannot have gradients, or ""."""
     if not subject.functional:
         return "it writes to its arguments"
     return ""
 
 
 def candidates(subject: Subject, case: Case) -> tuple[int, ...]:
-    """The numbers of the case's tensors for which the operator promises gradients.
+    """Return the numbers of the case's tensors for which the operator promises gradients.
 
     Raises:
         NotApplicable: no argument can have one, whatever the case.
@@ -84,7 +84,7 @@ def candidates(subject: Subject, case: Case) -> tuple[int, ...]:
     if not found:
         if all(item.optional or not _may_have_gradient(item) for item in subject.spec.tensors()):
             raise NotApplicable("no argument is floating-point and declared differentiable")
-        raise Refusal(ValueError("no argument of this call is floating-point"))
+        raise CallRefused(ValueError("no argument of this call is floating-point"))
     return found
 
 
@@ -93,7 +93,7 @@ def _may_have_gradient(item: TensorArgument) -> bool:
 
 
 def _promised(spec: Any, value: Any, wanted: bool = True) -> Iterator[tuple[TensorCase, bool]]:
-    """Each tensor of the case in order, and whether its spec promises a gradient."""
+    """Yield each tensor of the case in order, and whether its spec promises a gradient."""
     if isinstance(value, TensorCase):
         yield value, wanted and not (isinstance(spec, TensorArgument) and not spec.differentiable)
     elif isinstance(value, dict):
@@ -106,7 +106,7 @@ def _promised(spec: Any, value: Any, wanted: bool = True) -> Iterator[tuple[Tens
 
 
 def subsets(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Each alone, all but each, pairs; not all together. At most eight.
+    """Return subsets: each number alone, all but each, pairs; not all together; at most eight.
 
     >>> subsets((0, 1, 3))
     [(0,), (1,), (3,), (1, 3), (0, 3), (0, 1)]
@@ -114,15 +114,15 @@ def subsets(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     single = [(number,) for number in numbers]
     rest = [tuple(other for other in numbers if other != number) for number in numbers]
     several = dict.fromkeys([*single, *rest, *itertools.combinations(numbers, 2)])
-    return [each for each in several if each and len(each) < len(numbers)][: max(_MOST_SUBSETS, len(numbers))]
+    return [each for each in several if each and len(each) < len(numbers)][: max(_MAX_SUBSETS, len(numbers))]
 
 
 # ---- one call and its graph --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
-    """A call that was made with gradients required, its inputs that require them, and its differentiable results."""
+class AutogradGraph:
+    """A call with gradients required, the inputs that require them, and the differentiable results."""
 
     call: Call
     inputs: tuple[torch.Tensor, ...]
@@ -135,11 +135,11 @@ class Graph:
 
     @property
     def rounds(self) -> bool:
-        """Whether a result is narrower than an input: steps of its dtype hide how it moves with the input."""
+        """Whether a result has a narrower dtype than an input: its rounding hides how it changes with the input."""
         return any(o.dtype.to_real().itemsize < t.dtype.to_real().itemsize for o in self.outputs for t in self.inputs)
 
     def vjp(self, incoming: Sequence[torch.Tensor | None], create_graph: bool = False) -> Gradients:
-        """The gradients of the inputs; an output whose incoming gradient is None is not used."""
+        """Return the gradients of the inputs; an output whose incoming gradient is None is not used."""
         pairs = [(o, g) for o, g in zip(self.outputs, incoming, strict=True) if g is not None and o.requires_grad]
         if not pairs:
             return [None] * len(self.inputs)
@@ -151,20 +151,20 @@ class Graph:
         )
 
 
-def made(
+def arguments_requiring_grad(
     subject: Subject, case: Case, numbers: Sequence[int], wide: bool = False
 ) -> tuple[Call, tuple[torch.Tensor, ...]]:
-    """The case's arguments, of which the tensors ``numbers`` are leaves that require gradients; these leaves."""
+    """Return the case's arguments, in which the tensors ``numbers`` are leaves that require gradients, and these leaves."""
     chosen = set(numbers)
     plain = case.make(subject.device)
-    order: list[torch.Tensor] = cased(case, plain)
+    order: list[torch.Tensor] = tensors_of_case(case, plain)
     changed = {id(tensor): _leaf(tensor, number in chosen, wide) for number, tensor in reversed([*enumerate(order)])}
     call = plain.map(lambda tensor: changed.get(id(tensor), tensor))
     return call, tuple(changed[id(order[number])] for number in numbers)
 
 
-def cased(case: Case, call: Call) -> list[torch.Tensor]:
-    """The call's tensors that come from the case, in the case's order: constants are left out."""
+def tensors_of_case(case: Case, call: Call) -> list[torch.Tensor]:
+    """Return the call's tensors that come from the case, in the case's order, without constants."""
     constants = {id(leaf) for leaf in Call(case.args, dict(case.kwargs)).tensors()}
     return [tensor for tensor in call.tensors() if id(tensor) not in constants]
 
@@ -179,21 +179,21 @@ def _leaf(tensor: torch.Tensor, required: bool, wide: bool) -> torch.Tensor:
 
 def trace(
     subject: Subject, case: Case, numbers: Sequence[int], function: Callable[..., Any] | None = None, wide: bool = False
-) -> Graph:
+) -> AutogradGraph:
     """Call the operator, or ``function``, with gradients required of the tensors ``numbers``.
 
     Raises:
-        Refusal: it raised.
+        CallRefused: the operator raised.
     """
-    call, inputs = made(subject, case, numbers, wide)
+    call, inputs = arguments_requiring_grad(subject, case, numbers, wide)
     torch.default_generator.manual_seed(0)  # equal calls draw equal numbers
     outcome = subject.call(call, function)
     outputs = tuple(leaf for leaf in outcome.tensors() if leaf.is_floating_point() or leaf.is_complex())
-    return Graph(call, inputs, outputs)
+    return AutogradGraph(call, inputs, outputs)
 
 
-def incoming(graph: Graph, seed: int = 0) -> list[torch.Tensor]:
-    """Random incoming gradients, none of them ones, for every output."""
+def incoming(graph: AutogradGraph, seed: int = 0) -> list[torch.Tensor]:
+    """Return random incoming gradients for every output."""
     generator = torch.Generator().manual_seed(seed + 77)
     return [
         torch.randn(o.shape, generator=generator, dtype=_wide(o.dtype)).to(o.dtype).to(o.device) for o in graph.outputs
@@ -204,45 +204,45 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def forward_only(graph: Graph) -> str:
-    """Why the operator has no gradients where torch itself says so when they are asked for, or nothing."""
+def forward_only(graph: AutogradGraph) -> str:
+    """Return why the operator has no gradients, if torch itself warns so when they are computed, or ""."""
     nodes = {type(o.grad_fn).__name__ if o.grad_fn is not None else "" for o in graph.outputs}
     if nodes and all(name.startswith("WarnNotImplemented") for name in nodes):
         return (
-            "nothing is registered for autograd: torch warns of it, and gives no gradient. Register one with "
+            "nothing is registered for autograd: torch warns and gives no gradient. Register one with "
             "torch.library.register_autograd"
         )
     return ""
 
 
 def planned(error: BaseException) -> bool:
-    """Whether an exception says that something is not there, not that something went wrong."""
+    """Return whether an exception says that something is not implemented, rather than that something went wrong."""
     text = str(error)
     return isinstance(error, NotImplementedError) or type(error).__name__ == "RuleError" or bool(_PLANNED.search(text))
 
 
-def supported(subject: Subject, case: Case) -> tuple[Graph, tuple[int, ...], Gradients, list[torch.Tensor]]:
-    """The graph for every input for which the operator has gradients, their numbers, the gradients, what came in.
+def supported(subject: Subject, case: Case) -> tuple[AutogradGraph, tuple[int, ...], Gradients, list[torch.Tensor]]:
+    """Return the graph of every input that has a gradient, their numbers, the gradients, and the incoming gradients.
 
     Raises:
-        NotApplicable: it says that it has none.
-        Refusal: it raised otherwise.
+        NotApplicable: the operator says that it has no gradient.
+        CallRefused: the operator raised another exception.
     """
     everything = candidates(subject, case)
     try:
         return _plain(subject, case, everything)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         if len(everything) == 1 or not planned(refusal.error):
-            raise told(refusal) from refusal
+            raise not_applicable_or(refusal) from refusal
         fewer = tuple(number for number in everything if _works(subject, case, number))
         if not fewer:
-            raise told(refusal) from refusal
+            raise not_applicable_or(refusal) from refusal
         return _plain(subject, case, fewer)
 
 
 def _plain(
     subject: Subject, case: Case, numbers: tuple[int, ...]
-) -> tuple[Graph, tuple[int, ...], Gradients, list[torch.Tensor]]:
+) -> tuple[AutogradGraph, tuple[int, ...], Gradients, list[torch.Tensor]]:
     graph = trace(subject, case, numbers)
     if reason := forward_only(graph):
         raise NotApplicable(reason)
@@ -250,40 +250,38 @@ def _plain(
     try:
         return graph, numbers, graph.vjp(grads), grads
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
 
 
 def _works(subject: Subject, case: Case, number: int) -> bool:
     try:
         _plain(subject, case, (number,))
-    except Refusal:
+    except CallRefused:
         return False
     return True
 
 
-def told(refusal: Refusal) -> Refusal | NotApplicable:
+def not_applicable_or(refusal: CallRefused) -> CallRefused | NotApplicable:
+    """Return NotApplicable if the operator says that it has no gradient, or else the refusal."""
     error = refusal.error
     if planned(error) and not isinstance(error, (TypeError, ValueError, IndexError)):
-        return NotApplicable(f"it says that it has no gradient: {_first_line(error)}")
+        first_line = (str(error).splitlines() or [""])[0][:200]
+        return NotApplicable(f"it says that it has no gradient: {first_line}")
     return refusal
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[Graph, Gradients, Gradients]:
-    """The reference's graph, its gradients at the case's dtypes, and those in float64 (the same where that is refused).
+def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[AutogradGraph, Gradients, Gradients]:
+    """Return the reference's graph, its gradients at the case's dtypes, and those in float64 (the same if it refuses float64).
 
     Raises:
-        Refusal: the reference raises, or has no gradient.
+        CallRefused: the reference raises, or has no gradient.
     """
     graph = trace(subject, case, numbers, subject.reference)
     grads = incoming(graph)
     try:
         ours = graph.vjp(grads)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
     if all(t.dtype in (torch.float64, torch.complex128) for t in graph.inputs):
         return graph, ours, ours
     try:
@@ -294,12 +292,12 @@ def expected(subject: Subject, case: Case, numbers: Sequence[int]) -> tuple[Grap
 
 
 def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """How far gradients of this dtype may be apart: relative to the largest, and to what came in."""
+    """Return the tolerances of gradients of this dtype: relative to the largest, and to the incoming gradients."""
     return _NEAR.get(dtype, _ROUGH)
 
 
 def magnitude(tensors: Sequence[torch.Tensor | None]) -> float:
-    """The largest finite absolute value; 0 where there is none."""
+    """Return the largest finite absolute value, or 0."""
     largest = 0.0
     for tensor in tensors:
         if tensor is not None and tensor.numel():
@@ -315,13 +313,13 @@ def mismatch(
     own_error: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> str:
-    """Where two gradients differ by more than rounding explains, or nothing. None is zero.
+    """Describe where two gradients differ by more than rounding explains, or return "". None counts as zero.
 
     Args:
-        got: the operator's.
-        wanted: what it should be, perhaps in a wider dtype.
-        scale: how large what came in was.
-        own_error: the reference's at the same dtype; what it is away from ``wanted`` is allowed eight times.
+        got: the operator's gradient.
+        wanted: the correct gradient, perhaps in a wider dtype.
+        scale: the magnitude of the incoming gradients.
+        own_error: the reference's gradient at the same dtype; eight times its distance to ``wanted`` is allowed.
         factor: widens the tolerance, for chains of operations.
     """
     if got is None or wanted is None:
@@ -345,34 +343,30 @@ def mismatch(
 
 
 def where(a: torch.Tensor, b: torch.Tensor, wrong: torch.Tensor) -> str:
-    """The first of the elements that are wrong, in words."""
+    """Describe the first wrong element."""
     at = int(wrong.reshape(-1).nonzero()[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(at), a.shape)] if a.dim() else []
     got, wanted = a.reshape(-1)[at].item(), b.reshape(-1)[at].item()
-    return f"at {index} it is {_short(got)}, expected {_short(wanted)} ({int(wrong.sum())} of {a.numel()} elements)"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.7g}"
+    return f"at {index} it is {got:.7g}, expected {wanted:.7g} ({int(wrong.sum())} of {a.numel()} elements)"
 
 
 def finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every number is finite: a mean over nothing is not, and neither is its derivative."""
+    """Return whether every number is finite: a mean of no elements is not, and neither is its derivative."""
     return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
 
 
 def clearly_nonzero(gradient: torch.Tensor | None, scale: float) -> bool:
-    """Whether a gradient is no rounding error away from zero."""
+    """Return whether a gradient differs from zero by more than rounding."""
     return gradient is not None and magnitude([gradient]) > 1e-3 * max(scale, 1e-30)
 
 
 def vanished(gradient: torch.Tensor | None) -> bool:
-    """Whether there is no gradient, or nothing but zeros."""
+    """Return whether a gradient is None or all zeros."""
     return gradient is None or not bool(gradient.detach().abs().sum())
 
 
 def steady(check: Callable[[Subject, Case], None]) -> Callable[[Subject, Case], None]:
-    """The check, whose violations count where the operator gives equal results twice: others compare noise."""
+    """Wrap a check so that its violations count only if equal calls give equal results; otherwise it compares noise."""
 
     @functools.wraps(check)
     def checked(subject: Subject, case: Case) -> None:
@@ -395,5 +389,5 @@ def _repeats(subject: Subject, case: Case) -> bool:
 
 
 def argument(subject: Subject, case: Case, number: int) -> str:
-    """A tensor of the case in words: its number among the tensors, and what it is."""
+    """Describe a tensor of the case: its number among the tensors, and its dtype and shape."""
     return f"tensor {number} ({case.tensors()[number]})"

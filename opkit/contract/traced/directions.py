@@ -1,4 +1,4 @@
-"""Directional derivatives: by central differences, with a judgement of how far these can be trusted."""
+"""This module computes directional derivatives by central differences, and estimates their error."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 
@@ -24,9 +24,9 @@ class Slope:
     """A derivative in one direction.
 
     Attributes:
-        value: by the smallest step.
-        doubt: how far values by other steps, and by one side alone, are from it.
-        constant: whether the function does not change at all, as a step function's does not.
+        value: the derivative by the smallest step.
+        doubt: the distance to derivatives by other steps, and by one side alone.
+        constant: whether the function does not change at all, as a step function does not.
     """
 
     value: float
@@ -34,17 +34,17 @@ class Slope:
     constant: bool
 
     def differs(self, derivative: float, scale: float) -> bool:
-        """Whether ``derivative`` is certainly another, for terms that are as large as ``scale``."""
+        """Return whether ``derivative`` certainly differs, for terms of magnitude ``scale``."""
         off = abs(derivative - self.value)
         return off > 1e-3 * max(abs(derivative), abs(self.value)) + 1e-6 * scale + 20 * self.doubt
 
 
 def slope(function: Callable[[float], float]) -> Slope:
-    """The derivative of ``function`` at 0.
+    """Return the derivative of ``function`` at 0.
 
     >>> round(slope(lambda t: (1 + t) ** 2).value, 6)
     2.0
-    >>> slope(abs).doubt  # a kink: what is left of it, and what is right, disagree
+    >>> slope(abs).doubt  # a kink: the derivatives from the left and from the right disagree
     1.0
     """
     middle = function(0.0)
@@ -58,7 +58,7 @@ def slope(function: Callable[[float], float]) -> Slope:
 
 
 def inner(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The real inner product; None is zero."""
+    """Return the real inner product; None counts as zero."""
     if a is None or b is None:
         return 0.0
     a, b = (each.detach().to(torch.complex128 if each.is_complex() else torch.float64) for each in (a, b))
@@ -68,32 +68,32 @@ def inner(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 def size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """How large the terms of :func:`inner` are together."""
+    """Return the sum of the magnitudes of the terms of :func:`inner`."""
     return 0.0 if a is None or b is None else inner(a.detach().abs(), b.detach().abs())
 
 
 def direction(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """A random tensor of this shape and dtype."""
+    """Return a random tensor of this shape and dtype."""
     generator = torch.Generator().manual_seed(seed + 1234)
     wide = torch.complex128 if like.dtype.is_complex else torch.float64
     return torch.randn(like.shape, generator=generator, dtype=wide).to(like.dtype).to(like.device)
 
 
 def widened(subject: Subject, case: Case) -> Case:
-    """The case in float64, which finite differences need: as it is, or where nothing is said of dtypes, by a trial.
+    """Return the case in float64, which finite differences need; where no spec lists dtypes, after a trial call.
 
     Raises:
         NotApplicable: float64 is not among the dtypes.
-        Refusal: this case has other dtypes.
+        CallRefused: this case has other dtypes.
     """
     numbers = d.candidates(subject, case)
     narrow = {case.tensors()[number].dtype for number in numbers} - set(_EXACT)
     if not narrow:
         return case
-    said = [item.dtypes for item in subject.spec.tensors() if item.dtypes is not None]
-    if any(torch.float64 in dtypes or torch.complex128 in dtypes for dtypes in said):
-        raise Refusal(ValueError("this example is not in float64"))
-    if said or not narrow <= set(_WIDER):
+    listed = [item.dtypes for item in subject.spec.tensors() if item.dtypes is not None]
+    if any(torch.float64 in dtypes or torch.complex128 in dtypes for dtypes in listed):
+        raise CallRefused(ValueError("this example is not in float64"))
+    if listed or not narrow <= set(_WIDER):
         raise NotApplicable("finite differences need float64, which is not among the dtypes")
     wide = case.map(lambda _, tensor: dataclasses.replace(tensor, dtype=_WIDER.get(tensor.dtype, tensor.dtype)))
     _trial(subject, case, wide)
@@ -101,8 +101,8 @@ def widened(subject: Subject, case: Case) -> Case:
 
 
 def _trial(subject: Subject, case: Case, wide: Case) -> None:
-    """Whether the operator takes float64, of which its author said nothing, for what it is."""
-    call, _ = d.made(subject, case, (), wide=True)
+    """Raise NotApplicable unless the operator computes in float64, which its author did not list."""
+    call, _ = d.arguments_requiring_grad(subject, case, (), wide=True)
     narrow = d.trace(subject, case, ())
     found = subject.call(call)
     outputs = [t for t in found.tensors() if t.is_floating_point() or t.is_complex()]
@@ -121,12 +121,12 @@ def along(
     numbers: Sequence[int],
     number: int,
     u: torch.Tensor,
-    value: Callable[[d.Graph], float],
+    value: Callable[[d.AutogradGraph], float],
 ) -> Callable[[float], float]:
-    """``value`` of the operator's results as a function of how far tensor ``number`` is moved along ``u``."""
+    """Return ``value`` of the operator's results as a function of how far tensor ``number`` is moved along ``u``."""
 
     def moved(step: float) -> float:
-        call, inputs = d.made(subject, case, numbers)
+        call, inputs = d.arguments_requiring_grad(subject, case, numbers)
         tensor = inputs[list(numbers).index(number)]
         replaced = (tensor.detach() + step * u).requires_grad_(tensor.requires_grad)
         inputs = tuple(replaced if each is tensor else each for each in inputs)
@@ -134,6 +134,6 @@ def along(
         torch.default_generator.manual_seed(0)
         found = subject.call(call)
         outputs = tuple(t for t in found.tensors() if t.is_floating_point() or t.is_complex())
-        return value(d.Graph(call, inputs, outputs))
+        return value(d.AutogradGraph(call, inputs, outputs))
 
     return moved

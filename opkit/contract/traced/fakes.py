@@ -1,4 +1,4 @@
-"""An operator on fake tensors: sizes, strides and dtypes without elements, as torch.compile and torch.export run it."""
+"""This module runs an operator on fake tensors, as torch.compile and torch.export do: no elements, only metadata."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -13,29 +13,29 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.observed.outcome import Outcome
-from opkit.contract.prop import NotApplicable, Refusal
+from opkit.contract.observed.outcome import CallOutcome
+from opkit.contract.prop import CallRefused, NotApplicable
 from opkit.contract.subject import Subject
 from opkit.op import torch_private as private
 
 Make = Callable[[Any, torch.Tensor, int], torch.Tensor]
-_MOST_KNOWN = 128
+_MAX_CACHED = 128
 
 
 def has_own_fake(subject: Subject) -> bool:
-    """Whether the dispatcher takes the operator for one step: its body is not what runs on fake tensors."""
+    """Return whether the operator is opaque to the dispatcher, so that its body does not run on fake tensors."""
     return subject.overload is not None and not has_kernel(subject, "CompositeImplicitAutograd")
 
 
 def has_kernel(subject: Subject, key: str) -> bool:
-    """Whether the operator has a kernel for this dispatch key."""
+    """Return whether the operator has a kernel for this dispatch key."""
     if subject.overload is None:
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(subject.overload.name(), key))
 
 
 def registers_autograd(subject: Subject) -> bool:
-    """Whether gradients are the operator's own concern; without a rule, what requires them is an accident."""
+    """Return whether the operator defines its gradients; without a rule, which results require them is accidental."""
     if subject.overload is None or subject.operator is not None:
         return True
     keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
@@ -43,7 +43,7 @@ def registers_autograd(subject: Subject) -> bool:
 
 
 def static_mode() -> Any:
-    """A fake mode in which sizes are numbers, except those that an operator says depend on data."""
+    """Return a fake mode in which sizes are numbers, except those that depend on data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -52,7 +52,7 @@ def static_mode() -> Any:
 
 
 def symbolic_mode(duck_shape: bool) -> Any:
-    """A fake mode in which every size above 1 is a symbol; with ``duck_shape`` equal sizes are the same symbol."""
+    """Return a fake mode in which every size above 1 is a symbol; with ``duck_shape`` equal sizes are the same symbol."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -60,17 +60,17 @@ def symbolic_mode(duck_shape: bool) -> Any:
 
 
 def _safe(mode: Any) -> Any:
-    mode._allow_unsafe_data_ptr_access = False  # a kernel in C that is given a null pointer would end the process
+    mode._allow_unsafe_data_ptr_access = False  # a kernel in C would crash on a null pointer
     return mode
 
 
 def fake_tensor(mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """A fake of ``tensor``, with its sizes, strides and offset."""
+    """Return a fake of ``tensor``, with its sizes, strides and offset."""
     return mode.from_tensor(without_base(tensor))
 
 
 def symbolic_tensor(mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """A fake of ``tensor`` all of whose sizes are symbols."""
+    """Return a fake of ``tensor`` whose sizes are all symbols."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -81,7 +81,7 @@ def symbolic_tensor(mode: Any, tensor: torch.Tensor, number: int) -> torch.Tenso
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view of another; torch makes a fake of such a one three times as fast."""
+    """Return the same memory as a tensor that is no view: torch creates a fake of that three times as fast."""
     if not tensor._is_view() or tensor.is_neg() or tensor.is_conj():
         return tensor
     plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -90,7 +90,7 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_call(mode: Any, call: Call, make: Make = fake_tensor) -> Call:
-    """The call with fakes of its tensors."""
+    """Return the call with fakes of its tensors."""
     numbers = iter(range(len(call.tensors())))
     return call.map(lambda tensor: make(mode, tensor, next(numbers)))
 
@@ -102,34 +102,34 @@ def quietly(mode: Any, symbolic: bool = False) -> Generator[None]:
         yield
 
 
-def run_fake(subject: Subject, case: Case, mode: Any = None) -> Outcome:
-    """The operator on fakes of the case's tensors.
+def run_fake(subject: Subject, case: Case, mode: Any = None) -> CallOutcome:
+    """Call the operator on fakes of the case's tensors.
 
     Raises:
-        Refusal: it raised.
-        NotApplicable: it has no fake implementation.
+        CallRefused: the operator raised.
+        NotApplicable: the operator has no fake implementation.
     """
     mode = mode or static_mode()
     return call_fake(subject, fake_call(mode, case.make(subject.device)), mode)
 
 
-def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -> Outcome:
-    """The operator on arguments that are fake already; raises as :func:`run_fake` does."""
+def call_fake(subject: Subject, call: Call, mode: Any, symbolic: bool = False) -> CallOutcome:
+    """Call the operator on arguments that are fake already; raises as :func:`run_fake` does."""
     try:
         with quietly(mode, symbolic):
             return subject.call(call)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         reason = _nothing_to_check(subject, refusal.error)
         if reason:
             raise NotApplicable(reason) from refusal
         raise
 
 
-def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> Outcome:
-    """The operator's kernel for a dispatch key on fake arguments: what a kernel made of torch's operations would give.
+def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> CallOutcome:
+    """Call the operator's kernel for a dispatch key on fake arguments, which works if it is built of torch's operations.
 
     Raises:
-        Refusal: it raised, as one does that reads elements.
+        CallRefused: the kernel raised, as one that reads elements does.
     """
     kernel = functools.partial(subject.overload._op_dk, getattr(torch._C.DispatchKey, key))
     with private.without_fake_tensor_logs(), mode:
@@ -137,7 +137,7 @@ def call_kernel(subject: Subject, call: Call, mode: Any, key: str) -> Outcome:
 
 
 def _nothing_to_check(subject: Subject, error: BaseException) -> str:
-    """Why an error on fake tensors says that there is nothing to compare, or nothing."""
+    """Return why an error on fake tensors means that there is nothing to compare, or ""."""
     unsupported = type(error).__name__ == "UnsupportedOperatorException"
     if (unsupported and getattr(error, "func", None) is subject.overload) or "no fake impl registered" in str(error):
         return "it has no fake implementation, so nothing can compile or export it: see register_fake"
@@ -146,26 +146,26 @@ def _nothing_to_check(subject: Subject, error: BaseException) -> str:
     return ""
 
 
-def both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
-    """The operator on real tensors and on fakes of these; properties that are asked of one case share them.
+def both(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome]:
+    """Call the operator on real tensors and on fakes of these; properties that check the same case share the outcomes.
 
     Raises:
-        Refusal: it raised on either.
-        NotApplicable: it is no operator of its own, and torch has no fake of something that it calls.
+        CallRefused: the operator raised on either.
+        NotApplicable: it is not an operator of the dispatcher, and torch has no fake of something that it calls.
     """
-    known: dict[str, tuple[Outcome, Outcome]] = vars(subject).setdefault("_faked", {})
-    if len(known) > _MOST_KNOWN:
-        known.clear()
+    cache: dict[str, tuple[CallOutcome, CallOutcome]] = vars(subject).setdefault("_faked", {})
+    if len(cache) > _MAX_CACHED:
+        cache.clear()
     key = repr(case)
-    if key not in known:
-        known[key] = _both(subject, case)
-    return known[key]
+    if key not in cache:
+        cache[key] = _both(subject, case)
+    return cache[key]
 
 
-def _both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
+def _both(subject: Subject, case: Case) -> tuple[CallOutcome, CallOutcome]:
     try:
-        fake = run_fake(subject, case)  # before the kernel, so that it cannot know what the kernel did
-    except Refusal as refusal:
+        fake = run_fake(subject, case)  # first, so that it cannot use state that the kernel leaves
+    except CallRefused as refusal:
         subject.run(case)
         if not has_own_fake(subject):
             raise NotApplicable(f"what it calls does not run on fake tensors: {shortened(refusal.error)}") from refusal
@@ -174,13 +174,13 @@ def _both(subject: Subject, case: Case) -> tuple[Outcome, Outcome]:
 
 
 def shortened(error: BaseException, most: int = 240) -> str:
-    """An error's type and first lines."""
+    """Return an error's type and the beginning of its text."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}{'...' if len(text) > most else ''}"
 
 
 def shared_memory(named: list[tuple[str, Any]]) -> set[tuple[str, str]]:
-    """The pairs, by name, of which the second is in the storage of the first."""
+    """Return the pairs of names of tensors that share a storage."""
     first: dict[int, str] = {}
     found: set[tuple[str, str]] = set()
     for name, tensor in named:
@@ -190,7 +190,7 @@ def shared_memory(named: list[tuple[str, Any]]) -> set[tuple[str, str]]:
     return found
 
 
-def named_tensors(outcome: Outcome) -> list[tuple[str, Any]]:
-    """The arguments' tensors and all results, with names for messages."""
+def named_tensors(outcome: CallOutcome) -> list[tuple[str, Any]]:
+    """Return the arguments' tensors and all results, with names for messages."""
     arguments = [(f"argument tensor {number}", tensor) for number, tensor in enumerate(outcome.call.tensors())]
     return arguments + [(f"result {number}", leaf) for number, leaf in enumerate(outcome.results)]

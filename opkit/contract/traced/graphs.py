@@ -1,4 +1,4 @@
-"""Programs around an operator, compiled: by which backend, called how, and compared with the same program run eagerly."""
+"""This module compiles programs that call an operator, and compares them with the same programs run eagerly."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from opkit import config
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.observed.outcome import described, first_difference, same_bits
-from opkit.contract.prop import NotApplicable, Refusal, Violation
+from opkit.contract.prop import CallRefused, NotApplicable, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes
 
@@ -33,9 +33,9 @@ _RECOMPILES = 64
 
 @contextlib.contextmanager
 def compiler() -> Generator[None]:
-    """A compiler that knows of no earlier program, logs nothing, and leaves no setting changed.
+    """Reset torch's compiler, so that it has no earlier programs, logs nothing, and changes no setting afterwards.
 
-    Generated code is kept in opkit's cache, by its content; whole graphs are not, since an operator is no part of their key.
+    opkit's cache stores generated code, by its content, but not whole graphs, whose key does not contain the operator.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -84,7 +84,7 @@ def _no_logs() -> Generator[None]:
 
 
 def alone(subject: Subject) -> Program:
-    """The operator, and what became of the arguments that it writes to."""
+    """Return a program that calls the operator alone."""
 
     def program(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return subject.function(*args, **kwargs)
@@ -92,43 +92,43 @@ def alone(subject: Subject) -> Program:
     return program
 
 
-def between(subject: Subject) -> Program:
-    """The operator among other operations: on buffers that the compiler allocates, twice, used and unused."""
+def among_others(subject: Subject) -> Program:
+    """Return a program that calls the operator twice among other operations, on buffers that the compiler allocates."""
 
     def program(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        own, named = pytree.tree_map(_passed_on, (tuple(args), kwargs))
+        own, named = pytree.tree_map(_recomputed, (tuple(args), kwargs))
         first = subject.function(*own, **named)
-        after = pytree.tree_map(_passed_on, first)
-        subject.function(*own, **named)  # its result is unused; what it writes is not
-        return after, pytree.tree_map(_passed_on, (own, named))
+        after = pytree.tree_map(_recomputed, first)
+        subject.function(*own, **named)  # its result is unused, but its writes are returned
+        return after, pytree.tree_map(_recomputed, (own, named))
 
     return program
 
 
-def _passed_on(leaf: Any) -> Any:
-    """The same numbers from an operation that a compiler generates code for; minus twice is not simplified."""
+def _recomputed(leaf: Any) -> Any:
+    """Return the same numbers from an operation that a compiler generates code for: it does not simplify -(-x)."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.logical_not().logical_not() if leaf.dtype == torch.bool else leaf.neg().neg()
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a program gave: results, arguments afterwards, and gradients of the arguments that require them."""
+class ProgramOutcome:
+    """The outcome of a program: results, arguments afterwards, and gradients of the arguments that require them."""
 
     results: tuple[Any, ...]
     arguments: tuple[torch.Tensor, ...]
     gradients: tuple[Any, ...] = ()
 
 
-def run(program: Program, call: Call, gradients: bool = False) -> Ran:
-    """Run a program on a call; with ``gradients``, backwards too."""
+def run(program: Program, call: Call, gradients: bool = False) -> ProgramOutcome:
+    """Run a program on a call; with ``gradients``, run the backward too."""
     torch.manual_seed(0)
     returned = program(call.args, call.kwargs)
     results = tuple(pytree.tree_leaves(returned))
     tensors = call.tensors()
     grads = _gradients(results, tensors) if gradients else ()
-    return Ran(tuple(map(_plain, results)), tuple(map(_plain, tensors)), grads)
+    return ProgramOutcome(tuple(map(_plain, results)), tuple(map(_plain, tensors)), grads)
 
 
 def _plain(leaf: Any) -> Any:
@@ -145,29 +145,29 @@ def _gradients(results: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple
     return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
 
-def eager(subject: Subject, program: Program, case: Case, gradients: bool = False) -> Ran:
-    """What the program gives without a compiler.
+def eager(subject: Subject, program: Program, case: Case, gradients: bool = False) -> ProgramOutcome:
+    """Run the program without a compiler.
 
     Raises:
-        Refusal: the operator raised.
+        CallRefused: the operator raised.
     """
     try:
         return run(program, case.make(subject.device), gradients)
     except Exception as error:
-        raise Refusal(error) from error
+        raise CallRefused(error) from error
 
 
 def compiled(subject: Subject, program: Program, backend: Any, dynamic: bool | None) -> Program:
-    """The program as ``torch.compile`` gives it; an operator of the dispatcher may break no graph."""
+    """Compile the program with ``torch.compile``; an operator of the dispatcher may not break the graph."""
     return torch.compile(program, backend=backend, dynamic=dynamic, fullgraph=subject.overload is not None)
 
 
 def attempt(subject: Subject, run_it: Callable[[], Any], what: str) -> Any:
-    """``run_it()``, of which eager mode has shown that the operator accepts it.
+    """Return ``run_it()``, for a call that the operator accepts in eager mode.
 
     Raises:
         Violation: it raised.
-        NotApplicable: it raised, and what is checked is no operator of its own.
+        NotApplicable: it raised, and the subject is not an operator of the dispatcher.
     """
     try:
         return run_it()
@@ -178,11 +178,11 @@ def attempt(subject: Subject, run_it: Callable[[], Any], what: str) -> Any:
         raise Violation(f"{reason}, and eager mode accepts the same call.") from error
 
 
-def compare(expected: Ran, found: Ran, where: str) -> None:
-    """Both are equal, to the rounding of what a compiler fuses.
+def compare(expected: ProgramOutcome, found: ProgramOutcome, where: str) -> None:
+    """Check that both are equal, up to the rounding of operations that a compiler fuses.
 
     Raises:
-        Violation: they are not.
+        Violation: they are not equal.
     """
     for what in ("results", "arguments", "gradients"):
         ours, theirs = getattr(expected, what), getattr(found, what)
@@ -203,7 +203,7 @@ def _shown(a: Any, b: Any) -> str:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Whether two results are equal: integers to the bit, other numbers to the rounding of their dtype."""
+    """Return whether two results are equal: integers exactly, other numbers up to the rounding of their dtype."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         numbers = isinstance(a, float) and isinstance(b, float)
         return bool(abs(a - b) <= 1e-4 * (1 + abs(a))) or same_bits(a, b) if numbers else same_bits(a, b)
@@ -219,16 +219,16 @@ def close(a: Any, b: Any) -> bool:
 
 
 def exported(subject: Subject, call: Call, dynamic: bool, strict: bool) -> Any:
-    """The operator as a program of ``torch.export``."""
+    """Export the operator with ``torch.export``."""
     from torch.export import Dim, export
 
     class Module(torch.nn.Module):
         def forward(self, args: Any, kwargs: Any) -> Any:
             return subject.function(*args, **kwargs)
 
-    given = (call.args, call.kwargs)
-    shapes = pytree.tree_map(lambda leaf: _dims(leaf, Dim.AUTO), given) if dynamic else None
-    return export(Module(), given, dynamic_shapes=shapes, strict=strict)
+    arguments = (call.args, call.kwargs)
+    shapes = pytree.tree_map(lambda leaf: _dims(leaf, Dim.AUTO), arguments) if dynamic else None
+    return export(Module(), arguments, dynamic_shapes=shapes, strict=strict)
 
 
 def _dims(leaf: Any, kind: Any) -> Any:
@@ -236,7 +236,7 @@ def _dims(leaf: Any, kind: Any) -> Any:
 
 
 def reloaded(program: Any) -> Program:
-    """An exported program, saved and loaded."""
+    """Save and load an exported program."""
     memory = io.BytesIO()
     torch.export.save(program, memory)
     memory.seek(0)

@@ -1,4 +1,4 @@
-"""Sizes as symbols: an operator is traced once on fake tensors, and what it says is evaluated at other sizes."""
+"""This module traces an operator once on fake tensors with symbolic sizes, and evaluates the trace at other sizes."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -15,8 +15,8 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import at_least_two, other_sizes
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import Outcome, described
-from opkit.contract.prop import NotApplicable, Refusal, Remark, Violation
+from opkit.contract.observed.outcome import CallOutcome, described
+from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
 from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes
 
@@ -26,33 +26,33 @@ _CONSTANT_AT = 3  # a size that is a constant at this many sizes is one at every
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it is a fake tensor."""
+    """Return whether it is a fake tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def unknown(size: Any) -> bool:
-    """Whether a size is a symbol that has no value until the program runs."""
+    """Return whether a size is a symbol that has no value until the program runs."""
     return isinstance(size, torch.SymInt) and not size.node.has_hint()
 
 
 def cases(subject: Subject) -> SearchStrategy[Case]:
-    """Calls whose named sizes are above 1, since compilers take 0 and 1 for constants."""
+    """Draw calls whose named sizes are above 1, since compilers specialize on 0 and 1."""
     how = Drawing(layouts=LAYOUTS, largest=_LARGEST)
     return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
-    """One run with symbolic sizes: the arguments before it, what came out, and what was assumed on the way."""
+class SymbolicTrace:
+    """One run with symbolic sizes: the arguments before it, its outcome, and the assumptions that it made."""
 
-    arguments: tuple[tuple[Any, ...], ...]  # of each tensor sizes, strides and offset, as expressions
-    outcome: Outcome
+    arguments: tuple[tuple[Any, ...], ...]  # sizes, strides and offset of each tensor, as expressions
+    outcome: CallOutcome
     env: Any
 
     def values(self, call: Call) -> dict[Any, int] | None:
-        """What each symbol is in another call; None where the trace does not hold for it, and torch traces again."""
+        """Return each symbol's value in another call; None if the trace does not hold for it and torch traces again."""
         found: dict[Any, int] = {}
         pairs = [
             (expression, number)
@@ -66,7 +66,7 @@ class Trace:
         return found if holds and self._assumed(found) else None
 
     def _assumed(self, values: dict[Any, int]) -> bool:
-        """Whether guards, equalities and ranges hold."""
+        """Return whether guards, equalities and ranges hold."""
         import sympy
 
         guards = [evaluated(guard.expr, values) for guard in self.env.guards]
@@ -78,7 +78,7 @@ class Trace:
         return all(ranges[s].lower <= number <= ranges[s].upper for s, number in values.items() if s in ranges)
 
     def constants(self) -> set[tuple[int, int]]:
-        """The sizes, by tensor and dimension, that were symbols and are constants after the run."""
+        """Return the sizes, by tensor and dimension, that were symbols before the run and are constants after it."""
         return {
             (number, dim)
             for number, (expressions, fake) in enumerate(zip(self.arguments, self.outcome.call.tensors(), strict=True))
@@ -91,16 +91,12 @@ def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
 
 
-def _expressions(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(_expression(number) for number in _numbers(tensor))
-
-
 def _expression(number: Any) -> Any:
     return number.node.expr if isinstance(number, torch.SymInt) else number
 
 
 def evaluated(expression: Any, values: dict[Any, int]) -> Any:
-    """An expression with numbers in place of symbols: a number, or what is left of it."""
+    """Evaluate an expression with numbers in place of symbols: a number, or an expression if symbols remain."""
     if isinstance(expression, (int, bool)):
         return expression
     import sympy
@@ -109,16 +105,16 @@ def evaluated(expression: Any, values: dict[Any, int]) -> Any:
     return int(replaced) if replaced.is_Integer else replaced
 
 
-def traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
-    """The operator on tensors with symbolic sizes.
+def traced(subject: Subject, case: Case, duck_shape: bool) -> SymbolicTrace:
+    """Trace the operator on tensors with symbolic sizes.
 
     Raises:
-        Refusal: it raised.
+        CallRefused: the operator raised.
     """
     mode = fakes.symbolic_mode(duck_shape)
     call = fakes.fake_call(mode, case.make(subject.device), fakes.symbolic_tensor)
-    before = tuple(_expressions(tensor) for tensor in call.tensors())
-    return Trace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
+    before = tuple(tuple(map(_expression, _numbers(tensor))) for tensor in call.tensors())
+    return SymbolicTrace(before, fakes.call_fake(subject, call, mode, symbolic=True), mode.shape_env)
 
 
 def check_symbolic(subject: Subject, case: Case) -> None:
@@ -126,7 +122,7 @@ def check_symbolic(subject: Subject, case: Case) -> None:
     real = subject.run(case)
     trace = _traced(subject, case, duck_shape=False)
     _compare(trace, real, case, case)
-    if _equal_sizes(case):  # else there is nothing that torch would take for the same symbol
+    if _equal_sizes(case):  # otherwise no two sizes get the same symbol
         _compare(_traced(subject, case, duck_shape=True), real, case, case)
     others = [*_accepted(subject, other_sizes(subject.spec, case))]
     retraced = [_compare(trace, outcome, case, other) for other, outcome in others]
@@ -139,43 +135,43 @@ def _equal_sizes(case: Case) -> bool:
     return len(set(large)) < len(large)
 
 
-def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, Outcome]]:
+def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, CallOutcome]]:
     for case in found:
         try:
             yield case, subject.run(case)
-        except Refusal:
+        except CallRefused:
             continue
 
 
-def _traced(subject: Subject, case: Case, duck_shape: bool) -> Trace:
+def _traced(subject: Subject, case: Case, duck_shape: bool) -> SymbolicTrace:
     try:
         return traced(subject, case, duck_shape)
-    except Refusal as refusal:
+    except CallRefused as refusal:
         try:
             fakes.run_fake(subject, case)
-        except Refusal as static:
-            raise static from refusal  # fake.accepts tells
+        except CallRefused as static:
+            raise static from refusal  # fake.accepts reports it
         if not fakes.has_own_fake(subject):
             raise NotApplicable(f"what it calls takes no symbolic sizes: {fakes.shortened(refusal.error)}") from refusal
         raise Violation(
-            f"the fake implementation takes sizes that are numbers, and with symbolic sizes raises "
-            f"{fakes.shortened(refusal.error)}. torch.compile(dynamic=True) and torch.export call it so."
+            f"the fake implementation accepts sizes that are numbers, but with symbolic sizes it raises "
+            f"{fakes.shortened(refusal.error)}. torch.compile(dynamic=True) and torch.export call it with these."
         ) from refusal
 
 
-def _compare(trace: Trace, real: Outcome, first: Case, second: Case) -> bool:
-    """Whether the trace says nothing of the second case; a violation where what it says is wrong."""
-    call = second.make()  # what matters is how it lies, not where
+def _compare(trace: SymbolicTrace, real: CallOutcome, first: Case, second: Case) -> bool:
+    """Return whether the trace does not hold for the second case; raise Violation if it holds and is wrong."""
+    call = second.make()  # only the layout matters, not the device
     values = trace.values(call)
     if values is None:
         return True
-    told, ours = fakes.named_tensors(trace.outcome), fakes.named_tensors(real)
-    if len(told) != len(ours):
+    fakes_of, kernels = fakes.named_tensors(trace.outcome), fakes.named_tensors(real)
+    if len(fakes_of) != len(kernels):
         raise Violation(
             f"{_where(first, second)} the fake implementation gives {len(trace.outcome.results)} results, "
             f"and the kernel {len(real.results)}"
         )
-    for (name, kernel), (_, fake) in zip(ours, told, strict=True):
+    for (name, kernel), (_, fake) in zip(kernels, fakes_of, strict=True):
         found = _difference(kernel, fake, values)
         if found:
             raise Violation(
@@ -190,14 +186,14 @@ def _where(first: Case, second: Case) -> str:
 
 def _difference(kernel: Any, fake: Any, values: dict[Any, int]) -> str:
     if not isinstance(kernel, torch.Tensor) or not isinstance(fake, torch.Tensor):
-        told = evaluated(_expression(fake), values) if isinstance(fake, (int, torch.SymInt)) else fake
-        integer = isinstance(kernel, int) and isinstance(told, int)
-        return f"the value {kernel}, and {told} by the trace" if integer and kernel != told else ""
-    for what, ours, told in _measures(kernel, fake):
-        numbers = [evaluated(_expression(each), values) for each in told]
+        value = evaluated(_expression(fake), values) if isinstance(fake, (int, torch.SymInt)) else fake
+        integer = isinstance(kernel, int) and isinstance(value, int)
+        return f"the value {kernel}, and {value} by the trace" if integer and kernel != value else ""
+    for what, ours, symbolic in _measures(kernel, fake):
+        numbers = [evaluated(_expression(each), values) for each in symbolic]
         known = [(a, b) for a, b in zip(ours, numbers, strict=False) if isinstance(b, int)]
         if len(ours) != len(numbers) or any(a != b for a, b in known):
-            by = "" if list(map(str, told)) == list(map(str, numbers)) else f" ({', '.join(map(str, told))})"
+            by = "" if list(map(str, symbolic)) == list(map(str, numbers)) else f" ({', '.join(map(str, symbolic))})"
             return f"{what} {[*ours]}, and {numbers} by the trace{by}"
     return "" if kernel.dtype == fake.dtype else f"dtype {kernel.dtype}, and {fake.dtype} by the trace"
 
@@ -210,8 +206,8 @@ def _measures(kernel: torch.Tensor, fake: torch.Tensor) -> Iterator[tuple[str, A
         yield "offset", [kernel.storage_offset()], [fake.storage_offset()]
 
 
-def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
-    """Tell of sizes that are constants wherever the operator is traced."""
+def _constant(subject: Subject, trace: SymbolicTrace, others: list[Case]) -> None:
+    """Raise for sizes that are constants wherever the operator is traced."""
     always = trace.constants()
     for other in others[: _CONSTANT_AT - 1]:
         always &= _traced(subject, other, duck_shape=False).constants()
@@ -219,7 +215,7 @@ def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
         return
     tensor, dim = min(always)
     message = (
-        f"each size of dimension {dim} of tensor {tensor} is taken for a constant: a program is compiled again for every "
+        f"each size of dimension {dim} of tensor {tensor} becomes a constant: a program is compiled again for every "
         f"size, as for {others[0]}, and cannot be exported with dynamic sizes"
     )
     lists = any(str(each.type) == "List[Tensor]" for each in subject.schema.returns) if subject.schema else True
@@ -231,21 +227,21 @@ def _constant(subject: Subject, trace: Trace, others: list[Case]) -> None:
 
 
 def check_unbacked(subject: Subject, case: Case) -> None:
-    """Sizes that depend on data, as the fake implementation bounds them, against those of the kernel."""
+    """Check the fake implementation's bounds on sizes that depend on data against the kernel's sizes."""
     mode = fakes.static_mode()
     fake = fakes.run_fake(subject, case, mode)
-    told = [leaf for leaf in fake.results if isinstance(leaf, torch.Tensor)]
-    if not any(unknown(size) for tensor in told for size in tensor.shape):
+    results = [leaf for leaf in fake.results if isinstance(leaf, torch.Tensor)]
+    if not any(unknown(size) for tensor in results for size in tensor.shape):
         raise NotApplicable("no size of a result depends on data")
     values: dict[Any, int] = {}
-    for number, (ours, tensor) in enumerate(zip(subject.run(case).tensors(), told, strict=False)):
+    for number, (ours, tensor) in enumerate(zip(subject.run(case).tensors(), results, strict=False)):
         _bind(f"result {number} {described(ours)}", ours, tensor, values)
         _bounds(f"result {number} {described(ours)}", values, mode.shape_env)
     _relations(values, mode.shape_env)
 
 
-def _bind(name: str, ours: torch.Tensor, told: torch.Tensor, values: dict[Any, int]) -> None:
-    for size, symbolic in zip(ours.shape, told.shape, strict=False):
+def _bind(name: str, ours: torch.Tensor, fake: torch.Tensor, values: dict[Any, int]) -> None:
+    for size, symbolic in zip(ours.shape, fake.shape, strict=False):
         expression = _expression(symbolic)
         if getattr(expression, "is_symbol", False):
             values.setdefault(expression, size)
@@ -253,7 +249,7 @@ def _bind(name: str, ours: torch.Tensor, told: torch.Tensor, values: dict[Any, i
         if isinstance(found, int) and found != size:
             raise Violation(
                 f"{name} has a size of {size}, which the fake implementation says is {symbolic} = {found}, as in another "
-                "place. Sizes that may differ need a new_dynamic_size() each."
+                "place. Each size that may differ needs its own new_dynamic_size()."
             )
 
 
@@ -268,7 +264,7 @@ def _bounds(name: str, values: dict[Any, int], env: Any) -> None:
 
 
 def _relations(values: dict[Any, int], env: Any) -> None:
-    """What the fake implementation stated with torch._check."""
+    """Check the relations that the fake implementation states with torch._check."""
     import sympy
 
     asserts = [each for several in env.deferred_runtime_asserts.values() for each in several]

@@ -12,7 +12,7 @@ says so once, in the log ``opkit.bridge``, and ``opkit doctor`` says so too. An 
 - :func:`build` builds the bridge into the build cache, :func:`load` loads it from there and never builds it;
 - :func:`status` says whether it is there, for ``opkit doctor``.
 
-Nothing here imports torch: ``opkit.op.torch_paths`` says where it is.
+Nothing here imports torch: ``opkit.op.torch_private`` says where it is.
 """
 
 from opkit.kernels.bridge.building import Status as Status

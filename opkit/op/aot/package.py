@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
 from opkit.kernels.aot import package, portable
@@ -21,20 +22,22 @@ from opkit.kernels.cc.progress import Progress
 from opkit.kernels.triton.shipping import TritonBinary
 from opkit.kernels.tuning import records
 from opkit.op import registry
-from opkit.op.examples.calls import programs
+from opkit.op import torch_private as private
+from opkit.op.examples.variations import example_calls, split_arguments
+from opkit.op.layout import program as layout_program
+from opkit.op.layout.derivation import derive
 from opkit.op.native.function import NativeFunction
+from opkit.op.operator import CustomOp
 from opkit.op.triton import building
 from opkit.op.triton.function import TritonFunction
 
-if TYPE_CHECKING:
-    from opkit.op.operator import CustomOp
-
 DEFAULT_ISAS = {"x86_64": ("baseline", "avx2", "avx512"), "aarch64": ("neon",)}
-"""What kernels are built for that do not say it themselves, on each kind of machine."""
+"""The instruction sets for kernels that do not name theirs, on each kind of machine."""
 
 _ARCHITECTURE = re.compile(r"-(-generate-code|gencode|arch|-gpu-architecture)\b")
 _CUDA_ARCHITECTURES = ("-arch=all-major",)
 _PER_LINE = 12
+_MAX_CALLS, _MAX_ATTEMPTS, _MAX_FAILED_ATTEMPTS = 1024, 128, 12
 
 
 Words = tuple[int, ...]
@@ -42,17 +45,17 @@ _NOTHING: tuple[list[Words], str] = ([], "")
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What was built.
+class BuildReport:
+    """What ``opkit build`` built.
 
     Attributes:
-        folder: where it is.
-        libraries: what it holds.
-        programs: the number of each kernel's programs of output sizes, by operator and kernel.
+        folder: the package's folder.
+        libraries: the libraries in it.
+        programs: the number of each kernel's layout programs, by operator and kernel.
         left_out: kernels that cannot be built here, and why.
         python_only: kernels that cannot be used without Python, and why.
-        binaries: the Triton kernels that it holds.
-        tuned: how many tuning results were put in.
+        binaries: the Triton kernels in it.
+        tuned: the number of tuning results in it.
     """
 
     folder: Path
@@ -65,7 +68,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
+class _LibraryBuild:
     """One library to build."""
 
     function: NativeFunction
@@ -90,17 +93,17 @@ def build(
     with_programs: bool = False,
     architectures: Sequence[str] = (),
     with_tuning: bool = True,
-) -> Report:
+) -> BuildReport:
     """Compile the kernels of a module that was imported, and of the modules below its package.
 
     Args:
-        module: its name. Its operators are built, and those of its package's modules as far as they were imported.
+        module: the module's name. Its operators are built, and those of its package's modules that were imported.
         chosen: the instruction sets for native kernels that do not name theirs.
         output: the folder to write to; by default ``_opkit`` in the package's.
         jobs: how many compilers run at once.
-        with_programs: put programs of output sizes into the libraries, for use without Python.
+        with_programs: put layout programs into the libraries, for use without Python.
         architectures: the GPUs that Triton kernels are compiled for, such as "sm_90" and "gfx942".
-        with_tuning: put the cache's tuning results for the Triton kernels beside them.
+        with_tuning: add the cache's tuning results for the Triton kernels.
 
     Raises:
         PackageError: there is nothing to build, a kernel is a debug build or cannot be compiled, or the folder cannot be
@@ -111,24 +114,27 @@ def build(
     _check(functions)
     folder = output or _folder(module)
     items = [item for function in functions for item in _items(function, chosen)]
-    found = _programs(functions) if with_programs else {}
-    libraries, notes = _libraries(items, found, portable.root(module) or folder.parent, jobs)
+    programs = _programs(functions) if with_programs else {}
+    libraries, notes = _libraries(items, programs, portable.root(module) or folder.parent, jobs)
     compiled = building.build(_kernels(module), architectures, jobs)
     if not functions and compiled == building.Built():
         raise _nothing(module)
     tuned = _tuning(folder, triton_functions(module)) if with_tuning else 0
     manifest = package.write(folder, libraries, compiled.binaries)
-    counts = {_named(function): len(listed) for function, (listed, _) in found.items()}
-    reasons = tuple(reason for _, reason in found.values() if reason)
+    counts = {_named(function): len(listed) for function, (listed, _) in programs.items()}
+    reasons = tuple(reason for _, reason in programs.values() if reason)
     left_out = (*notes, *compiled.left_out)
-    return Report(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
+    return BuildReport(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
 
 
 def _libraries(
-    items: Sequence[_Item], found: dict[NativeFunction, tuple[list[Words], str]], root: Path, jobs: int | None
+    items: Sequence[_LibraryBuild],
+    programs: dict[NativeFunction, tuple[list[Words], str]],
+    root: Path,
+    jobs: int | None,
 ) -> tuple[list[tuple[Library, Path]], tuple[str, ...]]:
-    """The libraries with the files that they are in now, and notes on those that are left out."""
-    requests = [item.request(found.get(item.function, _NOTHING)[0]) for item in items]
+    """Return the libraries with their present files, and notes on those that are left out."""
+    requests = [item.request(programs.get(item.function, _NOTHING)[0]) for item in items]
     built = list(zip(items, compilation.build_all(requests, jobs), strict=True))
     notes = _failures(built)
     return [(_library(item, root), path) for item, path in built if isinstance(path, Path)], notes
@@ -142,23 +148,23 @@ def _tuning(folder: Path, kernels: Sequence[TritonFunction]) -> int:
 
 
 def operators_of(module: str) -> list[CustomOp[Any, Any]]:
-    """The operators that a module, or one below its package, defines."""
+    """Return the operators that a module, or one below its package, defines."""
     above = _package(module)
-    found: list[CustomOp[Any, Any]] = []
+    operators: list[CustomOp[Any, Any]] = []
     for op in registry.operators():
         where = str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
         if where in (module, above) or where.startswith(f"{above}."):
-            found.append(op)
-    return found
+            operators.append(op)
+    return operators
 
 
 def native_functions(module: str) -> list[NativeFunction]:
-    """The native kernels of those operators."""
+    """Return the native kernels of a module's operators."""
     return [function for function in _functions(module) if isinstance(function, NativeFunction)]
 
 
 def triton_functions(module: str) -> list[TritonFunction]:
-    """The Triton kernels of those operators that are launched without Python."""
+    """Return the Triton kernels of a module's operators that are launched without Python."""
     return [function for function in _functions(module) if isinstance(function, TritonFunction)]
 
 
@@ -172,7 +178,7 @@ def _kernels(module: str) -> list[building.OfOperator]:
 
 
 def _package(module: str) -> str:
-    """The package whose folder a module's libraries go to: itself, or the one that it is in; a module of its own is one."""
+    """Return the package whose folder a module's libraries go to: the module itself if it is a package, else its package."""
     if hasattr(sys.modules.get(module), "__path__"):
         return module
     return module.rpartition(".")[0] or module
@@ -181,7 +187,7 @@ def _package(module: str) -> str:
 def _folder(module: str) -> Path:
     listed = (*portable.places(_package(module), package.FOLDER), *portable.places(module, package.FOLDER))
     if not listed:
-        raise PackageError(f"{module} is no file, so there is no folder beside it. Name one with --output.")
+        raise PackageError(f"{module} is no file, so it has no folder. Name one with --output.")
     return listed[0]
 
 
@@ -201,17 +207,17 @@ def _check(functions: Sequence[NativeFunction]) -> None:
         )
 
 
-# ---- what is to be built ---------------------------------------------------------------------------------------------
+# ---- libraries to build ----------------------------------------------------------------------------------------------
 
 
-def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_Item]:
+def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_LibraryBuild]:
     said = any(_ARCHITECTURE.match(flag) for flag in function.native.flags)
     flags = _CUDA_ARCHITECTURES if function.native.cuda and not said else ()
-    return [_Item(function, isa, flags) for isa in _isas(function, chosen)]
+    return [_LibraryBuild(function, isa, flags) for isa in _isas(function, chosen)]
 
 
 def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
-    """The instruction sets of a kernel's libraries: its own as far as this kind of machine has them, or the chosen."""
+    """Return the instruction sets of a kernel's libraries: its own, if this kind of machine has them, or the chosen."""
     if function.native.cuda:
         return [CUDA]
     known = isas.WIDENING.get(isas.machine(), ("baseline",))
@@ -226,19 +232,46 @@ def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
 
 
 def _programs(functions: Sequence[NativeFunction]) -> dict[NativeFunction, tuple[list[Words], str]]:
-    """The programs of output sizes of each kernel, or why it has none."""
-    found: dict[NativeFunction, tuple[list[Words], str]] = {}
-    progress = Progress(lambda: f"worked out the output sizes of {len(found)} of {len(functions)} kernels")
+    """Return the layout programs of each kernel, or why it has none."""
+    programs: dict[NativeFunction, tuple[list[Words], str]] = {}
+    progress = Progress(lambda: f"worked out the output sizes of {len(programs)} of {len(functions)} kernels")
     for function in functions:
-        listed, reason = programs(function)
-        found[function] = [program.words for program in listed], reason
+        listed, reason = layout_programs(function)
+        programs[function] = [program.words for program in listed], reason
         progress.tick()
     progress.finish()
-    return found
+    return programs
+
+
+def layout_programs(function: NativeFunction) -> tuple[list[layout_program.LayoutProgram], str]:
+    """Return the layout programs of a native kernel for the calls that its annotations allow; if there is none, why.
+
+    A program holds for all sizes of 2 and more of tensors of some ranks and dtypes; for sizes of 1, which broadcast,
+    there are others.
+    """
+    programs: dict[tuple[int, ...], layout_program.LayoutProgram] = {}
+    facts = function.bound.facts
+    if all(output.alias is not None for output in facts.outputs):
+        return [], ""  # no output is new, so no sizes are needed
+    kinds = [argument.kind for argument in facts.arguments]
+    tried, reason = 0, f"{facts.operator}: no calls can be generated from its annotations"
+    with private.without_fake_tensor_logs():
+        for values in itertools.islice(example_calls(function), _MAX_CALLS):
+            if any(layout_program.run(words, kinds, values) is not None for words in programs):
+                continue
+            program = derive(function.operator, *split_arguments(function.operator, values))
+            if isinstance(program, layout_program.LayoutProgram):
+                programs[program.words] = program
+            else:
+                reason = program.reason
+            tried += 1
+            if tried == _MAX_ATTEMPTS or (tried == _MAX_FAILED_ATTEMPTS and not programs):
+                break
+    return list(programs.values()), "" if programs else reason
 
 
 def _extra(listed: Sequence[Sequence[int]]) -> str:
-    """The C array of programs that a library is to hold.
+    """Return the C array of a library's layout programs.
 
     >>> print(_extra([[2, 7]]))
     <BLANKLINE>
@@ -266,11 +299,11 @@ def _literal(word: int) -> str:
 # ---- what was built --------------------------------------------------------------------------------------------------
 
 
-def _failures(built: Sequence[tuple[_Item, Path | OpkitError]]) -> tuple[str, ...]:
-    """Notes on the kernels that are left out, as there is no compiler for the GPU.
+def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple[str, ...]:
+    """Return notes on the kernels that are left out because there is no compiler for the GPU.
 
     Raises:
-        PackageError: others cannot be built; it has each one's message once.
+        PackageError: others cannot be built; its text has the message of each once.
     """
     first = {item.function: error for item, error in reversed(built) if isinstance(error, OpkitError)}
     left_out = {f: e for f, e in first.items() if f.native.cuda and isinstance(e, ToolchainError)}
@@ -287,7 +320,7 @@ def _amount(count: int) -> str:
     return f"{count} kernels" if count > 1 else "1 kernel"
 
 
-def _library(item: _Item, root: Path) -> Library:
+def _library(item: _LibraryBuild, root: Path) -> Library:
     native, bound = item.function.native, item.function.bound
     source, files = portable.identity(native, bound, root), portable.files(native, item.request(()), root)
     return Library(*_named(item.function), item.isa, "", "", 0, source, files)

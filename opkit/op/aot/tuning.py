@@ -1,4 +1,4 @@
-"""``opkit tune``: example calls of operators, run so that their Triton kernels tune themselves, and what they chose."""
+"""``opkit tune``: run example calls of operators, so that their Triton kernels tune themselves, and list what they chose."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
@@ -19,7 +19,7 @@ from opkit.kernels.tuning.record_format import Identity
 from opkit.op import registry
 from opkit.op.aot.package import operators_of
 from opkit.op.examples import typical as typical_calls
-from opkit.op.examples.arguments import CallSpec
+from opkit.op.examples.arguments import ExampleCall
 from opkit.op.operator import CustomOp
 
 Op = CustomOp[Any, Any]
@@ -32,31 +32,31 @@ class Tunable(Protocol):
     examples: Sequence[Mapping[str, Any]]
 
     def identities(self) -> Sequence[Identity]:
-        """Each Triton kernel that it launches, as its results are recorded."""
+        """Return the identity under which the results of each Triton kernel that it launches are recorded."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class TuningResult:
     """What one kernel chose in one call.
 
     Attributes:
         call: the call.
-        choice: the configuration, what it took, and what the others took.
+        choice: the configuration, its time, and the times of the others.
     """
 
-    call: CallSpec
+    call: ExampleCall
     choice: Choice
 
 
 def device() -> str:
-    """Where kernels are tuned.
+    """Return the device on which kernels are tuned.
 
     Raises:
         ArgumentError: there is no GPU, or tuning is switched off.
     """
     if not config.get().tune:
-        raise ArgumentError("OPKIT_TUNE=off says that nothing is to be timed. Unset it.")
+        raise ArgumentError("OPKIT_TUNE=off forbids timing. Unset it.")
     if torch.cuda.is_available():
         return "cuda"
     raise ArgumentError(
@@ -66,37 +66,37 @@ def device() -> str:
 
 
 def operators(module: str, names: Collection[str] = ()) -> list[Op]:
-    """The operators of a module that have kernels on the GPU, or those of them that are named.
+    """Return the operators of a module that have kernels on the GPU, or those of them in ``names``.
 
     Raises:
         UnknownOperatorError: one of ``names`` is no operator.
         ArgumentError: the module has none, or one of ``names`` is not the module's.
     """
     named = [registry.get(name) for name in names]
-    found = [op for op in operators_of(module) if op._operator.kernels.serves("cuda")]
+    candidates = [op for op in operators_of(module) if op._operator.kernels.serves("cuda")]
     for op in named:
-        if op not in found:
+        if op not in candidates:
             raise ArgumentError(f"{op._operator.name} has no kernel on the GPU, or is none of {module}'s operators.")
-    if not found:
+    if not candidates:
         raise ArgumentError(f"{module} defines no operator with a kernel on the GPU. Name the module that does.")
-    return named or found
+    return named or candidates
 
 
-def calls(op: Op) -> list[CallSpec]:
-    """The calls for which an operator is tuned: its kernels' ``examples=``, or some made up from its annotations.
+def calls(op: Op) -> list[ExampleCall]:
+    """Return the calls for which an operator is tuned: its kernels' ``examples=``, or some generated from its annotations.
 
     Raises:
-        ArgumentError: an example cannot be read, or nothing can be made up.
+        ArgumentError: an example cannot be read, or no call can be generated.
     """
     operator = op._operator
     examples = [example for function in _tunable(op) for example in function.examples]
     if not examples:
-        return typical_calls.made_up(operator)
-    return list({str(call): call for call in typical_calls.given(operator, examples)}.values())
+        return typical_calls.generate(operator)
+    return list({str(call): call for call in typical_calls.from_examples(operator, examples)}.values())
 
 
 def identities() -> dict[tuple[str, str], str]:
-    """The hash of each kernel of the operators of this process, by operator and kernel."""
+    """Return the hash of each kernel of this process's operators, by operator and kernel."""
     listed = [each for op in registry.operators() for function in _tunable(op) for each in function.identities()]
     return {(each.operator, each.kernel): each.hash for each in listed}
 
@@ -106,15 +106,15 @@ def _tunable(op: Op) -> list[Tunable]:
     return [function for function in functions if isinstance(function, Tunable)]
 
 
-def tune(call: CallSpec, device: str, force: bool, report: Report, seed: int = 0) -> list[Result]:
-    """Run a call, and list what each Triton kernel in it chose: by the record, or by timing its configurations now.
+def tune(call: ExampleCall, device: str, force: bool, report: Report, seed: int = 0) -> list[TuningResult]:
+    """Run a call, and return what each Triton kernel in it chose: from the record, or by timing its configurations now.
 
     Args:
         call: the operator and its arguments.
         device: where it runs.
-        force: time them whatever is recorded.
-        report: told how far it is.
-        seed: of the numbers in the tensors.
+        force: time the configurations even if a result is recorded.
+        report: called with the progress.
+        seed: the seed of the numbers in the tensors.
 
     Raises:
         UnknownOperatorError: there is no such operator.
@@ -127,4 +127,4 @@ def tune(call: CallSpec, device: str, force: bool, report: Report, seed: int = 0
     once: dict[Any, Choice] = {}
     for choice in choices:
         once.setdefault((choice.identity, choice.bucket), choice)
-    return [Result(call, choice) for choice in once.values()]
+    return [TuningResult(call, choice) for choice in once.values()]

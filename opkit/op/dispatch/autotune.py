@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from opkit.kernels.tuning import tuning
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
-from opkit.op.dispatch.selection import Kernel
+from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.trace.contract_hash import contract_hash
 
 _RECORDED_AS = "(kernels)"
@@ -29,7 +29,7 @@ _SECONDS = 0.01
 
 
 def bucket(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Return the shapes, dtypes and flags of a call as text, with every size rounded up to a power of two.
+    """Return the shapes, dtypes and flags of a call with every size rounded up to a power of two.
 
     >>> bucket([torch.zeros(3, 100), True], {})
     'float32[4x128] True'
@@ -57,8 +57,8 @@ def capturing() -> bool:
 
 
 def choose(
-    operator: str, kernels: Sequence[Kernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
-) -> Kernel:
+    operator: str, kernels: Sequence[RegisteredKernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
+) -> RegisteredKernel:
     """Return the fastest of ``kernels`` for this call, from the record or by timing them now.
 
     Raises:
@@ -71,7 +71,9 @@ def choose(
 
     def milliseconds(config: Config) -> float:
         kernel = by_name[config.constexprs["kernel"]]
-        return 1e3 * measure(_runnable(kernel, args, kwargs), args, kwargs, device)
+        function: Any = kernel.function
+        runnable = function.prepare(args, kwargs) if kernel.native else function
+        return 1e3 * measure(runnable, args, kwargs, device)
 
     choice = tuning.decide(
         Identity(operator, _RECORDED_AS, hashed), [Config({"kernel": name}) for name in by_name], device_name(device),
@@ -80,13 +82,8 @@ def choose(
     return by_name[choice.config.constexprs["kernel"]]
 
 
-def _runnable(kernel: Kernel, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    function: Any = kernel.function
-    return function.prepare(args, kwargs) if kernel.native else function
-
-
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:
-    """Return the median seconds of one call, timed on copies of the arguments so that nothing the caller holds is written to."""
+    """Return the median seconds of one call, on copies of the arguments, so that the caller's tensors are not written to."""
     copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (tuple(args), kwargs))
     synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 

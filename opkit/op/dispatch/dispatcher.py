@@ -1,7 +1,7 @@
-"""The operator as PyTorch's dispatcher sees it: one Python kernel for each dispatch key that opkit has an answer for.
+"""Register an operator with PyTorch's dispatcher: one Python kernel for each dispatch key that opkit handles.
 
 =======================  ============================================================================================
-key                      answer
+key                      kernel
 =======================  ============================================================================================
 Autocast*                cast by the policy, then run with autocast off
 FuncTorchBatched         the vmap rule
@@ -26,20 +26,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import ArgumentTypeError, NameClashError, RuleError
+from opkit.op import torch_compile
 from opkit.op import torch_private as private
+from opkit.op.compile_cache_key import note_traced
 from opkit.op.core import Operator
 from opkit.op.dispatch.fastcall import FastCalls, GenericCall
-from opkit.op.dispatch.planning import check_arguments, refuse_aliases, schema_mutates
 from opkit.op.dispatch.selection import REFERENCE
-from opkit.op.identity import note_traced
+from opkit.op.dispatch.verification import check_arguments, refuse_aliases, schema_mutates
 from opkit.op.rules import autocast, flops, forward, vmap
-from opkit.op.rules.autograd import Call, apply, restore
-from opkit.op.torch_guards import in_guarded_compilation
+from opkit.op.rules.autograd import AutogradCall, apply, restore
+from opkit.op.torch_compile import in_guarded_compilation
 
 _HANDLED_BELOW = tuple(
     getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
 )
-"""What the dispatcher still does below autograd: subclasses, lazy conjugation, negation and zeros, and functionalisation."""
+"""Keys that the dispatcher handles below autograd: subclasses, lazy conjugation, negation and zeros, functionalisation."""
 
 
 class Dispatcher:
@@ -47,17 +48,17 @@ class Dispatcher:
 
     def __init__(self, operator: Operator, shown: str) -> None:
         self.operator = operator
-        self.shown = shown  # how the operator is named in the error that torch's users know
+        self.shown = shown  # the operator's name in the error that torch's users know
         self.plain = GenericCall(operator)
         self.fast = FastCalls()
         self.flop_formula: Callable[..., int] | None = None
 
     def refresh(self, slow: Callable[..., Any], forced: bool, renewed: bool) -> Callable[..., Any]:
-        """Forget every plan; returns what a direct call runs from now on.
+        """Forget every plan, and return the function that direct calls run from now on.
 
         Args:
-            slow: goes through the dispatcher.
-            forced: whether a kernel is forced in some thread: then every call asks which.
+            slow: calls through the dispatcher.
+            forced: whether a kernel is forced in some thread; then every call looks up which.
             renewed: whether the operator's kernels or rules may have changed.
         """
         self.plain.plans.clear()
@@ -75,41 +76,42 @@ class Dispatcher:
         """Define the schema and register every kernel in ``library``.
 
         Raises:
-            NameClashError: another library holds the name.
+            NameClashError: another library has defined the name.
         """
         operator = self.operator
         tags = [torch.Tag.pt2_compliant_tag, *(t for t in operator.tags if t is not torch.Tag.pt2_compliant_tag)]
         try:
             library.define(operator.opname + operator.schema_text, tags=tags)
         except RuntimeError as error:
-            raise _clash(operator.name, error) from error
+            match = re.search(r"Original registration: registered at ([^\n]*?)\.?(\n|$)", str(error))
+            owner = f"registered at {match[1]}" if match else str(error).splitlines()[0]
+            raise NameClashError(
+                f"{operator.name} is already defined by another library, {owner}. Choose another name or namespace."
+            ) from error
         operator.library = library
         operator.overload = private.library_utils.lookup_op(operator.name)
         opname = operator.opname
         private.register_fake(library, operator.name, self.fake, operator.function)
-        library.impl(opname, self._entrance(), "Autograd", with_keyset=True)
+        library.impl(opname, self._autograd_kernel(), "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():
             library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
         for device in operator.device_types or (None,):
             self.register_backend(device)
-        self._register_inplace_or_view(library)
-        self._register_effect(library)
-
-    def _register_inplace_or_view(self, library: Any) -> None:
-        schema, opname = self.operator.schema, self.operator.opname
-        if schema._is_view_op():
+        if operator.schema._is_view_op():
             library.m.register_ad_inplace_or_view_fallback(opname)
-        elif schema.is_mutable:
+        elif operator.schema.is_mutable:
             library.impl(opname, self.inplace, "ADInplaceOrView", with_keyset=True)
+        if operator.only_effects:
+            private.register_ordered_effect(operator.name, library)
 
     @private.untraced
     def inplace(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Advance the version counters of the arguments written to, so that a stale backward raises."""
         schema = self.operator.schema
         positions, names = private.library_utils.mutated_args_kwargs(schema)
-        given, named = private.library_utils.fill_defaults(schema, args, kwargs)
-        for value in [*(given[i] for i in positions), *(named[n] for n in names)]:
+        filled, named = private.library_utils.fill_defaults(schema, args, kwargs)
+        for value in [*(filled[i] for i in positions), *(named[n] for n in names)]:
             private.custom_ops.increment_version(value)
         keys = keyset & private.after_inplace_or_view_keyset
         return self.operator.overload.redispatch(keys, *args, **kwargs)
@@ -119,15 +121,11 @@ class Dispatcher:
         key = "CompositeExplicitAutograd" if device is None else private.dispatch_key_of(device)
         self.operator.library.impl(self.operator.opname, self.backend, key)
 
-    def _register_effect(self, library: Any) -> None:
-        if self.operator.only_effects:
-            private.register_ordered_effect(self.operator.name, library)
-
     # ---- kernels ---------------------------------------------------------------------------------------------------
 
     @private.untraced
     def backend(self, *args: Any, **kwargs: Any) -> Any:
-        """Below autograd: run the planned kernel."""
+        """Run the planned kernel, below autograd."""
         plan = self.plain.plan(args, kwargs)
         if private.profiling():
             with torch.profiler.record_function(f"{self.operator.name}[{plan.kernel}]"):
@@ -135,6 +133,7 @@ class Dispatcher:
         return self._checked(plan.run(*args, **kwargs), args, kwargs)
 
     def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``result`` if it keeps the promise of the operator's tags."""
         operator = self.operator
         if operator.is_inplace and result is not args[0]:
             raise private.tag_error(operator.opname, "inplace must return its first argument")
@@ -147,15 +146,16 @@ class Dispatcher:
 
     @private.untraced
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        """Sizes, strides, dtypes and devices of the outputs, from the author's rule or the reference."""
+        """Return fake outputs, from the author's fake implementation or the reference."""
         operator = self.operator
         note_traced(operator)
-        if operator.given.fake is not None:
-            return operator.flat(operator.given.fake)(*args, **kwargs)
+        if operator.registered.fake is not None:
+            return operator.flat(operator.registered.fake)(*args, **kwargs)
         if operator.only_effects:
             return None
         if private.library_utils.can_generate_trivial_fake_impl(operator.overload):
-            return self._trivial_fake(args, kwargs)
+            generate = getattr(private.library_utils, "generate_trivial_fake_impl", None)  # torch 2.13 and newer
+            return None if generate is None else generate(operator.overload, *args, **kwargs)
         check_arguments(operator, args, kwargs)
         if not operator.transparent(args, kwargs):
             raise operator.fake_error(self.shown)
@@ -163,12 +163,8 @@ class Dispatcher:
             operator.state.guard()
         return operator.reference(*args, **kwargs)
 
-    def _trivial_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generate = getattr(private.library_utils, "generate_trivial_fake_impl", None)  # torch 2.13 and newer
-        return None if generate is None else generate(self.operator.overload, *args, **kwargs)
-
-    def _entrance(self) -> Callable[..., Any]:
-        """The Autograd kernel: the fast path where its guard holds, else :meth:`autograd`."""
+    def _autograd_kernel(self) -> Callable[..., Any]:
+        """Return the Autograd kernel: the fast call where its guard holds, else :meth:`autograd`."""
         fast = self.fast
 
         @private.untraced
@@ -183,7 +179,7 @@ class Dispatcher:
 
     @private.untraced
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decide how a call is differentiated, or seen by the compiler."""
+        """Decide how a call is differentiated, or what the compiler that traces it sees."""
         operator = self.operator
         if private.dispatch_modes():
             return self._under_modes(keyset, args, kwargs)
@@ -198,65 +194,68 @@ class Dispatcher:
             or operator.schema._is_view_op()
         ):
             return self._unit(keyset, args, kwargs)
-        self._check_given(args)
+        for argument, value in zip(operator.signature.arguments, args, strict=False):
+            if (
+                value is None and argument.type == "Tensor"
+            ):  # the dispatcher accepts it, and the kernel would fail on it
+                raise ArgumentTypeError(f"{operator.name}: the argument {argument.name} must be a tensor, got None.")
         if private.profiling():
             with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
                 return self.fast.planned(*args, **kwargs)
         return self.fast.planned(*args, **kwargs)
 
-    def _check_given(self, args: tuple[Any, ...]) -> None:
-        # the dispatcher lets None stand for a tensor, and the kernel would fail on it far from the call
-        for argument, value in zip(self.operator.signature.arguments, args, strict=False):
-            if value is None and argument.type == "Tensor":
-                raise ArgumentTypeError(
-                    f"{self.operator.name}: the argument {argument.name} must be a tensor, got None."
-                )
-
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
         note_traced(operator)
-        if self._reads_matter(args, kwargs):  # when Dynamo traces: AOTAutograd's cache may save it its own trace
+        if self._reads_matter(args, kwargs):  # while Dynamo traces, as a hit in AOTAutograd's cache skips its trace
             operator.state.guard()
-        mode = private.fake_mode_in_force()
+        mode = torch_compile.fake_mode_in_force()
         if mode is not None and operator.known_trace(args, kwargs).captures:
-            mode.allow_non_fake_inputs = True  # what the reference captured is a constant of the traced program
-        if flops.counter_in_use():
-            self._install_flops(args, kwargs)
+            mode.allow_non_fake_inputs = True  # tensors that the reference captured are constants of the traced program
+        if flops.counter_in_use() and operator.transparent(args, kwargs):
+            if self.flop_formula is None:
+                self.flop_formula = flops.formula(lambda *a, **k: operator.reference(*a, **k))
+            flops.install(operator.overload.overloadpacket, self.flop_formula)
         level = private.functorch_level()
-        # AOTAutograd enters the level of forward mode unknown to Python, within a transform
+        # within a transform, AOTAutograd enters a level of forward mode that Python does not see
         if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
             return self._forward_mode(keyset, args, kwargs)
-        unit = operator.given.autograd is not None and level is not None
-        if private.functionalizing() and private.compiling() and not unit and operator.inlinable(args, kwargs):
+        unit = operator.registered.autograd is not None and level is not None
+        if (
+            torch_compile.functionalizing()
+            and torch_compile.compiling()
+            and not unit
+            and operator.inlinable(args, kwargs)
+        ):
             return self._inlined(args, kwargs)
         if level is not None:
             return self._transformed(keyset, args, kwargs)
         return self._unit(keyset, args, kwargs)
 
     def _reads_matter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the reference, or a backward derived from it, becomes part of the program that torch.compile traces."""
+        """Return whether the reference, or a backward derived from it, becomes part of what torch.compile traces."""
         if not in_guarded_compilation():
             return False
-        derived = self.operator.given.autograd is None and self._needs_gradient(args, kwargs)
+        derived = self.operator.registered.autograd is None and self._needs_gradient(args, kwargs)
         return derived or self.operator.inlinable(args, kwargs)
 
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
-        if operator.given.autograd is None or not self._needs_gradient(args, kwargs):
-            return self._seen_through(*args, **kwargs)
-        call = Call.of(self._seen_through, operator.given.autograd, args, kwargs)
+        if operator.registered.autograd is None or not self._needs_gradient(args, kwargs):
+            return self._run_inlined(*args, **kwargs)
+        call = AutogradCall.of(self._run_inlined, operator.registered.autograd, args, kwargs)
         return restore(call, apply(operator.autograd_function, call, args))
 
-    def _seen_through(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the reference in the operator's place; a result that is an argument could be written to, and is refused as ever."""
+    def _run_inlined(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the reference in place of the operator, and refuse a result that is an argument, as in eager calls."""
         result = self.operator.run_reference(*args, **kwargs)
-        plain = pytree.tree_map_only(torch.Tensor, private.without_functional_wrapper, (args, kwargs, result))
+        plain = pytree.tree_map_only(torch.Tensor, torch_compile.without_functional_wrapper, (args, kwargs, result))
         refuse_aliases(self.operator, REFERENCE, *plain)
         return result
 
     def _forward_mode(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
-        if operator.given.autograd is not None:
+        if operator.registered.autograd is not None:
             call = functools.partial(self._transformed, keyset)
             return forward.from_backward(operator.name, lambda *args, **kwargs: call(args, kwargs), args, kwargs)
         if not operator.transparent(args, kwargs):
@@ -287,7 +286,7 @@ class Dispatcher:
             return operator.run_reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         below = _recording(self._below_autograd(keyset))
-        call = Call.of(below, operator.rule(args, kwargs), args, kwargs)
+        call = AutogradCall.of(below, operator.rule(args, kwargs), args, kwargs)
         return restore(call, apply(operator.autograd_function, call, args))
 
     def _refuse_lost_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -316,36 +315,30 @@ class Dispatcher:
     def _any_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return any(private.has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
 
-    def _install_flops(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.operator.transparent(args, kwargs):
-            if self.flop_formula is None:
-                self.flop_formula = flops.formula(lambda *a, **k: self.operator.reference(*a, **k))
-            flops.install(self.operator.overload.overloadpacket, self.flop_formula)
-
     def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
         keys = private.DispatchKeySet(key)
 
         @private.untraced
         def autocast_kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
             operator = self.operator
-            given = operator.given.autocast.get(device)
+            registered = operator.registered.autocast.get(device)
             with private.ExcludeDispatchKeyGuard(keys):
-                cast_args, cast_kwargs = autocast.cast((args, kwargs), device, operator.autocast, given)
+                cast_args, cast_kwargs = autocast.cast((args, kwargs), device, operator.autocast, registered)
                 return operator.overload(*cast_args, **cast_kwargs)
 
         return autocast_kernel
 
     @private.untraced
     def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        """The author's vmap rule, one folded call, the reference mapped, or a loop over the kernel."""
+        """Run the author's vmap rule, one folded call, the mapped reference, or a loop over the kernel."""
         operator = self.operator
-        if operator.given.vmap is not None:
-            return private.run_vmap_rule(operator.given.vmap, operator.overload, *args, **kwargs)
+        if operator.registered.vmap is not None:
+            return private.run_vmap_rule(operator.registered.vmap, operator.overload, *args, **kwargs)
         transparent = operator.transparent(args, kwargs)
-        served = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
+        has_kernel = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
         refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
-        given = operator.given.autograd is not None and private.recorded_below(args, kwargs)
-        if transparent and not given and (refused or not served):
+        needs_registered = operator.registered.autograd is not None and private.recorded_below(args, kwargs)
+        if transparent and not needs_registered and (refused or not has_kernel):
             return operator.run_reference(*args, **kwargs)
         rule = self._looped if refused else functools.partial(self._folded, transparent)
         return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
@@ -373,7 +366,7 @@ def _strided(arg: Any) -> bool:
 
 
 def _recording(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, within an autograd function's forward, so that the transforms around this one record it as well."""
+    """Wrap ``run``, which an autograd function's forward calls, so that outer transforms record it as well."""
     if private.functorch_level() is None:
         return run
 
@@ -382,9 +375,3 @@ def _recording(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return recorded
-
-
-def _clash(name: str, error: RuntimeError) -> NameClashError:
-    found = re.search(r"Original registration: registered at ([^\n]*?)\.?(\n|$)", str(error))
-    holder = f"registered at {found[1]}" if found else str(error).splitlines()[0]
-    return NameClashError(f"{name} is already defined by another library, {holder}. Choose another name or namespace.")

@@ -2,12 +2,13 @@
 
 Dispatching through torch costs several microseconds a call in Python. When nothing needs the dispatcher (no mode, no
 transform, no autocast, no profiler, only ordinary dense tensors) a call can go straight to its plan. Two functions are
-written out as Python source for the operator's own parameters, as ``dataclasses`` does for ``__init__``; with loops in
-their place they would cost more than they save:
+generated as Python source for the operator's own parameters (``fastcall_source``), as ``dataclasses`` does for ``__init__``;
+loops over the parameters would cost more than they save:
 
-- ``call`` asks one compiled guard, the one that torch.compile's own programs use (``TensorGuards``: types, dispatch keys
-  with the thread's modes, dtypes, devices, sizes, whether gradients are needed), whether this call is like the last;
-- ``planned`` looks the plan up by shapes, dtypes and flags, and installs that guard once a plan has come up often.
+- ``call`` evaluates one compiled guard, the one that torch.compile's own programs use (``TensorGuards``: types, dispatch keys
+  with the thread's modes, dtypes, devices, sizes, need of gradients), to see whether this call is like a recent one;
+- ``planned`` looks the plan up by shapes, dtypes and flags (``planning`` makes it if it is new), and installs that guard once
+  the plan is used often.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,146 +27,146 @@ from opkit.errors import AliasError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch import fastcall_source
-from opkit.op.dispatch.planning import Plan, make_plan
+from opkit.op.dispatch.planning import CallPlan, make_plan, make_training
 from opkit.op.dispatch.selection import forced_kernels
-from opkit.op.dispatch.training import make_training
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_MOST_PLANS, _MOST_ENTRIES = 4096, 4
+_MAX_PLANS, _MAX_ENTRIES = 4096, 4
 
 
-class Entry:
-    """A guard and what to run when it holds.
+class GuardedFunction:
+    """A guard, and the function that runs calls for which it holds.
 
-    ``recorded`` says whether gradients must be recorded in this thread, or must not; None: no tensor requires grad.
+    ``recorded`` says whether this thread must record gradients (True) or must not (False); None: no tensor requires grad.
     """
 
-    __slots__ = ("check", "flags", "go", "plan", "recorded")
+    __slots__ = ("check", "flags", "fn", "plan", "recorded")
 
     def __init__(
         self,
         check: Callable[..., bool],
         flags: tuple[Any, ...],
-        plan: Plan,
-        go: Callable[..., Any],
+        plan: CallPlan,
+        fn: Callable[..., Any],
         recorded: bool | None,
     ) -> None:
         self.check = check
         self.flags = flags
         self.plan = plan
-        self.go = go
+        self.fn = fn
         self.recorded = recorded
 
 
-class Binding:
-    """What holds, and lets go of, the function that runs an operator's calls of one kind.
+class DirectCall:
+    """A holder of the function that runs an operator's calls of one kind without the dispatcher.
 
-    ``go`` is None where there is none. It may be called for tensors for which a guard like the operator's own holds, while
-    gradients are recorded or not as they were, and while :func:`undisturbed`.
+    ``fn`` is None until a call is bound, and again when the operator changes. It may be called for tensors for which a guard
+    like the operator's own holds, while the thread records gradients or not as it did then, and while
+    :func:`no_active_modes` holds.
     """
 
-    __slots__ = ("__weakref__", "go")
+    __slots__ = ("__weakref__", "fn")
 
     def __init__(self) -> None:
-        self.go: Callable[..., Any] | None = None
+        self.fn: Callable[..., Any] | None = None
 
 
-def undisturbed() -> bool:
-    """Whether nothing of this thread, beside what guards look at, wants to see calls: no mode, profiler or forward gradient."""
-    seen = private.profiling() or private.function_modes() or private.dispatch_modes()
-    return not seen and private.forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+def no_active_modes() -> bool:
+    """Return whether this thread has no mode, profiler or forward gradient that must see calls; guards test the rest."""
+    active = private.profiling() or private.function_modes() or private.dispatch_modes()
+    return not active and private.forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
 
 
 class FastCalls:
-    """The written functions of one operator, for direct calls and for the Autograd kernel."""
+    """The generated functions of one operator, for direct calls and for the Autograd kernel.
+
+    ``call``, ``dispatched`` and ``planned`` are set to functions that do without generated code while a kernel is forced, and
+    for signatures that have no generated form. ``bound`` returns the function that calls with these arguments run; None until
+    a guard is installed for them.
+    """
 
     call: Callable[..., Any]
     dispatched: Callable[..., Any]
     planned: Callable[..., Any]
-    bound: Callable[..., Any]  # what a call with these arguments runs, once that is known; None before
+    bound: Callable[..., Any]
 
     def __init__(self) -> None:
-        self.bindings: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self.bindings: weakref.WeakSet[DirectCall] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._written: dict[str, Any] = {}
-        self._writing: Callable[[], dict[str, Any]] | None = None
+        self._generated: dict[str, Any] = {}
+        self._generate: Callable[[], dict[str, Any]] | None = None
         self._operator: Operator | None = None
 
-    def bind(self, binding: Binding, *args: Any, **kwargs: Any) -> None:
-        """Let ``binding`` run what calls like this one run, until the functions are written anew."""
+    def bind(self, binding: DirectCall, *args: Any, **kwargs: Any) -> None:
+        """Let ``binding`` run what calls like this one run, until the operator changes."""
         with self._lock:
-            binding.go = self.bound(*args, **kwargs)
-            if binding.go is not None:
+            binding.fn = self.bound(*args, **kwargs)
+            if binding.fn is not None:
                 self.bindings.add(binding)
 
-    def _let_go(self) -> None:
+    def _release_bindings(self) -> None:
         with self._lock:
             self.bound = lambda *args, **kwargs: None
             for binding in list(self.bindings):
-                binding.go = None
+                binding.fn = None
             self.bindings.clear()
 
     def renew(
         self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
     ) -> None:
-        """Have the functions written anew, without plans, when one of them is called first.
+        """Forget all plans, and generate the functions again when one of them is next called.
 
         Args:
-            operator: whose signature and kernels they are written for.
+            operator: the operator whose signature and kernels they are generated for.
             slow: calls through the dispatcher.
             decide: the Autograd kernel for calls that are not plain.
-            generic: runs plain calls where the signature has no written form.
+            generic: runs plain calls where the signature has no generated form.
         """
-        self._written = {}
-        self._writing = None
+        self._generated = {}
+        self._generate = None
         if fastcall_source.has_fast_form(operator):
-            self._writing = functools.partial(_functions, operator, slow, decide, generic)
+            self._generate = functools.partial(_functions, operator, slow, decide, generic)
             self._operator = operator
         self.suspend(slow, decide, generic)
         self.resume()
 
-    def _write(self) -> None:
-        """Write the functions, and have the operator take them."""
-        with self._lock:
-            writing, self._writing = self._writing, None
-            if writing is not None:
-                self._written = writing()
-        operator = self._operator
-        if writing is not None and operator is not None:
-            with operator.lock:
-                operator.refreshed(renewed=False)
-
-    def _late(self, name: str) -> Callable[..., Any]:
-        """The function of this name, which is written by its first call."""
+    def _generating(self, name: str) -> Callable[..., Any]:
+        """Return a stand-in for the function of this name that generates the functions at its first call."""
 
         def first(*args: Any, **kwargs: Any) -> Any:
-            self._write()
-            found = self._written.get(name)
-            return (found or getattr(self, name))(*args, **kwargs)
+            with self._lock:
+                generate, self._generate = self._generate, None
+                if generate is not None:
+                    self._generated = generate()
+            operator = self._operator
+            if generate is not None and operator is not None:
+                with operator.lock:
+                    operator.refreshed(renewed=False)
+            return (self._generated.get(name) or getattr(self, name))(*args, **kwargs)
 
         return first
 
     def suspend(self, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]) -> None:
-        """Do without the written functions; the arguments are those of :meth:`renew`."""
-        self._let_go()
+        """Do without the generated functions; the arguments are those of :meth:`renew`."""
+        self._release_bindings()
         self.call, self.dispatched, self.planned = slow, decide, generic
 
     def resume(self) -> None:
-        """Take the functions that were written last, if there are any, without their plans; or those that are to be written."""
-        if self._writing is not None:
-            self.call, self.dispatched, self.planned = map(self._late, ("call", "dispatched", "planned"))
-        if not self._written:
+        """Use the functions that were generated last, without their plans, or those that the next call will generate."""
+        if self._generate is not None:
+            self.call, self.dispatched, self.planned = map(self._generating, ("call", "dispatched", "planned"))
+        if not self._generated:
             return
-        self._written["_opkit_plans"].clear()
-        self._written["_opkit_entries"].clear()
-        self.call, self.dispatched = self._written["call"], self._written["dispatched"]
-        self.planned, self.bound = self._written["planned"], self._written["bound"]
+        self._generated["_opkit_plans"].clear()
+        self._generated["_opkit_entries"].clear()
+        self.call, self.dispatched = self._generated["call"], self._generated["dispatched"]
+        self.planned, self.bound = self._generated["planned"], self._generated["bound"]
 
 
 def _functions(
     operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
 ) -> dict[str, Any]:
-    """The functions for an operator, as written out, and what they use."""
+    """Return the generated functions of an operator and the names that they use, as one namespace."""
     namespace = _namespace(operator, slow, decide, generic)
     source = fastcall_source.source(operator, namespace)
     exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
@@ -175,31 +176,31 @@ def _functions(
 def _namespace(
     operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
 ) -> dict[str, Any]:
-    plans: dict[Any, Plan] = {}
-    entries: list[Entry] = []
-    strict = bool(operator.kernels.kernels)  # into whose layout results are put depends on the arguments' strides
+    plans: dict[Any, CallPlan] = {}
+    entries: list[GuardedFunction] = []
+    strict = bool(operator.kernels.kernels)  # the layout that results are copied into depends on the arguments' strides
 
-    def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         plan = make_plan(operator, args, kwargs)
-        if len(plans) >= _MOST_PLANS:
+        if len(plans) >= _MAX_PLANS:
             plans.clear()
         plans[key] = plan
         return plan
 
-    def new_training(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def new_training(plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plan.train = make_training(operator, plan, args, kwargs)
 
-    def install(training: int, plan: Plan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
+    def install(training: int, plan: CallPlan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
         plan.uses, plan.patience = 0, plan.patience * 2
         if not tensors or any(tensor is None for tensor in tensors):
             return
-        go = plan.train if training else plan.run
-        assert go is not None
+        fn = plan.train if training else plan.run
+        assert fn is not None
         recorded = bool(training) if any(tensor.requires_grad for tensor in tensors) else None
-        entry = Entry(private.tensor_guard(tensors, strict), flags, plan, go, recorded)
-        if not entry.check(*tensors):  # the guard refuses a tensor given twice
+        entry = GuardedFunction(private.tensor_guard(tensors, strict), flags, plan, fn, recorded)
+        if not entry.check(*tensors):  # the guard refuses a tensor that is passed twice
             return
-        entries[:] = [entry, *[old for old in entries if old.go is not go][: _MOST_ENTRIES - 1]]
+        entries[:] = [entry, *[old for old in entries if old.fn is not fn][: _MAX_ENTRIES - 1]]
 
     def returned_argument() -> None:
         raise AliasError(
@@ -224,19 +225,20 @@ def _namespace(
 
 
 class GenericCall:
-    """The same plans without a written-out key, for arguments that the fast form does not cover."""
+    """The same plans without generated code, for arguments that the generated functions do not cover."""
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, CallPlan] = {}
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan of a call, made when its shapes are first seen."""
-        key = (forced_kernels.get().get(self.operator.name), _generic_key(args, kwargs))
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        """Return the plan of a call; it is made when its shapes are first seen."""
+        values = (*args, *kwargs.items()) if kwargs else args
+        key = (forced_kernels.get().get(self.operator.name), tuple([_key_of(value) for value in values]))
         plan = self.plans.get(key)
         if plan is None:
             plan = make_plan(self.operator, args, kwargs)
-            if len(self.plans) >= _MOST_PLANS:
+            if len(self.plans) >= _MAX_PLANS:
                 self.plans.clear()
             self.plans[key] = plan
         return plan
@@ -248,12 +250,6 @@ class GenericCall:
         if plan.train is None:
             plan.train = make_training(self.operator, plan, args, kwargs)
         return plan.train(*args, **kwargs)
-
-
-def _generic_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs:
-        args = (*args, *kwargs.items())
-    return tuple([_key_of(arg) for arg in args])
 
 
 def _key_of(arg: Any) -> Any:

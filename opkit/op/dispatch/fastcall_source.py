@@ -1,8 +1,8 @@
-"""The source of an operator's fast calls (``fastcall``), written for its own parameters.
+"""Generate the source of an operator's fast calls (``fastcall``) for its own parameters.
 
-A call is like an earlier one if its arguments have the same types, its flags are equal (numbers, how long lists are, what is
-None), and the guard holds for its tensors, which stand one after another, those of lists too. The guard comes last: it wants as
-many tensors as it knows.
+A call is like an earlier one if its arguments have the same types, its flags are equal (numbers, lengths of lists, which
+arguments are None), and the guard holds for its tensors, those in lists included, one after another. The guard comes last
+because it must be called with as many tensors as it was made for.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -17,7 +17,7 @@ import torch
 
 from opkit.op.core import Operator
 from opkit.op.schema.annotations import without_none
-from opkit.op.schema.signature import Parameter
+from opkit.op.schema.signature import OperatorParameter
 
 _SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
 _TENSORS = ("tensor", "tensors")
@@ -32,7 +32,7 @@ def call({parameters}):
         for entry in entries:
             if ({like} and not (profiling() or function_modes() or dispatch_modes())
                     and forward_ad._current_level < 0):
-                result = entry.go({copied})
+                result = entry.fn({copied})
                 if {returned}:
                     returned_argument()
                 return result
@@ -46,7 +46,7 @@ def dispatched(keyset, {parameters}):
         flags = ({flags})
         for entry in entries:
             if {like} and not (profiling() or dispatch_modes()) and forward_ad._current_level < 0:
-                result = entry.go({passed})
+                result = entry.fn({passed})
                 if {returned}:
                     returned_argument()
                 return result
@@ -57,7 +57,7 @@ def bound({parameters}):
         flags = ({flags})
         for entry in entries:
             if {like}:
-                return entry.go
+                return entry.fn
     return None
 
 def planned({parameters}):
@@ -84,11 +84,11 @@ def planned({parameters}):
 """
 
 
-_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # which the guard does not ask
+_RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # the guard does not test grad mode
 
 
 def has_fast_form(operator: Operator) -> bool:
-    """Whether such functions can be written for the operator's signature."""
+    """Return whether fast calls can be generated for the operator's signature."""
     schema, parameters = operator.schema, operator.signature.parameters
     known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES or _is_list(p) for p in parameters)
     named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
@@ -104,19 +104,19 @@ def has_fast_form(operator: Operator) -> bool:
     )
 
 
-def _is_list(p: Parameter) -> bool:
+def _is_list(p: OperatorParameter) -> bool:
     return p.kind == "tensors" or _items(p) is not None
 
 
-def _items(p: Parameter) -> type | None:
-    """The type of a list's items, where they are numbers."""
+def _items(p: OperatorParameter) -> type | None:
+    """Return the type of a list's items if they are numbers."""
     bare, _ = without_none(p.annotation)
-    found = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
-    return found[0] if p.kind == "other" and p.codec is None and found and found[0] in _NUMBERS else None
+    items = typing.get_args(bare) if typing.get_origin(bare) in _LISTS else ()
+    return items[0] if p.kind == "other" and p.codec is None and items and items[0] in _NUMBERS else None
 
 
 def source(operator: Operator, namespace: dict[str, Any]) -> str:
-    """The functions ``call``, ``dispatched``, ``bound`` and ``planned``; what they need goes to ``namespace``."""
+    """Return the source of ``call``, ``dispatched``, ``bound`` and ``planned``; the names that they need go to ``namespace``."""
     parameters = operator.signature.parameters
     conditional = any(
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
@@ -148,7 +148,7 @@ _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes"
             "entries")  # fmt: skip
 
 
-def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]) -> str:
+def _parameter_list(parameters: tuple[OperatorParameter, ...], namespace: dict[str, Any]) -> str:
     written: list[str] = []
     for p in parameters:
         if p.keyword_only and "*" not in written:
@@ -161,19 +161,19 @@ def _parameter_list(parameters: tuple[Parameter, ...], namespace: dict[str, Any]
     return ", ".join(written)
 
 
-def _passed(parameters: tuple[Parameter, ...], written: Callable[[Parameter], str]) -> str:
+def _passed(parameters: tuple[OperatorParameter, ...], written: Callable[[OperatorParameter], str]) -> str:
     return ", ".join(f"{p.name}={written(p)}" if p.keyword_only else written(p) for p in parameters)
 
 
-def _copied(p: Parameter) -> str:
-    """A list as the dispatcher would give it: one that the caller does not have."""
+def _copied(p: OperatorParameter) -> str:
+    """Copy a list, because the dispatcher also passes one that the caller does not hold."""
     if not _is_list(p):
         return p.name
     return f"({p.name} and {p.name}[:])" if p.optional else f"{p.name}[:]"
 
 
 def _returned(operator: Operator) -> str:
-    """Whether the result is an argument; several results come in a tuple."""
+    """Return the test for a result that is an argument; several results are in a tuple, which is none."""
     one = len(operator.schema.returns) == 1
     return (
         " or ".join(
@@ -185,15 +185,15 @@ def _returned(operator: Operator) -> str:
     )
 
 
-def _tensors(parameters: tuple[Parameter, ...]) -> str:
-    """The tensors of a call, one after another."""
+def _tensors(parameters: tuple[OperatorParameter, ...]) -> str:
+    """Return the tensors of a call, one after another."""
     absent = "*(() if {0} is None else ({0},))"
     spread = {"tensor": ("{0}", absent), "tensors": ("*{0}", "*({0} or ())")}
     return ", ".join(spread[p.kind][p.optional].format(p.name) for p in parameters if p.kind in spread)
 
 
-def _flags(p: Parameter, conditional: bool) -> list[str]:
-    """What of an argument, beside what the guard looks at, decides whether two calls are alike."""
+def _flags(p: OperatorParameter, conditional: bool) -> list[str]:
+    """Return what two calls must have equal in an argument to be alike, in addition to what the guard tests."""
     absent = f"None if {p.name} is None else " if p.optional else ""
     if p.kind == "tensors":
         return [f"({absent}len({p.name}))"]
@@ -204,7 +204,7 @@ def _flags(p: Parameter, conditional: bool) -> list[str]:
     return [p.name] if p.kind != "float" or conditional else []
 
 
-def _type_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+def _type_tests(p: OperatorParameter, namespace: dict[str, Any]) -> list[str]:
     if p.kind == "tensor":
         return []
     if _is_list(p):
@@ -216,7 +216,7 @@ def _type_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
     return [f"({p.name} is None or {test})" if p.optional else test]
 
 
-def _item_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
+def _item_tests(p: OperatorParameter, namespace: dict[str, Any]) -> list[str]:
     item = _items(p)
     if item is None:
         return []
@@ -224,7 +224,7 @@ def _item_tests(p: Parameter, namespace: dict[str, Any]) -> list[str]:
     return [f"(not {p.name} or _opkit_set(_opkit_map(_opkit_type, {p.name})) == _opkit_only_{item.__name__})"]
 
 
-def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str:
+def _unusual(p: OperatorParameter, operator: Operator, namespace: dict[str, Any]) -> str:
     if p.kind in _TENSORS:
         test = _unusual_tensor(p.name if p.kind == "tensor" else "_opkit_item", bool(operator.kernels.kernels))
     else:
@@ -237,14 +237,14 @@ def _unusual(p: Parameter, operator: Operator, namespace: dict[str, Any]) -> str
 
 
 def _unusual_tensor(name: str, kernels: bool) -> str:
-    # a body or kernel may read memory as it lies: no lazy negation or zeros, and for a kernel no sparse layout
+    # a body or kernel may read raw memory: no lazy negation or zeros, and for a kernel no sparse layout
     test = f"type({name}) not in _opkit_plain_types or {name}.is_neg() or {name}.is_conj() or {name}._is_zerotensor()"
     if kernels:
         test += f" or {name}.layout is not _opkit_strided"
     return f"({test})"
 
 
-def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) -> str:
+def _key(parameters: tuple[OperatorParameter, ...], conditional: bool, kernels: bool) -> str:
     parts: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:
@@ -258,7 +258,7 @@ def _key(parameters: tuple[Parameter, ...], conditional: bool, kernels: bool) ->
     return f"({', '.join(parts)},)"
 
 
-def _gradients(parameters: tuple[Parameter, ...]) -> str:
+def _gradients(parameters: tuple[OperatorParameter, ...]) -> str:
     wanted: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:

@@ -1,33 +1,36 @@
-"""How one eager call runs: which kernel, checked how, with which gradients; decided once for each set of shapes."""
+"""Decide how eager calls of one set of shapes run: by which kernel, with which checks and with which gradients.
+
+``fastcall`` looks plans up and calls :func:`make_plan` for shapes that are new. A plan's first call verifies the kernel
+(``verification``); later calls go straight to the kernel.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from opkit import config
-from opkit.errors import AliasError, ArgumentError, NoKernelError, OutputError, StrideWarning
+from opkit.errors import NoKernelError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch import autotune
 from opkit.op.dispatch.prepared import TunedKernel
-from opkit.op.dispatch.selection import REFERENCE, Kernel, Selection, leaves
-from opkit.op.schema import patterns
-from opkit.op.trace import mutation
-from opkit.op.trace.body import Trace
+from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, leaves
+from opkit.op.dispatch.verification import bound_arguments, check_arguments, run_verified
+from opkit.op.rules.autograd import AutogradCall, RegisteredRule, apply, restore
+from opkit.op.rules.list_arguments import counts_of, has_flattened_lists, unflattened_lists
 
 
-class Plan:
-    """``run`` computes; ``train`` computes and records gradients (made when first asked for).
+class CallPlan:
+    """How calls of one set of shapes run: ``run`` computes; ``train`` computes and records gradients (made at first use).
 
-    ``uses`` counts the look-ups since a guard was last installed for the plan, ``patience`` how many it takes: twice as
-    many each time, so that calls of changing shapes do not spend their time on installing guards.
+    ``uses`` counts the look-ups since a guard was last installed for the plan. ``patience`` is the number of look-ups after
+    which the next guard is installed. It doubles each time, so that calls of changing shapes do not spend their time on
+    installing guards.
     """
 
     __slots__ = ("kernel", "patience", "run", "train", "uses")
@@ -39,96 +42,27 @@ class Plan:
         self.uses, self.patience = 0, 2
 
 
-def completed(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call's Python arguments by name, defaults filled in."""
-    positional, named = operator.signature.decode(args, kwargs) if operator.signature.flattened else (args, kwargs)
-    bound = operator.signature.python.bind(*positional, **named)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def check_arguments(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> patterns.Binding:
-    """Check the call against the operator's annotations; symbolic sizes are left to the program that has them.
-
-    Raises:
-        ShapeError, DtypeError: naming operator, argument, shape, pattern and the conflicting size.
-        ArgumentError: a value is none of its annotation's ``Literal``.
-    """
-    binding = patterns.Binding(operator.name)
-    if not (operator.signature.annotated and config.get().check):
-        return binding
-    values = completed(operator, args, kwargs)
-    for parameter in operator.signature.parameters:
-        if parameter.choices and values[parameter.name] not in parameter.choices:
-            raise ArgumentError(
-                f"{operator.name}: the argument {parameter.name} must be {' or '.join(map(repr, parameter.choices))}, got "
-                f"{values[parameter.name]!r}."
-            )
-        if parameter.pattern is not None:
-            for tensor in pytree.tree_leaves(values[parameter.name]):
-                if isinstance(tensor, torch.Tensor) and private.sizes_known(tensor):
-                    binding.check(f"the argument {parameter.name}", tensor, parameter.pattern)
-    return binding
-
-
-def eligible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Kernel], dict[str, str]]:
-    """The kernels that take a call through the schema, the preferred one first, and the reason of each one refused."""
-    values = completed(operator, args, kwargs) if operator.kernels.kernels else {}
-    return operator.kernels.eligible((), values, operator.device(args, kwargs), (args, kwargs))
-
-
-def choose(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Kernel | None, dict[str, str]]:
-    """The kernel of a call (None: the reference), and the reason of each one refused.
-
-    Raises:
-        NoKernelError: nothing fits, because the reference itself is limited to other devices.
-    """
-    device = operator.device(args, kwargs)
-    found, refused = eligible(operator, args, kwargs)
-    tuned = [kernel for kernel in found if kernel.autotune]
-    if tuned and found[0].autotune:
-        chosen = autotune.choose(operator.name, tuned, args, kwargs, device)
-        refused |= {k.name: f"{chosen.name} was measured to be faster" for k in found if k is not chosen}
-        return chosen, refused
-    if found:
-        return found[0], refused | {k.name: f"{found[0].name} is preferred" for k in found[1:]}
-    if operator.device_types is not None and device not in operator.device_types and device != "meta":
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
-        raise NoKernelError(
-            f"{operator.opname} does not have a kernel registered for {device}. Please use register_kernel to do so.{reasons}"
-        )
-    return None, refused
-
-
-def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
-    """What a call would run, and why not the others."""
-    kernel, refused = choose(operator, args, kwargs)
-    if kernel is not None and operator.given_reference is None:
-        refused = {**refused, REFERENCE: f"{kernel.name} is preferred"}
-    notes: Sequence[str] = ()
-    if kernel is not None and isinstance(kernel.function, TunedKernel):
-        notes = kernel.function.notes(*completed(operator, args, kwargs).values())
-    return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused, tuple(notes))
-
-
-def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """Decide how calls of these shapes run. The first run verifies; later ones go straight to the kernel."""
+def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> CallPlan:
+    """Return the plan of calls of these shapes. Its first run verifies; later ones go straight to the kernel."""
     binding = check_arguments(operator, args, kwargs)
-    if _without_data(operator, args, kwargs):
-        return Plan("fake", _fake(operator))
-    kernel = _ready(operator, args, kwargs)
+    if _runs_fake(operator, args, kwargs):
+        keys = private.DispatchKeySet(
+            private.DispatchKey.Meta
+        )  # the fake implementation is registered for meta tensors
+        return CallPlan("fake", lambda *args, **kwargs: operator.overload.redispatch(keys, *args, **kwargs))
+    kernel = _choose_built(operator, args, kwargs)
     name = REFERENCE if kernel is None else kernel.name
     function = operator.body if kernel is None else kernel.function
     if kernel is not None and kernel.prepared:
         function = kernel.function.prepare(*args, **kwargs)  # type: ignore[attr-defined]  # pyright: ignore
     native: Any = kernel.function if kernel is not None and kernel.native else None
-    plan = Plan(name, function)
+    plan = CallPlan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        capturing = autotune.capturing()  # when nothing may be read back, to be compared
+        capturing = autotune.capturing()  # results cannot be read back while a CUDA graph is captured
         try:
             plan.run = run = function if native is None else native.prepare(args, kwargs)
-            output, plan.run = _verified(operator, kernel, run, args, kwargs, binding, not capturing)
+            output, plan.run = run_verified(operator, kernel, run, args, kwargs, binding, not capturing)
         except BaseException:
             plan.run = first
             raise
@@ -139,19 +73,26 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
             plan.run = native.settle(args, kwargs, run)
         return output
 
-    if _verifies(kernel) or native is not None:
+    settings = config.get()
+    verifies = settings.verify_all or (settings.verify and not (kernel is not None and kernel.trusted))
+    if verifies or native is not None:
         plan.run = first
     return plan
 
 
-def _verifies(kernel: Kernel | None) -> bool:
-    """Whether the first calls of a kernel (None: the reference) are verified."""
-    settings = config.get()
-    return settings.verify_all or (settings.verify and not (kernel is not None and kernel.trusted))
+def _runs_fake(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the fake implementation runs the call, because tensors on the meta device hold no data."""
+    tensors = [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
+    if operator.device(args, kwargs) != "meta" and not any(tensor.is_meta for tensor in tensors):
+        return False
+    if any(kernel.device == "meta" for kernel in operator.kernels.kernels):
+        return False
+    # the reference itself is as good as the fake implementation derived from it, and keeps torch's own gradients
+    return bool(operator.registered.fake or operator.kernels.serves("meta") or not operator.transparent(args, kwargs))
 
 
-def _ready(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Kernel | None:
-    """The kernel of a call, built; one that cannot be built for want of a compiler refuses from then on."""
+def _choose_built(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> RegisteredKernel | None:
+    """Return the kernel of a call, built; a kernel that no compiler can build here refuses from then on."""
     while True:
         kernel, _ = choose(operator, args, kwargs)
         native: Any = None if kernel is None or not kernel.native else kernel.function
@@ -159,217 +100,114 @@ def _ready(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> K
             return kernel
 
 
-def _without_data(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has tensors on the meta device, which hold nothing that a body or kernel could read."""
-    tensors = [leaf for leaf in leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
-    if operator.device(args, kwargs) != "meta" and not any(tensor.is_meta for tensor in tensors):
-        return False
-    if any(kernel.device == "meta" for kernel in operator.kernels.kernels):
-        return False
-    # the reference itself is as good as the fake implementation derived from it, and keeps torch's own gradients
-    return bool(operator.given.fake or operator.kernels.serves("meta") or not operator.transparent(args, kwargs))
+def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
+    """Return which kernel a call would run, and why each other one is refused."""
+    kernel, refused = choose(operator, args, kwargs)
+    if kernel is not None and operator.explicit_reference is None:
+        refused = {**refused, REFERENCE: f"{kernel.name} is preferred"}
+    notes: Sequence[str] = ()
+    if kernel is not None and isinstance(kernel.function, TunedKernel):
+        notes = kernel.function.notes(*bound_arguments(operator, args, kwargs).values())
+    return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused, tuple(notes))
 
 
-def _fake(operator: Operator) -> Callable[..., Any]:
-    """The call by the fake implementation, which is registered for meta tensors."""
-    keys = private.DispatchKeySet(private.DispatchKey.Meta)
-    return lambda *args, **kwargs: operator.overload.redispatch(keys, *args, **kwargs)
+def choose(
+    operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[RegisteredKernel | None, dict[str, str]]:
+    """Return the kernel of a call (None: the reference), and the reason of each one refused.
 
-
-def _verified(
-    operator: Operator,
-    kernel: Kernel | None,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    binding: patterns.Binding,
-    verify: bool = True,
-) -> tuple[Any, Callable[..., Any]]:
-    name = REFERENCE if kernel is None else kernel.name
-    snapshot = None
-    fresh = verify and operator.needs_verifying(name, args, kwargs)
-    try:
-        if fresh:
-            snapshot = mutation.snapshot(operator.name, schema_mutates(operator), _unshared(operator, args, kwargs))
-        output = function(*args, **kwargs)
-        if snapshot is not None:
-            snapshot.check(f"the kernel {name}" if kernel else "its body")
-        check_output(operator, name, args, kwargs, output)
-        output, function = _contained(operator, output, function)
-        _check_patterns(operator, output, binding)
-        # other shapes of a verified guard set are trusted, but for kernels whose layout has to be put right
-        compared = kernel is not None and (fresh or name in operator.restrided)
-        trace = operator.traced(args, kwargs) if compared and not operator.mutates else None
-        layout = _compare(operator, name, output, trace) if trace is not None and trace.opaque is None else None
-    except BaseException:
-        operator.unverify(name, args, kwargs)
-        raise
-    if trace is not None and trace.captures_gradient:
-        operator.captured.add(name)
-    if name in operator.captured:
-        if private.grad_enabled():
-            raise operator.captured_error()
-        function = _refusing_gradient(operator, function)
-    if layout is None:
-        return output, function
-    operator.restrided.add(name)
-    return _restride(output, layout), _restriding(function, layout)
-
-
-def _unshared(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a call by name, without those that change as a tensor written to does, whose memory they share."""
-    named, mutated = list(operator.named_tensors(args, kwargs)), schema_mutates(operator)
-    written = [tensor for name, tensor in named if name in mutated]
-    return [
-        (name, tensor)
-        for name, tensor in named
-        if name in mutated or not any(private.shares_memory(tensor, w) for w in written)
-    ]
-
-
-def _refusing_gradient(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, of whose reference a tensor that is not an argument requires grad, for calls that record none."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if private.grad_enabled():
-            raise operator.captured_error()
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _contained(operator: Operator, output: Any, function: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """Several results in a tuple and a list of results in a list, as they come through the dispatcher."""
-    returns = operator.schema.returns
-    container: Any = (
-        tuple if len(returns) > 1 else list if returns and str(returns[0].type).startswith("List") else None
-    )
-    if container is None or type(output) is container:
-        return output, function
-    return container(output), lambda *args, **kwargs: container(function(*args, **kwargs))
-
-
-def schema_mutates(operator: Operator) -> set[str]:
-    """The schema arguments that the operator writes to."""
-    arguments = operator.schema.arguments
-    return {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-
-
-def check_output(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise unless the result has the schema's form and shares no memory with arguments or itself."""
-    _check_form(operator, kernel, output)
-    refuse_aliases(operator, kernel, args, kwargs, output)
-
-
-def refuse_aliases(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise if a result that the schema declares as new shares memory with an argument or another result."""
-    if operator.schema._is_view_op() or _returns_arguments(operator):  # pyright: ignore[reportPrivateUsage]
-        return
-    results = output if isinstance(output, tuple) else (output,)
-    if torch._C._any_output_is_alias_to_input_or_output(args, kwargs, results):  # pyright: ignore[reportPrivateUsage]
-        raise AliasError(
-            f"{operator.name} (kernel {kernel}): an output of a custom operator must not be one of its inputs and may not "
-            "alias an input or another output. Return a copy, for example x.clone()."
+    Raises:
+        NoKernelError: no kernel takes the call, and the reference itself is limited to other devices.
+    """
+    device = operator.device(args, kwargs)
+    accepted, refused = eligible(operator, args, kwargs)
+    tuned = [kernel for kernel in accepted if kernel.autotune]
+    if tuned and accepted[0].autotune:
+        fastest = autotune.choose(operator.name, tuned, args, kwargs, device)
+        refused |= {k.name: f"{fastest.name} was measured to be faster" for k in accepted if k is not fastest}
+        return fastest, refused
+    if accepted:
+        return accepted[0], refused | {k.name: f"{accepted[0].name} is preferred" for k in accepted[1:]}
+    if operator.device_types is not None and device not in operator.device_types and device != "meta":
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        raise NoKernelError(
+            f"{operator.opname} does not have a kernel registered for {device}. Please use register_kernel to do so.{reasons}"
         )
+    return None, refused
 
 
-def _returns_arguments(operator: Operator) -> bool:
-    return any(r.alias_info is not None and r.alias_info.is_write for r in operator.schema.returns)
+def eligible(
+    operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[RegisteredKernel], dict[str, str]]:
+    """Return the kernels that take a call through the schema, the preferred one first, and the reason of each one refused."""
+    values = bound_arguments(operator, args, kwargs) if operator.kernels.kernels else {}
+    return operator.kernels.eligible((), values, operator.device(args, kwargs), (args, kwargs))
 
 
-def _check_form(operator: Operator, kernel: str, output: Any) -> None:
-    returns = operator.schema.returns
-    count = len(returns)
-    if count == 0:
-        wrong = output is not None
-    elif count == 1:
-        wrong = not _fits(output, returns[0])
-    else:
-        items = output if isinstance(output, (tuple, list)) else ()
-        wrong = len(items) != count or not all(
-            _fits(i, r) for i, r in zip(items, returns, strict=True) if i is not None
-        )
-    if wrong:
-        declared = ", ".join(str(r.type) for r in returns) or "nothing"
-        raise OutputError(
-            f"{operator.name}: {'its body' if kernel == REFERENCE else 'the kernel ' + kernel} returned {_described(output)}, "
-            f"but the schema declares {declared}."
-        )
+# ---- calls that record gradients -------------------------------------------------------------------------------------
 
 
-def _fits(value: Any, declared: Any) -> bool:
-    kind = str(declared.type)
-    if kind == "Tensor":
-        return isinstance(value, torch.Tensor)
-    return isinstance(value, (list, tuple)) if kind.startswith("List") else value is not None
+def make_training(
+    operator: Operator, plan: CallPlan, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return how calls of these shapes run when gradients are recorded, on ordinary tensors in eager mode.
+
+    The kernel runs within an autograd node. Everything that does not depend on the tensors is decided here, once for a plan.
+    """
+    if plan.kernel == REFERENCE and operator.self_differentiating(args, kwargs):
+        return lambda *args, **kwargs: plan.run(*args, **kwargs)
+    rule = operator.rule(args, kwargs)
+    counts, function = counts_of(args), operator.autograd_function
+    flattened = has_flattened_lists(counts)
+    trimmed_defaults: list[Any] = []
+    if isinstance(rule, RegisteredRule):
+        if (setup := _simple_setup(operator, rule, args, kwargs, flattened)) is not None:
+            return _simple_training(operator, plan, rule, args, setup)
+        # the dispatcher drops trailing arguments that equal their defaults, and the author's rule may count on it
+        if not operator.signature.flattened:
+            trimmed_defaults = [p.default for p in operator.signature.parameters if not p.keyword_only]
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        if trimmed_defaults:
+            args = _trimmed(args, trimmed_defaults)
+        call = AutogradCall(plan.run, rule, kwargs, True, counts and counts[: len(args)], flattened)
+        return restore(call, apply(function, call, args))
+
+    return train
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"{len(value)} values ({', '.join(type(item).__name__ for item in value)})"
-    return "nothing" if value is None else type(value).__name__
-
-
-def _check_patterns(operator: Operator, output: Any, binding: patterns.Binding) -> None:
-    declared = operator.signature.return_patterns
-    if not any(declared) or operator.signature.returns is not None or not config.get().check:
-        return
-    outputs = output if isinstance(output, (tuple, list)) and len(declared) > 1 else (output,)
-    for i, (value, pattern) in enumerate(zip(outputs, declared, strict=False)):
-        if pattern is not None and isinstance(value, torch.Tensor):
-            binding.check("the output" if len(declared) == 1 else f"the output {i}", value, pattern)
-
-
-def _compare(operator: Operator, kernel: str, output: Any, trace: Trace) -> list[Any] | None:
-    """Raise where shapes, dtypes or devices differ from the reference's; where only strides do, return those to restore."""
-    layout: list[Any] = []
-    expected = pytree.tree_leaves(trace.outputs)
-    for i, (value, fake) in enumerate(zip(pytree.tree_leaves(output), expected, strict=False)):
-        if not isinstance(value, torch.Tensor) or not isinstance(fake, torch.Tensor):
-            layout.append(None)
-            continue
-        known = private.sizes_known(fake)
-        if value.dtype != fake.dtype or value.device.type != fake.device.type or (known and value.shape != fake.shape):
-            raise OutputError(
-                f"{operator.name}: output {i} of the kernel {kernel} is {tuple(value.shape)} {value.dtype} on {value.device}, "
-                f"but the reference gives {tuple(fake.shape)} {fake.dtype} on {fake.device}."
-            )
-        layout.append(fake.stride() if known and _strides_differ(value, fake) else None)
-    if not any(strides is not None for strides in layout):
+def _simple_setup(
+    operator: Operator, rule: RegisteredRule, args: Sequence[Any], kwargs: dict[str, Any], flattened: bool
+) -> Callable[..., Any] | None:
+    """Return the rule's ``setup_context`` if autograd nodes can take arguments and results of such calls as they are."""
+    listed = flattened or any(str(r.type).startswith("List") for r in operator.schema.returns)
+    if listed or not all(parameter.required for parameter in operator.signature.parameters):
         return None
-    if kernel not in operator.restrided:
-        _warn_of_strides(operator, kernel)
-    return layout
+    return rule.setup_of(args, kwargs)
 
 
-def _warn_of_strides(operator: Operator, kernel: str) -> None:
-    warnings.warn(
-        f"{operator.name}: the kernel {kernel} returns other strides than the reference, which compiled programs rely on. "
-        "Its results are copied into the reference's layout; allocate outputs with that layout to save the copy.",
-        StrideWarning,
-        stacklevel=5,
-    )
+def _simple_training(
+    operator: Operator, plan: CallPlan, rule: RegisteredRule, args: Sequence[Any], setup: Callable[..., Any]
+) -> Callable[..., Any]:
+    """As :func:`make_training`, with one :class:`AutogradCall` for all calls."""
+    counts = counts_of(args)
+    call = AutogradCall(plan.run, rule, {}, True, counts, setup=setup, unflattened=unflattened_lists(counts))
+    record = operator.autograd_function.apply
+
+    def train(*args: Any) -> Any:
+        call.run = plan.run  # the first call replaces it
+        return record(*args, call)
+
+    return train
 
 
-def _strides_differ(value: torch.Tensor, fake: torch.Tensor) -> bool:
-    if value.numel() == 0:
-        return False
-    pairs = zip(value.shape, value.stride(), fake.stride(), strict=True)
-    return any(size > 1 and a != b for size, a, b in pairs)
-
-
-def _restride(output: Any, layout: list[Any]) -> Any:
-    leaves, spec = pytree.tree_flatten(output)
-    for i, strides in enumerate(layout):
-        if strides is not None:
-            leaves[i] = torch.empty_strided(
-                leaves[i].shape, strides, dtype=leaves[i].dtype, device=leaves[i].device
-            ).copy_(leaves[i])
-    return pytree.tree_unflatten(leaves, spec)
-
-
-def _restriding(function: Callable[..., Any], layout: list[Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _restride(function(*args, **kwargs), layout)
-
-    return run
+def _trimmed(args: tuple[Any, ...], defaults: list[Any]) -> tuple[Any, ...]:
+    count = len(args)
+    while count:
+        value, default = args[count - 1], defaults[count - 1]
+        if value is not default and (
+            isinstance(value, torch.Tensor) or type(value) is not type(default) or value != default
+        ):
+            break
+        count -= 1
+    return args[:count]

@@ -1,4 +1,4 @@
-"""Kernels that are made ready once for all calls of the same shapes."""
+"""Kernels that are prepared once for all calls of the same shapes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from opkit.kernels.tuning.record_format import Identity
 
 
 class PreparedKernel:
-    """A kernel whose ``prepare`` takes a call's arguments and gives a function for calls like it.
+    """A kernel whose ``prepare`` takes a call's arguments and returns a function for calls like it.
 
-    Alike are calls whose tensors have the same sizes, strides, dtypes and devices and whose other arguments are equal, numbers
-    and lists included: so that what follows from these need not be found again. The function may keep none of the tensors
-    that ``prepare`` was given. Register it with ``register_kernel`` as any other kernel.
+    Calls are alike if their tensors have the same sizes, strides, dtypes and devices and their other arguments are equal,
+    numbers and lists included. ``prepare`` computes once what follows from these. The function that it returns must not hold
+    on to the tensors that ``prepare`` received. Register it with ``register_kernel`` as any other kernel.
 
     >>> @PreparedKernel
     ... def scaled(x, factor):
@@ -37,10 +37,10 @@ class TunedKernel(PreparedKernel):
     """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.tuning.tuning`.
 
     Args:
-        prepare: as of any prepared kernel.
-        examples: calls for which ``opkit tune`` has it choose, as those of :func:`opkit.triton_kernel`.
-        identities: gives the Triton kernels that it chooses for, as their results are recorded.
-        notes: says of a call, by the operator's arguments, what would be chosen and why; for ``select``.
+        prepare: as for :class:`PreparedKernel`.
+        examples: the calls that ``opkit tune`` tunes it for, in the form of :func:`opkit.triton_kernel`'s.
+        identities: returns the identities under which the results of its Triton kernels are recorded.
+        notes: takes the operator's arguments, and returns what the call would choose and why, for ``select``.
     """
 
     def __init__(

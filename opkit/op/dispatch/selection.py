@@ -1,7 +1,7 @@
-"""An operator's kernels, and which of them a call gets.
+"""The table of an operator's kernels, and the selection of the kernel for a call.
 
-Kernels are tried by falling priority, the most recently registered first among equals; the first whose device, dtypes
-and predicate fit is chosen, and the reference stands behind them all. Every refusal carries its reason.
+Kernels are tried by falling priority, the most recently registered first among equals. The first whose device, dtypes
+and predicate fit is chosen; the reference runs if there is none. Every refusal carries its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ forced_kernels: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextV
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kernel:
+class RegisteredKernel:
     """One way to compute an operator on one device type (None: on all)."""
 
     name: str
@@ -44,16 +44,16 @@ class Kernel:
 
     @property
     def unconditional(self) -> bool:
-        """Whether its author gave no condition, preference or rival for it."""
+        """Whether the author registered it without ``when``, ``dtypes``, ``priority`` and ``autotune``."""
         return self.when is None and self.dtypes is None and self.priority == 0 and not self.autotune
 
     @property
     def plain(self) -> bool:
-        """Whether it takes every call on its device, as a kernel of torch.library does."""
+        """Whether it takes every call on its device, as torch.library's kernels do."""
         return self.unconditional and not self.native
 
-    def replaces(self, earlier: Kernel) -> bool:
-        """Whether it takes the place of ``earlier``: a plain kernel of a plain one, a native kernel of its old self."""
+    def replaces(self, earlier: RegisteredKernel) -> bool:
+        """Return whether it replaces ``earlier``: a plain kernel any plain one, a native kernel the one of its name."""
         if self.device != earlier.device:
             return False
         if self.native:
@@ -62,13 +62,13 @@ class Kernel:
 
     @property
     def condition(self) -> str:
-        """The predicate as a person would name it; empty where there is none."""
+        """The name of the predicate, for messages; empty where there is none."""
         return "" if self.when is None else getattr(self.when, "__qualname__", repr(self.when))
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The kernel that a call gets, why each other one was refused, and what the kernel itself chooses, and why."""
+    """The kernel that a call gets, why each other one was refused, and notes on what the kernel itself chooses."""
 
     operator: str
     kernel: str
@@ -82,10 +82,10 @@ class Selection:
 
 
 def predicate_names(when: Callable[..., Any] | None, parameters: Sequence[str], op: str) -> tuple[str, ...]:
-    """The operator's parameters that a predicate asks for, by name.
+    """Return the names of the operator's parameters that a predicate takes.
 
     Raises:
-        KernelError: it is not callable, or asks for a name that the operator does not have.
+        KernelError: it is not callable, or takes a parameter that the operator does not have.
     """
     if when is None:
         return ()
@@ -94,20 +94,20 @@ def predicate_names(when: Callable[..., Any] | None, parameters: Sequence[str], 
     names = tuple(inspect.signature(when).parameters)
     unknown = [name for name in names if name not in parameters]
     if unknown:
-        raise KernelError(f"{op}: when= asks for {', '.join(unknown)}; the operator has {', '.join(parameters)}.")
+        raise KernelError(f"{op}: when= takes {', '.join(unknown)}; the operator has {', '.join(parameters)}.")
     return names
 
 
 def leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The items of a call's arguments; schemas know no lists in lists."""
-    found: list[Any] = []
+    """Return a call's arguments with lists flattened; schemas have no lists of lists."""
+    items: list[Any] = []
     for value in (*args, *kwargs.values()):
-        found += value if type(value) is list or type(value) is tuple else (value,)
-    return found
+        items += value if type(value) is list or type(value) is tuple else (value,)
+    return items
 
 
 def call_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: object = None) -> str:
-    """The device type of a call: its first tensor's, else that of its device argument, else the CPU."""
+    """Return the device type of a call: its first tensor's, else that of its device argument, else the CPU."""
     for leaf in leaves(args, kwargs):
         if isinstance(leaf, torch.Tensor):
             return leaf.device.type
@@ -115,7 +115,7 @@ def call_device(args: Sequence[Any], kwargs: Mapping[str, Any], device: object =
 
 
 def call_dtypes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[torch.dtype]:
-    """The dtypes that decide: those of the floating and complex tensors, or of all where there are none."""
+    """Return the dtypes that ``dtypes=`` is compared with: those of floating and complex tensors, or of all if none is."""
     dtypes = {leaf.dtype for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)}
     return {d for d in dtypes if d.is_floating_point or d.is_complex} or dtypes
 
@@ -126,11 +126,11 @@ class KernelTable:
     def __init__(self, operator: str, parameters: Sequence[str]) -> None:
         self.operator = operator
         self.parameters = tuple(parameters)
-        self.kernels: list[Kernel] = []
+        self.kernels: list[RegisteredKernel] = []
         self.disabled: set[str | None] = set()
         self._registered = 0
 
-    def add(self, kernel: Kernel) -> Kernel:
+    def add(self, kernel: RegisteredKernel) -> RegisteredKernel:
         """Add ``kernel``; a plain kernel replaces an earlier plain one of its device, as in torch.library.
 
         Raises:
@@ -143,7 +143,7 @@ class KernelTable:
         self.kernels = sorted([*self.kernels, kernel], key=lambda k: (-k.priority, k.plain, -k.order))
         return kernel
 
-    def check_free(self, kernel: Kernel) -> None:
+    def check_free(self, kernel: RegisteredKernel) -> None:
         """Raise a KernelError if the name is taken on the kernel's device; on different devices kernels share names."""
         taken = any(
             k.name == kernel.name
@@ -157,29 +157,31 @@ class KernelTable:
             )
 
     def free_name(self, own: str, device: str | None) -> str:
-        """A name for a kernel registered without one, whose function is called ``own``."""
+        """Return a name for a kernel registered without one, whose function is called ``own``."""
         name = own if own.isidentifier() and own not in ("_", REFERENCE) else f"{device or 'any'}_kernel"
         taken = {k.name for k in self.kernels if not (k.plain and k.device == device)}
         return next(n for n in [name, *(f"{name}_{i}" for i in range(2, 10_000))] if n not in taken)
 
-    def named(self, name: str) -> Kernel:
-        """The kernel of that name.
+    def named(self, name: str) -> RegisteredKernel:
+        """Return the kernel of that name.
 
         Raises:
             KernelError: there is none.
         """
-        found = next((k for k in self.kernels if k.name == name), None)
-        if found is None:
+        kernel = next((k for k in self.kernels if k.name == name), None)
+        if kernel is None:
             names = ", ".join([REFERENCE, *(k.name for k in self.kernels)])
             raise KernelError(f"{self.operator}: there is no kernel named {name!r}. There are: {names}.")
-        return found
+        return kernel
 
     def serves(self, device: str) -> bool:
-        """Whether any enabled kernel is meant for ``device``."""
+        """Return whether an enabled kernel runs on ``device``."""
         return any(k.device in (None, device) and k.device not in self.disabled for k in self.kernels)
 
-    def refusal(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any], device: str, flat: Flat) -> str:
-        """Why ``kernel`` does not take this call; empty where it does. ``flat`` is the call through the schema."""
+    def refusal(
+        self, kernel: RegisteredKernel, args: Sequence[Any], kwargs: Mapping[str, Any], device: str, flat: Flat
+    ) -> str:
+        """Return why ``kernel`` does not take this call; empty if it does. ``flat`` is the call through the schema."""
         if kernel.device not in (None, device):
             return f"it runs on {kernel.device}, the arguments are on {device}"
         if kernel.device in self.disabled:
@@ -187,18 +189,16 @@ class KernelTable:
         if kernel.dtypes is not None and not call_dtypes(args, kwargs) <= kernel.dtypes:
             have, want = (", ".join(sorted(map(str, dtypes))) for dtypes in (call_dtypes(args, kwargs), kernel.dtypes))
             return f"the arguments have {have}; it takes {want}"
-        if kernel.when is not None and not kernel.when(**self._predicate_arguments(kernel, args, kwargs)):
-            return f"its condition {kernel.condition} is false"
+        if kernel.when is not None:
+            named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+            if not kernel.when(**{name: named[name] for name in kernel.predicate_names}):
+                return f"its condition {kernel.condition} is false"
         return kernel.function.refusal(*flat) if kernel.native else ""  # type: ignore[attr-defined]  # pyright: ignore
-
-    def _predicate_arguments(self, kernel: Kernel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
-        return {name: given[name] for name in kernel.predicate_names}
 
     def eligible(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], device: str, flat: Flat
-    ) -> tuple[list[Kernel], dict[str, str]]:
-        """The kernels that take the call, the preferred one first, and the reason of each that does not.
+    ) -> tuple[list[RegisteredKernel], dict[str, str]]:
+        """Return the kernels that take the call, the preferred one first, and the reason of each that does not.
 
         ``args`` and ``kwargs`` are the Python call's, ``flat`` those of the call through the schema.
         """
@@ -210,7 +210,7 @@ class KernelTable:
         names = {k.name for k in fit}
         return fit, {k.name: reason for k, reason in reasons if reason and k.name not in names}
 
-    def _forced(self, name: str, device: str) -> tuple[list[Kernel], dict[str, str]]:
+    def _forced(self, name: str, device: str) -> tuple[list[RegisteredKernel], dict[str, str]]:
         refused = {k.name: f"{name} is forced by opkit.use_kernel" for k in self.kernels if k.name != name}
         if name == REFERENCE:
             return [], refused

@@ -1,1 +1,1 @@
-"""Example calls of an operator: written as text, made from its annotations, or named by its kernels."""
+"""Example calls of an operator: written as text, generated from its annotations, or named by its kernels."""

@@ -1,13 +1,13 @@
-"""Arguments written as text, such as ``bf16[4096, 1024]``, and tensors made from them.
+"""Parse arguments written as text, such as ``bf16[4096, 1024]``, and make tensors from them.
 
 ========================================  ====================================================
 text                                      argument
 ========================================  ====================================================
 ``bf16[4096, 1024]``                      a tensor; ``fp32[]`` has one element and no dimension
-``bf16[4096, 1024]:strides(1, 4096)``     one that lies so in memory
+``bf16[4096, 1024]:strides(1, 4096)``     a tensor with these strides
 ``[fp32[8], fp32[16]]``, ``[1, 2]``       a list
 ``1``, ``1e-6``, ``inf``, ``True``        a number, a truth value
-``"silu"``, ``None``                      a string, nothing
+``"silu"``, ``None``                      a string, None
 ``bf16``, ``torch.bfloat16``              a dtype
 ========================================  ====================================================
 
@@ -66,7 +66,7 @@ _NO_BOUND = 128
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be made."""
+    """The dtype, sizes and strides of a tensor to make."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many elements its memory has, those between its own included."""
+        """The number of elements that its memory spans, gaps between strides included."""
         if 0 in self.sizes:
             return 0
         strides = torch.empty(self.sizes, device="meta").stride() if self.strides is None else self.strides
@@ -87,7 +87,7 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallSpec:
+class ExampleCall:
     """A call of an operator: arguments by name, with a :class:`TensorSpec` for each tensor."""
 
     operator: str
@@ -98,7 +98,7 @@ class CallSpec:
 
 
 def shown(value: Any) -> str:
-    """An argument as it is written.
+    """Return an argument as text.
 
     >>> shown([TensorSpec(torch.bfloat16, (4,)), "silu", torch.float16])
     "[bf16[4], 'silu', fp16]"
@@ -116,7 +116,7 @@ def shown(value: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """The argument that ``text`` stands for: see the module's table.
+    """Return the argument that ``text`` stands for: see the module's table.
 
     Raises:
         ArgumentError: it cannot be read; the message says where.
@@ -124,36 +124,36 @@ def parse(text: str) -> Any:
     >>> parse("bf16[8, 4]:strides(1, 8)")
     TensorSpec(dtype=torch.bfloat16, sizes=(8, 4), strides=(1, 8))
     """
-    reader = _Reader(text)
+    reader = _ArgumentReader(text)
     value = reader.value()
     reader.end()
     return value
 
 
-def parse_call(text: str) -> CallSpec:
-    """The call that ``text`` stands for, such as ``demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-6)``.
+def parse_call(text: str) -> ExampleCall:
+    """Return the call that ``text`` stands for, such as ``demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-6)``.
 
     Raises:
         ArgumentError: it cannot be read; the message says where.
     """
-    found = _CALL.fullmatch(text)
-    if found is None:
+    match = _CALL.fullmatch(text)
+    if match is None:
         raise ArgumentError(f"{text!r} is no call. Write it as in demo::rms_norm(x=bf16[8192, 4096], eps=1e-6).")
-    reader = _Reader(text, found.start(2), found.end(2))
+    reader = _ArgumentReader(text, match.start(2), match.end(2))
     arguments: dict[str, Any] = {}
     for name, value in reader.named():
         if name in arguments:
             raise ArgumentError(f"{text!r} gives {name} twice.")
         arguments[name] = value
-    return CallSpec(found[1], arguments)
+    return ExampleCall(match[1], arguments)
 
 
-def parse_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of a call that are given as a dictionary, in Python or JSON: tensors stand there as text.
+def parse_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of a call from a dictionary, of Python or JSON, that has tensors as text.
 
     Args:
-        given: the arguments by name.
-        where: what an error is to name.
+        arguments: the arguments by name.
+        where: the place that errors name.
 
     Raises:
         ArgumentError: one of them cannot be read.
@@ -172,11 +172,11 @@ def parse_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         except ArgumentError as error:
             raise ArgumentError(f"{where}, {name}: {error}") from None
 
-    return {name: read(name, value) for name, value in given.items()}
+    return {name: read(name, value) for name, value in arguments.items()}
 
 
-def read_file(path: Path) -> list[CallSpec]:
-    """The calls in a JSON file such as ``{"demo::rms_norm": [{"x": "bf16[8192, 4096]", "eps": 1e-6}]}``.
+def read_file(path: Path) -> list[ExampleCall]:
+    """Return the calls in a JSON file such as ``{"demo::rms_norm": [{"x": "bf16[8192, 4096]", "eps": 1e-6}]}``.
 
     Raises:
         ArgumentError: it cannot be read; the message names the file and what is wrong.
@@ -189,20 +189,20 @@ def read_file(path: Path) -> list[CallSpec]:
         raise ArgumentError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ArgumentError(f'{path} holds no object such as {{"demo::rms_norm": [{{"x": "bf16[8, 4]"}}]}}.')
-    found: list[CallSpec] = []
+    examples: list[ExampleCall] = []
     for operator, calls in cast("dict[str, Any]", content).items():
         listed: list[Any] = calls if isinstance(calls, list) else [None]
-        found += [_listed_call(f"{path}, {operator}[{n}]", operator, call) for n, call in enumerate(listed)]
-    return found
+        examples += [_listed_call(f"{path}, {operator}[{n}]", operator, call) for n, call in enumerate(listed)]
+    return examples
 
 
-def _listed_call(where: str, operator: str, call: Any) -> CallSpec:
+def _listed_call(where: str, operator: str, call: Any) -> ExampleCall:
     if not isinstance(call, dict):
         raise ArgumentError(f"{where}: expected a list of objects that hold the arguments by name.")
-    return CallSpec(operator, parse_arguments(cast("dict[str, Any]", call), where))
+    return ExampleCall(operator, parse_arguments(cast("dict[str, Any]", call), where))
 
 
-class _Reader:
+class _ArgumentReader:
     """Reads arguments from a part of a text, from left to right."""
 
     def __init__(self, text: str, start: int = 0, end: int | None = None) -> None:
@@ -213,7 +213,7 @@ class _Reader:
             raise self._error("expected nothing more")
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """``name=value`` with commas between."""
+        """Yield the name and value of each ``name=value``, separated by commas."""
         while self._text[self._at : self._end].strip():
             kind, name = self._next("the name of an argument")
             if kind != "word" or not self._take("="):
@@ -269,46 +269,46 @@ class _Reader:
                 return
 
     def _take(self, mark: str) -> bool:
-        found = _TOKEN.match(self._text, self._at, self._end)
-        if found is None or found["mark"] != mark:
+        match = _TOKEN.match(self._text, self._at, self._end)
+        if match is None or match["mark"] != mark:
             return False
-        self._at = found.end()
+        self._at = match.end()
         return True
 
     def _next(self, expected: str) -> tuple[str, str]:
-        found = _TOKEN.match(self._text, self._at, self._end)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(self._text, self._at, self._end)
+        if match is None or match.lastgroup is None:
             raise self._error(f"expected {expected}")
-        self._at = found.end()
-        return found.lastgroup, found[found.lastgroup]
+        self._at = match.end()
+        return match.lastgroup, match[match.lastgroup]
 
     def _error(self, what: str) -> ArgumentError:
         return ArgumentError(f"{self._text!r} cannot be read: {what}, at {self._text[: self._at] + ' <--'!r}.")
 
 
 def named_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name, short or torch's own; None where there is none.
+    """Return the dtype of that name, short or torch's own; None where there is none.
 
     >>> named_dtype("bf16"), named_dtype("torch.int32"), named_dtype("float")
     (torch.bfloat16, torch.int32, torch.float32)
     """
-    found = SHORT_DTYPES.get(name) or getattr(torch, name.removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = SHORT_DTYPES.get(name) or getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _dtype(name: str, error: Callable[[str], ArgumentError]) -> torch.dtype:
-    found = named_dtype(name)
-    if found is None:
+    dtype = named_dtype(name)
+    if dtype is None:
         near = difflib.get_close_matches(name, SHORT_DTYPES, n=2) or list(SHORT_DTYPES)
         raise error(f"{name!r} is no dtype; there are {', '.join(near)} and torch's own")
-    return found
+    return dtype
 
 
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
 def make(spec: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
-    """The argument itself: tensors where ``spec`` has a :class:`TensorSpec` or its text, all else as it is.
+    """Make an argument: a tensor for each :class:`TensorSpec` or its text in ``spec``, all else as it is.
 
     Floating and complex tensors are normally distributed, bool ones are even odds, 8-bit integers are any. Wider integers
     are from 0 up to the smallest size of the floating tensors, so that they can index any dimension of those; without any
@@ -321,10 +321,10 @@ def make(spec: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
 
 
 def make_all(arguments: Mapping[str, Any], device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
-    """The arguments of a call, as :func:`make` makes one.
+    """Make the arguments of a call, each as :func:`make` does.
 
     Raises:
-        ArgumentError: one cannot be made, for want of memory or because torch makes none of its dtype there.
+        ArgumentError: one cannot be made, because memory is short or torch has no such dtype on the device.
     """
     specs = parse_arguments(arguments, "an argument")
     meta = torch.device(device).type == "meta"
@@ -346,7 +346,7 @@ def make_all(arguments: Mapping[str, Any], device: str | torch.device = "cpu", s
 
 
 def _bound(leaves: Iterable[Any]) -> int:
-    """What indices must be below."""
+    """Return the bound that indices stay below."""
     sizes = [size for leaf in leaves if isinstance(leaf, TensorSpec) and _floating(leaf.dtype) for size in leaf.sizes]
     return max(1, min(sizes, default=_NO_BOUND))
 
@@ -357,12 +357,9 @@ def _floating(dtype: torch.dtype) -> bool:
 
 def _tensor(spec: TensorSpec, generator: torch.Generator | None, bound: int) -> torch.Tensor:
     if generator is None:
-        made = torch.empty(spec.sizes, dtype=spec.dtype, device="meta")
-        return (
-            made
-            if spec.strides is None
-            else torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device="meta")
-        )
+        if spec.strides is None:
+            return torch.empty(spec.sizes, dtype=spec.dtype, device="meta")
+        return torch.empty_strided(spec.sizes, spec.strides, dtype=spec.dtype, device="meta")
     memory = _values(spec.dtype, spec.elements, generator, bound)
     if spec.strides is None:
         return memory.view(spec.sizes)

@@ -1,4 +1,4 @@
-"""Calls of an operator that stand for its use: those that its kernels name, or some made up from its annotations."""
+"""Typical calls of an operator, for tuning and compiling: its kernels' ``examples=``, or calls generated from annotations."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -6,54 +6,53 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from opkit.errors import ArgumentError
 from opkit.op.core import Operator
-from opkit.op.examples.arguments import CallSpec, TensorSpec, make_all, named_dtype, parse_arguments
+from opkit.op.examples.arguments import ExampleCall, TensorSpec, make_all, named_dtype, parse_arguments
 from opkit.op.schema import patterns
 from opkit.op.schema.codecs import EnumCodec
-from opkit.op.schema.patterns import Dim, TensorPattern
-from opkit.op.schema.signature import Parameter
+from opkit.op.schema.patterns import TensorPattern
+from opkit.op.schema.signature import OperatorParameter
 
 _ROWS = 4
 _NAMED_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)
-_MOST_ELEMENTS = 2**24
+_MAX_ELEMENTS = 2**24
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ANY_SHAPE = TensorPattern("...", (Dim("many", ""),), None)
 _SCALARS: dict[str, Any] = {"int": 1, "float": 0.5, "bool": False, "str": "", "dtype": torch.float32}
 _TENSORS = ("tensor", "tensors")
 
 
-def made_up(operator: Operator) -> list[CallSpec]:
-    """Calls that fit an operator's annotations, in bfloat16, float16 and float32 where these allow it.
+def generate(operator: Operator) -> list[ExampleCall]:
+    """Generate calls that fit an operator's annotations, in bfloat16, float16 and float32 where these allow it.
 
     A named size is 1024, or less where a tensor would have more than 2**24 elements; ``*name`` is one size, 4 times that,
     or, where a tensor has no other, two sizes. A parameter with a default keeps it.
 
     Raises:
-        ArgumentError: a parameter without default has a type of which nothing can be made up.
+        ArgumentError: a parameter without default has a type for which there is no example value.
     """
     sizes = next(
         known for size in _NAMED_SIZES if _fit(operator, known := _sizes(operator, size)) or size == _NAMED_SIZES[-1]
     )
     arguments = [{p.name: _value(operator, p, sizes, dtype) for p in _required(operator)} for dtype in _DTYPES]
-    return [CallSpec(operator.name, each) for number, each in enumerate(arguments) if each not in arguments[:number]]
+    return [ExampleCall(operator.name, each) for number, each in enumerate(arguments) if each not in arguments[:number]]
 
 
-def _required(operator: Operator) -> list[Parameter]:
+def _required(operator: Operator) -> list[OperatorParameter]:
     return [parameter for parameter in operator.signature.parameters if parameter.required]
 
 
 def _shapes(operator: Operator) -> list[TensorPattern]:
-    return [p.pattern or _ANY_SHAPE for p in _required(operator) if p.kind in _TENSORS]
+    return [p.pattern or patterns.ANY_SHAPE for p in _required(operator) if p.kind in _TENSORS]
 
 
 def _sizes(operator: Operator, size: int) -> dict[str, Any]:
-    """What each name of the annotations stands for."""
+    """Return the sizes that the annotations' names stand for."""
     shapes = _shapes(operator)
     known: dict[str, Any] = {}
     for dim in (dim for shape in shapes for dim in shape.dims if dim.kind != "many" and dim.text.isidentifier()):
@@ -65,16 +64,16 @@ def _sizes(operator: Operator, size: int) -> dict[str, Any]:
 
 
 def _fit(operator: Operator, sizes: Mapping[str, Any]) -> bool:
-    return all(math.prod(_shape(pattern, sizes)) <= _MOST_ELEMENTS for pattern in _shapes(operator))
+    return all(math.prod(_shape(pattern, sizes)) <= _MAX_ELEMENTS for pattern in _shapes(operator))
 
 
 def _shape(pattern: TensorPattern, sizes: Mapping[str, Any]) -> tuple[int, ...]:
     return patterns.example_shape(pattern, dict(sizes), _NAMED_SIZES[:1])
 
 
-def _value(operator: Operator, parameter: Parameter, sizes: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _value(operator: Operator, parameter: OperatorParameter, sizes: Mapping[str, Any], dtype: torch.dtype) -> Any:
     if parameter.kind in _TENSORS:
-        pattern = parameter.pattern or _ANY_SHAPE
+        pattern = parameter.pattern or patterns.ANY_SHAPE
         allowed = pattern.dtypes is None or dtype in pattern.dtypes
         spec = TensorSpec(dtype if allowed else pattern.example_dtype(), _shape(pattern, sizes))
         return spec if parameter.kind == "tensor" else [spec, spec]
@@ -92,28 +91,28 @@ def _value(operator: Operator, parameter: Parameter, sizes: Mapping[str, Any], d
     )
 
 
-# ---- calls that are given --------------------------------------------------------------------------------------------
+# ---- calls from examples ---------------------------------------------------------------------------------------------
 
 
-def given(operator: Operator, examples: Iterable[Mapping[str, Any]]) -> list[CallSpec]:
-    """The calls that a kernel's ``examples=`` names.
+def from_examples(operator: Operator, examples: Iterable[Mapping[str, Any]]) -> list[ExampleCall]:
+    """Return the calls in a kernel's ``examples=``.
 
     Raises:
         ArgumentError: one cannot be read, or is no call of the operator.
     """
-    calls: list[CallSpec] = []
+    calls: list[ExampleCall] = []
     for number, example in enumerate(examples):
-        call = CallSpec(operator.name, parse_arguments(example, f"{operator.name}, examples[{number}]"))
+        call = ExampleCall(operator.name, parse_arguments(example, f"{operator.name}, examples[{number}]"))
         check(operator, call)
         calls.append(call)
     return calls
 
 
-def check(operator: Operator, call: CallSpec) -> None:
+def check(operator: Operator, call: ExampleCall) -> None:
     """Refuse a call that the operator does not take.
 
     Raises:
-        ArgumentError: it names an argument that there is not, leaves one out, or gives something else for a tensor.
+        ArgumentError: it names an unknown argument, leaves one out, or has something else in place of a tensor.
     """
     parameters = {parameter.name: parameter for parameter in operator.signature.parameters}
     for name in call.arguments:
@@ -130,7 +129,7 @@ def check(operator: Operator, call: CallSpec) -> None:
         _check_tensor(call, parameters[name], value)
 
 
-def _check_tensor(call: CallSpec, parameter: Parameter, value: Any) -> None:
+def _check_tensor(call: ExampleCall, parameter: OperatorParameter, value: Any) -> None:
     wanted = parameter.kind == "tensor" and not (value is None and parameter.optional)
     if wanted != isinstance(value, TensorSpec) and (wanted or parameter.codec is None):
         what = "a tensor such as bf16[4096, 1024]" if wanted else f"{parameter.annotation}, which is no tensor"
@@ -138,19 +137,21 @@ def _check_tensor(call: CallSpec, parameter: Parameter, value: Any) -> None:
 
 
 def arguments_of(
-    operator: Operator, call: CallSpec, device: str | torch.device = "cpu", seed: int = 0
+    operator: Operator, call: ExampleCall, device: str | torch.device = "cpu", seed: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and keyword arguments of a call, made as :func:`opkit.op.examples.arguments.make` makes them.
+    """Return the positional and keyword arguments of a call, made as :func:`opkit.op.examples.arguments.make` makes them.
 
     Raises:
         ArgumentError: the operator does not take the call, or a tensor cannot be made.
     """
     check(operator, call)
-    made = make_all(call.arguments, device, seed)
+    arguments = make_all(call.arguments, device, seed)
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for parameter in operator.signature.parameters:
-        value = _converted(call, parameter, made[parameter.name]) if parameter.name in made else parameter.default
+        value = (
+            _converted(call, parameter, arguments[parameter.name]) if parameter.name in arguments else parameter.default
+        )
         if parameter.keyword_only:
             named[parameter.name] = value
         else:
@@ -158,21 +159,17 @@ def arguments_of(
     return positional, named
 
 
-def _converted(call: CallSpec, parameter: Parameter, value: Any) -> Any:
-    """A dtype or a member of an enumeration for its name; a tuple for a list, where the annotation says so."""
+def _converted(call: ExampleCall, parameter: OperatorParameter, value: Any) -> Any:
+    """Return the dtype or the enumeration's member that ``value`` names; any other value as it is."""
     if isinstance(value, str) and parameter.kind == "dtype":
-        found: Any = named_dtype(value)
+        converted: Any = named_dtype(value)
     elif isinstance(value, str) and isinstance(parameter.codec, EnumCodec):
-        found = parameter.codec.kind.__members__.get(value)
+        converted = parameter.codec.kind.__members__.get(value)
     else:
         return value
-    if found is None:
-        raise ArgumentError(f"{call}: {parameter.name} must be {_choices(parameter)}, got {value!r}.")
-    return found
-
-
-def _choices(parameter: Parameter) -> str:
-    if isinstance(parameter.codec, EnumCodec):
-        members: Sequence[str] = list(parameter.codec.kind.__members__)
-        return f"one of {', '.join(members)}"
-    return "a dtype such as bf16"
+    if converted is None:
+        choices = "a dtype such as bf16"
+        if isinstance(parameter.codec, EnumCodec):
+            choices = f"one of {', '.join(parameter.codec.kind.__members__)}"
+        raise ArgumentError(f"{call}: {parameter.name} must be {choices}, got {value!r}.")
+    return converted

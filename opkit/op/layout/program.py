@@ -1,7 +1,6 @@
-"""Programs that compute output sizes: how they are encoded, run in Python, and shown.
+"""Layout programs compute output sizes: this module encodes them, runs them in Python, and prints them.
 
-``opkit/kernels/include/opkit.h`` says what the words mean. The interpreter here is the plain statement of it, against which
-the runtime's own is tested.
+``opkit/kernels/include/opkit.h`` defines the words. The interpreter here is the reference against which the runtime's is tested.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -22,17 +21,17 @@ DTYPES = {
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""The numbers of ``enum opk_dtype``, and of the float8 types, which Triton kernels alone have."""
+"""The numbers of ``enum opk_dtype``, and of the float8 types, which only Triton kernels take."""
 
 CONSTANT, SIZE, STRIDE, INT, FLOAT_IS = range(5)
 OPERANDS = {CONSTANT: 1, SIZE: 3, STRIDE: 3, INT: 2, FLOAT_IS: 3}
-"""How many words follow the codes that read something."""
+"""The number of words that follow each code that reads a value."""
 
 ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, MINIMUM, MAXIMUM = range(5, 12)
 EQUAL, NOT_EQUAL, LESS, LESS_EQUAL, AND, OR, NOT, SELECT = range(12, 20)
 
-MOST_DEEP = 32
-"""How many values the code of a program holds at a time, at most."""
+MAX_DEPTH = 32
+"""The maximal number of values on the stack while a program's code runs."""
 
 _BINARY: dict[int, tuple[str, Callable[[int, int], int]]] = {
     ADD: ("+", operator.add),
@@ -56,7 +55,7 @@ class UnfitError(Exception):
 
 
 def is_int64(value: int) -> bool:
-    """Whether ``value`` is in the range of ``int64_t``."""
+    """Return whether ``value`` is in the range of ``int64_t``."""
     return -(2**63) <= value < 2**63
 
 
@@ -64,7 +63,7 @@ def is_int64(value: int) -> bool:
 
 
 def dtype_number(dtype: Any) -> int:
-    """The number of a dtype.
+    """Return the number of a dtype.
 
     Raises:
         UnfitError: C kernels have no type for it.
@@ -76,20 +75,16 @@ def dtype_number(dtype: Any) -> int:
 
 
 def string_hash(text: str) -> int:
-    """The FNV-1a hash of the text's UTF-8 bytes, as a signed number of 64 bits."""
+    """Return the FNV-1a hash of the text's UTF-8 bytes, as a signed number of 64 bits."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = ((value ^ byte) * 0x100000001B3) % 2**64
-    return _signed(value)
+    return value - 2**64 if value >= 2**63 else value
 
 
 def float_bits(value: float) -> int:
-    """The bits of a double, as a signed number of 64 bits."""
+    """Return the bits of a double, as a signed number of 64 bits."""
     return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _tensor_key(tensor: torch.Tensor) -> list[int]:
@@ -113,10 +108,10 @@ _KEYS: dict[str, Callable[[Any], list[int]]] = {
 
 
 def key(kinds: Sequence[str], values: Sequence[Any]) -> list[int]:
-    """The key of a call, given the kind and the value of each schema argument.
+    """Return the key of a call from the kind and the value of each schema argument.
 
     Raises:
-        UnfitError: a tensor is of a layout or dtype that no key holds.
+        UnfitError: a tensor has a layout or dtype that no key can hold.
     """
     words: list[int] = []
     for kind, value in zip(kinds, values, strict=True):
@@ -129,12 +124,12 @@ def key(kinds: Sequence[str], values: Sequence[Any]) -> list[int]:
 
 
 def run(words: Sequence[int], kinds: Sequence[str], values: Sequence[Any]) -> list[int] | None:
-    """The layout that a program gives a call (dtype, rank, sizes and strides of each new output), None if it is unfit.
+    """Return a call's layout (dtype, rank, sizes and strides of each new output); None if the call does not fit the program.
 
     Args:
         words: the program.
-        kinds: of each schema argument, as in ``opkit.kernels.binding.facts.KINDS``.
-        values: of each schema argument, defaults filled in.
+        kinds: the kind of each schema argument, as in ``opkit.kernels.binding.facts.KINDS``.
+        values: the value of each schema argument, defaults filled in.
     """
     try:
         expected = key(kinds, values)
@@ -160,7 +155,7 @@ def _output(reader: Reader, values: Sequence[Any]) -> list[int]:
 
 
 def row_major(sizes: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor; sizes of 0 count as 1, as in torch."""
+    """Return the strides of a contiguous tensor; sizes of 0 count as 1, as in torch."""
     strides: list[int] = []
     step = 1
     for size in reversed(sizes):
@@ -182,18 +177,18 @@ class Reader:
         return self.at < len(self.words)
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` words."""
+        """Return the next ``count`` words."""
         self.at += count
         return list(self.words[self.at - count : self.at])
 
     def code(self) -> list[int]:
-        """The next piece of code, which stands behind its length."""
+        """Return the next piece of code, which follows its length."""
         (count,) = self.take(1)
         return self.take(count)
 
 
 def instructions(code: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Each operation of a piece of code, and the words that belong to it."""
+    """Yield each operation of a piece of code, with the words that belong to it."""
     reader = Reader(code)
     while reader.more:
         (op,) = reader.take(1)
@@ -201,11 +196,11 @@ def instructions(code: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 
 
 def evaluate(code: Sequence[int], values: Sequence[Any]) -> int:
-    """The value of a piece of code.
+    """Return the value of a piece of code.
 
     Raises:
         UnfitError: a value is out of the range of ``int64_t``.
-        ZeroDivisionError: as it says.
+        ZeroDivisionError: the code divides by zero.
     """
     stack: list[int] = []
     for op, operands in instructions(code):
@@ -241,7 +236,7 @@ def _read(op: int, operands: list[int], values: Sequence[Any]) -> int:
 
 
 def depth(code: Sequence[int]) -> int:
-    """How many values a piece of code holds at a time."""
+    """Return the maximal number of values on the stack while a piece of code runs."""
     deepest = now = 0
     for op, _ in instructions(code):
         now += 1 if op in OPERANDS else 0 if op == NOT else -2 if op == SELECT else -1
@@ -249,12 +244,12 @@ def depth(code: Sequence[int]) -> int:
     return deepest
 
 
-# ---- showing --------------------------------------------------------------------------------------------------------
+# ---- printing -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """How the layout of an operator's new outputs follows from a call's arguments.
+class LayoutProgram:
+    """A program that computes the layout of an operator's new outputs from a call's arguments.
 
     ``words`` is the array that ``opkit.h`` describes; ``arguments`` are the schema's, by name and kind.
     """
@@ -310,12 +305,12 @@ def _show_tensor(reader: Reader) -> str:
 
 
 def _show(code: Sequence[int], arguments: Sequence[tuple[str, str]]) -> str:
-    """A piece of code as an expression."""
+    """Return a piece of code as an expression."""
     return _joined(_conditions(code, arguments))
 
 
 def _conditions(code: Sequence[int], arguments: Sequence[tuple[str, str]]) -> list[str]:
-    """The expressions whose conjunction a piece of code is; most often one."""
+    """Return the expressions whose conjunction a piece of code is; usually one."""
     stack: list[list[str]] = []
     for op, operands in instructions(code):
         if op in OPERANDS:

@@ -1,9 +1,8 @@
-"""Kernels that run through torch's dispatcher without Python: what those in C, C++, CUDA and Triton have in common.
+"""Compiled kernels, in C, C++, CUDA and Triton: they run through torch's dispatcher without Python.
 
-Such a kernel is registered as the boxed kernel of an operator of its own, ``opkit_native::...``, which has the schema of
-the operator it serves and one argument more, the sizes of the outputs. Python's plans call that. Once calls of some shape
-were verified, the sizes are left to a program (see ``layout``), and with the bridge the operator itself is served without
-Python.
+Such a kernel is the boxed kernel of a hidden operator, ``opkit_native::...``, which has the schema of the operator that it
+computes and one more argument, the layout of the outputs. Plans call the hidden operator. Once a call was verified, a layout
+program computes the outputs' sizes (see ``layout``), and with the bridge (``bridged``) the operator itself runs without Python.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -19,20 +18,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opkit import config
+from opkit.errors import KernelError
+from opkit.kernels import bridge
 from opkit.kernels.binding.facts import Facts
-from opkit.op import torch_names
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.facts import check_passable, kind_of
-from opkit.op.layout import outputs as layout
+from opkit.op.dispatch.selection import forced_kernels
+from opkit.op.layout import program as layout_program
+from opkit.op.layout.derivation import derive
+from opkit.op.layout.outputs import layout_of, operands
 from opkit.op.native import bridged
-from opkit.op.trace.state import State
+from opkit.op.schema_facts import check_passable, kind_of
+from opkit.op.trace.reference_state import ReferenceState
 
 if TYPE_CHECKING:
     from opkit import _core
 
 _NAMESPACE = "opkit_native"
-_MOST_PROGRAMS = 64
+_MAX_PROGRAMS = 64
+_CHECKED_IN_C = ("name", "number", "any", "many")
 _count = itertools.count()
 
 
@@ -46,19 +51,20 @@ class CompiledFunction(abc.ABC):
         self.library: _core.KernelLibrary | None = None
         self._overload: Any = None
         self._programs: list[tuple[int, ...]] = []
-        self._read: tuple[Any, ...] = ()  # values that may decide sizes: looked up again in each call
-        self._sizes: tuple[Any, State] | None = None  # the fake implementation that gives them, and what it reads
-        self._derived_from: Any = None  # both, as the programs were made
+        self._read: tuple[Any, ...] = ()  # values that may decide sizes: each call looks them up again
+        # the fake implementation that computes sizes, and what it reads; the same two as the programs were derived with
+        self._sizes: tuple[Any, ReferenceState] | None = None
+        self._derived_from: Any = None
         self._lock = threading.RLock()
-        self._kept: list[Any] = []  # what must live as long as the registration
+        self._registrations: list[Any] = []  # they must live as long as the kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.prepare(args, kwargs)
-        if self._read and function is not self._overload:  # other values are read now than when it was settled
+        if self._read and function is not self._overload:  # the values have changed since it was settled
             self.settle(args, kwargs, function)
         return function(*args, **kwargs)
 
-    # ---- what each kind of kernel says of itself -------------------------------------------------------------------
+    # ---- what each kind of kernel implements ----------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -72,28 +78,28 @@ class CompiledFunction(abc.ABC):
 
     @abc.abstractmethod
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
 
     @abc.abstractmethod
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Why the kernel does not take a call; empty where it does."""
+        """Return why the kernel does not take a call; empty if it does."""
 
     @abc.abstractmethod
     def ready(self) -> bool:
-        """Make the kernel ready to run; False, with one warning, where this machine lacks what that takes."""
+        """Make the kernel ready to run; return False, with one warning, if this machine has no compiler for it."""
 
     @abc.abstractmethod
     def open(self) -> _core.KernelLibrary:
-        """The kernel as the runtime has it."""
+        """Open the kernel as the runtime's library."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     def load(self) -> _core.KernelLibrary:
-        """Put the kernel into the dispatcher, once."""
+        """Register the kernel with the dispatcher, once."""
         with self._lock:
             if self.library is None:
                 library = self.open()
-                library.forget_programs()  # those are of the reference that it was built with
+                library.forget_programs()  # they were derived from the reference that it was built with
                 self._overload = self._registered(library)
                 self.library = library
             return self.library
@@ -105,38 +111,40 @@ class CompiledFunction(abc.ABC):
         fragment.define(name + schema_with_layout(operator))
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
         key = private.dispatch_key_of(self.device)
-        keys = [key] if _always_has_tensors(operator) else [key, "BackendSelect"]  # by which calls without tensors come
-        self._kept = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
-        return torch_names.hidden_operator(f"{_NAMESPACE}::{name}")
+        keys = (
+            [key] if _always_has_tensors(operator) else [key, "BackendSelect"]
+        )  # BackendSelect, for calls without tensors
+        self._registrations = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
+        return private.hidden_operator(f"{_NAMESPACE}::{name}")
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        """Return a function for calls of exactly these shapes; the first call builds the kernel."""
         self.load()
         with self._lock:
             self._forget_outdated()
             if self._fitting(args, kwargs):
                 return self._overload
-        return functools.partial(self._overload, opk_layout=layout.layout_of(self.operator, args, kwargs))
+        return functools.partial(self._overload, opk_layout=layout_of(self.operator, args, kwargs))
 
     def settle(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        """After such a call was verified: calls of its kind, at other sizes too, need no layout from Python any more."""
+        """Derive the layout program after a call was verified; return a function that needs no layout from Python."""
         if self.library is None:
             return function
         with self._lock:
             self._forget_outdated()
             if not self._fitting(args, kwargs):
-                program = layout.derive(self.operator, args, kwargs) if len(self._programs) < _MOST_PROGRAMS else None
-                if not isinstance(program, layout.Program):
+                program = derive(self.operator, args, kwargs) if len(self._programs) < _MAX_PROGRAMS else None
+                if not isinstance(program, layout_program.LayoutProgram):
                     return self if self._takes_floats() else function
                 self.library.add_program(list(program.words))
                 self._programs.append(program.words)
             function = functools.partial(self._unless_changed, self._read) if self._read else self._overload
         if function is self._overload:
-            bridged.offer(self)
+            offer(self)
         return self if self._sized_by_floats(args, kwargs) else function
 
     def _unless_changed(self, read: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        """Run a call for which there is a program, unless other values are read now or were meanwhile."""
+        """Run a call that has a program, unless the values that the fake implementation reads have changed."""
         assert self._sizes is not None
         unchanged = self._read is read and self._sizes[1].of_sizes() == read
         return (self._overload if unchanged else self)(*args, **kwargs)
@@ -145,15 +153,15 @@ class CompiledFunction(abc.ABC):
         return any(argument.kind == "float" for argument in self.facts.arguments)
 
     def _sized_by_floats(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the sizes hold for these floats alone, of which a plan says nothing."""
-        values = [v + 1.25 if isinstance(v, float) else v for v in layout.operands(self.operator, args, kwargs)]
+        """Return whether the sizes depend on the values of floats, which are not in a plan's key."""
+        values = [v + 1.25 if isinstance(v, float) else v for v in operands(self.operator, args, kwargs)]
         return self._takes_floats() and not self._fits(values)
 
     def _forget_outdated(self) -> None:
-        """Forget the sizes that another fake implementation gave, or that were given while other values were to be read."""
-        operator, fake = self.operator, self.operator.given.fake
+        """Forget programs that were derived with another fake implementation, or while it read other values."""
+        operator, fake = self.operator, self.operator.registered.fake
         if self._sizes is None or self._sizes[0] is not fake:
-            self._sizes = fake, operator.state if fake is None else State(operator.name, fake)
+            self._sizes = fake, operator.state if fake is None else ReferenceState(operator.name, fake)
         read = self._sizes[1].of_sizes()
         if self._derived_from != (fake, read):
             assert self.library is not None
@@ -162,11 +170,11 @@ class CompiledFunction(abc.ABC):
             self._derived_from, self._read = (fake, read), read
 
     def _fitting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        return self._fits(layout.operands(self.operator, args, kwargs))
+        return self._fits(operands(self.operator, args, kwargs))
 
     def _fits(self, values: Sequence[Any]) -> bool:
         kinds = [argument.kind for argument in self.facts.arguments]
-        return any(layout.run(words, kinds, values) is not None for words in self._programs)
+        return any(layout_program.run(words, kinds, values) is not None for words in self._programs)
 
 
 def _always_has_tensors(operator: Operator) -> bool:
@@ -176,9 +184,71 @@ def _always_has_tensors(operator: Operator) -> bool:
 
 
 def schema_with_layout(operator: Operator) -> str:
-    """The operator's schema with the argument ``opk_layout`` after the others."""
+    """Return the operator's schema with the argument ``opk_layout`` after the others."""
     head, arrow, returns = operator.schema_text.rpartition(" -> ")
     arguments = operator.schema.arguments
     separator = "" if not arguments else ", "
     star = "" if any(a.kwarg_only for a in arguments) else "*, "
     return f"{head.rstrip()[:-1]}{separator}{star}int[]? opk_layout=None){arrow}{returns}"
+
+
+# ---- calls without Python --------------------------------------------------------------------------------------------
+
+
+def offer(function: CompiledFunction) -> None:
+    """Let a kernel run its operator's calls without Python, if Python would choose it and the bridge is loaded."""
+    operator = function.operator
+    with bridged.lock:
+        loaded = bridged.loaded() if config.get().bridge and _may_take(operator, function) else None
+    with operator.lock, bridged.lock:  # another thread may have forced a kernel before these were held: check again
+        if loaded is not None and _may_take(operator, function) and _install(loaded, operator, function):
+            operator.refreshed()
+
+
+def _may_take(operator: Operator, function: CompiledFunction) -> bool:
+    return not operator.bridged.retired and _first_choice(operator, function) and _checked_in_c(operator)
+
+
+def _install(loaded: bridge.Bridge, operator: Operator, function: CompiledFunction) -> bool:
+    """Install or enable the kernel; return whether that changed anything."""
+    device, kernels = function.device, operator.bridged.installed
+    holder, installed = kernels.get(device, (None, None))
+    if installed is not None and holder is function:
+        changed = not installed.enabled
+        installed.enabled = True
+        return changed
+    if installed is not None:
+        installed.remove()
+    name, _, overload = operator.name.partition(".")
+    assert function.library is not None
+    try:
+        new = loaded.install(name, overload, device, function.library.address)
+    except KernelError:  # another library has a kernel at the operator's autograd key: calls stay in Python
+        kernels.pop(device, None)
+        return False
+    kernels[device] = (function, new)
+    return True
+
+
+def _first_choice(operator: Operator, function: CompiledFunction) -> bool:
+    device, kernels = function.device, operator.kernels
+    if forced_kernels.get().get(operator.name) is not None or kernels.disabled or operator.forced:
+        return False
+    first = next((kernel for kernel in kernels.kernels if kernel.device in (None, device)), None)
+    return (
+        first is not None
+        and first.function is function
+        and first.when is None
+        and first.dtypes is None
+        and not first.autotune
+    )
+
+
+def _checked_in_c(operator: Operator) -> bool:
+    """Return whether C checks everything that the annotations say about the arguments' shapes."""
+    patterns = [p.pattern for p in operator.signature.parameters if p.pattern is not None]
+    dims = [dim for pattern in patterns for dim in pattern.dims]
+    if not config.get().check:
+        return True
+    literal = any(p.choices for p in operator.signature.parameters)
+    return not literal and all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)

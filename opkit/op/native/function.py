@@ -1,4 +1,4 @@
-"""Kernels in C, C++ and CUDA of an operator: bound to its arguments, and built at the first call."""
+"""Kernels in C, C++ and CUDA: bind them to an operator's arguments, and build them at the first call."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -23,10 +23,10 @@ from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.native import NativeKernel
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel
-from opkit.op.facts import facts_of
-from opkit.op.layout import outputs as layout
+from opkit.op.dispatch.selection import RegisteredKernel
+from opkit.op.layout.outputs import operands
 from opkit.op.native.compiled import CompiledFunction
+from opkit.op.schema_facts import facts_of
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -58,16 +58,16 @@ class NativeFunction(CompiledFunction):
         return self.bound.facts
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
         return self.native.contract_parts()
 
     # ---- which calls it takes --------------------------------------------------------------------------------------
 
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Why the kernel does not take a call; empty where it does."""
+        """Return why the kernel does not take a call; empty if it does."""
         if self._unbuildable:
             return self._unbuildable
-        values = layout.operands(self.operator, args, kwargs)
+        values = operands(self.operator, args, kwargs)
         chosen: dict[str, torch.dtype] = {}
         for slot in self.bound.slots:
             if slot.source not in _POINTERS or slot.argument >= len(values):
@@ -108,7 +108,7 @@ class NativeFunction(CompiledFunction):
         return compilation.build(self.request())
 
     def request(self) -> Request:
-        """What the compiler is asked for."""
+        """Return the request to the compiler."""
         return units.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
 
     def ready(self) -> bool:
@@ -125,7 +125,7 @@ class NativeFunction(CompiledFunction):
         return not self._unbuildable
 
     def open(self) -> _core.KernelLibrary:
-        """The library that was built ahead of time, or that is built now."""
+        """Return the library that was built ahead of time, or build it now."""
         from opkit import _core
 
         module = getattr(self.operator.function, "__module__", "")
@@ -133,24 +133,24 @@ class NativeFunction(CompiledFunction):
         return built or _core.KernelLibrary(str(self.build()))
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        """A function for calls of exactly these shapes; it builds the kernel when first asked."""
+        """Return a function for calls of exactly these shapes; the first call builds the kernel."""
         if self.native.debug:
-            from opkit.op.native import sanitized
+            from opkit.op.native.sanitized import SanitizedKernel  # only debug builds need it
 
-            return sanitized.runner(self)
+            return SanitizedKernel(self.operator, self.__name__, self.bound, self.native.variables, self.build)
         return super().prepare(args, kwargs)
 
 
 def _cuda_flags(native: NativeKernel) -> list[str]:
-    """Compile for the GPUs that are here, unless the author says for which."""
+    """Return the flags to compile for this machine's GPUs, unless the author names others."""
     if (
         not native.cuda
         or any("arch" in flag or "gencode" in flag for flag in native.flags)
         or not torch.cuda.is_available()
     ):
         return []
-    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(found)]
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(capabilities)]
 
 
 def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Path | Exception]:
@@ -159,13 +159,13 @@ def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Pa
     return list(compilation.build_all([function.request() for function in functions], jobs))
 
 
-def _kernel(operator: Operator, native: NativeKernel, device: str | None, name: str) -> Kernel:
+def _kernel(operator: Operator, native: NativeKernel, device: str | None, name: str) -> RegisteredKernel:
     if device != native.device:
         raise KernelError(
             f"{operator.name}: {native.name} is a {native.language} kernel, which runs on {native.device} tensors; "
             f'register it with register_kernel("{native.device}", ...), not for {device!r}.'
         )
-    return Kernel(name, device, NativeFunction(operator, native, name), native=True)
+    return RegisteredKernel(name, device, NativeFunction(operator, native, name), native=True)
 
 
 kernel_kinds.register(NativeKernel, _kernel)

@@ -1,74 +1,81 @@
-"""Debug builds: a kernel's call in a child process, under the sanitizers. See ``opkit.kernels.sanitize.sanitizer``."""
+"""Run a debug build of a kernel in a child process, under the sanitizers (``opkit.kernels.sanitize.sanitizer``)."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import array
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
+from opkit.kernels.binding.binding import Bound
 from opkit.kernels.binding.facts import Shape
 from opkit.kernels.binding.slots import Slot
 from opkit.kernels.sanitize import sanitizer
 from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue, Value
-from opkit.op.layout import outputs as layout
+from opkit.op.core import Operator
+from opkit.op.layout.outputs import layout_of, operands
 from opkit.op.layout.program import DTYPES, dtype_number
-
-if TYPE_CHECKING:
-    from opkit.op.native.function import NativeFunction
 
 _DTYPES = {dtype_number(dtype): dtype for dtype in DTYPES}
 _TYPECODES = {"ints": "q", "floats": "d", "bools": "B"}
 _POINTEES = {"int": "q", "float": "d", "bool": "B", "dtype": "i"}
 
 
-def runner(function: NativeFunction) -> Callable[..., Any]:
-    """A function that runs ``function`` in a child process; what the sanitizers find there is raised."""
+@dataclasses.dataclass(frozen=True)
+class SanitizedKernel:
+    """A debug build of a kernel: each call runs in a child process, and what the sanitizers find there is raised."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _Call(function, args, kwargs).run()
+    operator: Operator
+    name: str
+    bound: Bound
+    variables: Mapping[str, Sequence[str]]
+    build: Callable[[], Path]
 
-    return run
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _SanitizedCall(self, args, kwargs).run()
 
 
-class _Call:
-    def __init__(self, function: NativeFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.function, self.bound = function, function.bound
-        self.operator = function.operator
-        self.values = layout.operands(self.operator, args, kwargs)
-        self.outputs = _allocated(layout.layout_of(self.operator, args, kwargs))
+class _SanitizedCall:
+    """One call in a child process."""
+
+    def __init__(self, kernel: SanitizedKernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.kernel, self.bound, self.operator = kernel, kernel.bound, kernel.operator
+        self.values = operands(self.operator, args, kwargs)
+        self.outputs = _allocated(layout_of(self.operator, args, kwargs))
         self.sizes = self._named_sizes()
         self.written = self._written()
         self.buffers: dict[tuple[int, bool], Buffer] = {}  # by tensor, and whether it is passed contiguous
-        self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: where results go
+        self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: the tensors that take the results
 
     def run(self) -> Any:
         listed = [(slot.name, self._value(slot)) for slot in self.bound.slots]
         result = sanitizer.run(
-            self.function.build(),
+            self.kernel.build(),
             operator=self.operator.name,
-            kernel=self.function.__name__,
+            kernel=self.kernel.name,
             instance=self._instance(),
             values=listed,
             described=self._described(),
         )
         if result.message or result.code:
-            told = result.message or f"it returned the error code {result.code}"
-            raise KernelError(f"{self.operator.name} (kernel {self.function.__name__}): {told}")
+            reason = result.message or f"it returned the error code {result.code}"
+            raise KernelError(f"{self.operator.name} (kernel {self.kernel.name}): {reason}")
         self._write_back(result.written)
         return self._returned()
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def _written(self) -> list[Any]:
-        """The tensors that the operator writes to, whatever else they are given as."""
+        """Return the tensors that the operator writes to, even where they are passed as another argument, too."""
         pairs = zip(self.bound.facts.arguments, self.values, strict=True)
         return [tensor for argument, value in pairs if argument.written for tensor in pytree.tree_leaves(value)]
 
@@ -116,12 +123,6 @@ class _Call:
     def _value(self, slot: Slot) -> Value:
         return _VALUES[slot.source](self, slot)
 
-    def _data(self, slot: Slot) -> Value:
-        return self._buffer(slot.name, self._tensors_of(slot), slot, True)
-
-    def _tensor(self, slot: Slot) -> Value:
-        return self._described_tensor(slot.name, self._tensors_of(slot), slot)
-
     def _data_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)
         return (
@@ -150,9 +151,6 @@ class _Call:
         code = _POINTEES[self.bound.facts.arguments[slot.argument].kind]
         return Buffer(slot.name, array.array(code, [number]).tobytes())
 
-    def _string(self, slot: Slot) -> Value:
-        return self.values[slot.argument]
-
     def _list(self, slot: Slot) -> Value:
         value = self.values[slot.argument]
         code = _TYPECODES[self.bound.facts.arguments[slot.argument].kind]
@@ -166,12 +164,6 @@ class _Call:
         tensor = self._tensors_of(slot)
         return 0 if tensor is None else _MEASURES[slot.source](tensor, slot.detail)
 
-    def _named_size(self, slot: Slot) -> Value:
-        return self.sizes.get(self.bound.facts.sizes[slot.detail], 0)
-
-    def _constant(self, slot: Slot) -> Value:
-        return slot.constant
-
     def _named_sizes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for argument, value in zip(self.bound.facts.arguments, self.values, strict=True):
@@ -184,11 +176,11 @@ class _Call:
         chosen: dict[int, str] = {}
         for slot in self.bound.slots:
             if slot.dtype <= -2 and slot.source in ("DATA", "TENSOR", "DATA_LIST", "TENSOR_LIST"):
-                found = self._tensors_of(slot)
-                for tensor in found if isinstance(found, (list, tuple)) else [found]:
+                tensors = self._tensors_of(slot)
+                for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
                     if tensor is not None:
                         chosen[-2 - slot.dtype] = str(tensor.dtype).removeprefix("torch.")
-        variables = [self.function.native.variables[name] for name in self.bound.variables]
+        variables = [self.kernel.variables[name] for name in self.bound.variables]
         wanted = [chosen.get(number, "") for number in range(len(variables))]
         choices = list(itertools.product(*variables))
         return next(i for i, c in enumerate(choices) if all(w in ("", t) for w, t in zip(wanted, c, strict=True)))
@@ -198,19 +190,19 @@ class _Call:
         return ", ".join(f"{argument.name}={_shown(value)}" for argument, value in named)
 
 
-_VALUES: dict[str, Callable[[_Call, Slot], Value]] = {
-    "DATA": _Call._data,  # pyright: ignore[reportPrivateUsage]
-    "TENSOR": _Call._tensor,  # pyright: ignore[reportPrivateUsage]
-    "DATA_LIST": _Call._data_list,  # pyright: ignore[reportPrivateUsage]
-    "TENSOR_LIST": _Call._tensor_list,  # pyright: ignore[reportPrivateUsage]
-    "SCALAR": _Call._scalar,  # pyright: ignore[reportPrivateUsage]
-    "SCALAR_POINTER": _Call._scalar_pointer,  # pyright: ignore[reportPrivateUsage]
-    "STRING": _Call._string,  # pyright: ignore[reportPrivateUsage]
-    "VALUES": _Call._list,  # pyright: ignore[reportPrivateUsage]
-    "LENGTH": _Call._length,  # pyright: ignore[reportPrivateUsage]
-    "NAMED_SIZE": _Call._named_size,  # pyright: ignore[reportPrivateUsage]
-    **dict.fromkeys(("NUMEL", "RANK", "SIZE", "STRIDE"), _Call._measure),  # pyright: ignore[reportPrivateUsage]
-    **dict.fromkeys(("INT_CONSTANT", "FLOAT_CONSTANT"), _Call._constant),  # pyright: ignore[reportPrivateUsage]
+_VALUES: dict[str, Callable[[_SanitizedCall, Slot], Value]] = {
+    "DATA": lambda call, slot: call._buffer(slot.name, call._tensors_of(slot), slot, True),  # pyright: ignore[reportPrivateUsage]
+    "TENSOR": lambda call, slot: call._described_tensor(slot.name, call._tensors_of(slot), slot),  # pyright: ignore[reportPrivateUsage]
+    "DATA_LIST": _SanitizedCall._data_list,  # pyright: ignore[reportPrivateUsage]
+    "TENSOR_LIST": _SanitizedCall._tensor_list,  # pyright: ignore[reportPrivateUsage]
+    "SCALAR": _SanitizedCall._scalar,  # pyright: ignore[reportPrivateUsage]
+    "SCALAR_POINTER": _SanitizedCall._scalar_pointer,  # pyright: ignore[reportPrivateUsage]
+    "STRING": lambda call, slot: call.values[slot.argument],
+    "VALUES": _SanitizedCall._list,  # pyright: ignore[reportPrivateUsage]
+    "LENGTH": _SanitizedCall._length,  # pyright: ignore[reportPrivateUsage]
+    "NAMED_SIZE": lambda call, slot: call.sizes.get(call.bound.facts.sizes[slot.detail], 0),
+    **dict.fromkeys(("NUMEL", "RANK", "SIZE", "STRIDE"), _SanitizedCall._measure),  # pyright: ignore[reportPrivateUsage]
+    **dict.fromkeys(("INT_CONSTANT", "FLOAT_CONSTANT"), lambda call, slot: slot.constant),
 }
 _MEASURES: dict[str, Callable[[torch.Tensor, int], int]] = {
     "NUMEL": lambda tensor, _: tensor.numel(),
@@ -232,7 +224,7 @@ def _allocated(words: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor, pointed: bool) -> torch.Tensor:
-    """The elements that the kernel may reach: a row-major tensor (a copy where need be), or all from first to last."""
+    """Return the elements that the kernel may reach: a row-major tensor (a copy if needed), or all from first to last."""
     if pointed:
         return tensor.detach().contiguous()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -249,10 +241,10 @@ def _bytes(memory: torch.Tensor) -> bytes:
 def _bound_sizes(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
     first, last = len(shape.before), len(sizes) - len(shape.after)
     named = [*zip(shape.before, sizes[:first], strict=True), *zip(shape.after, sizes[last:], strict=True)]
-    found = {name: size for name, size in named if isinstance(name, str)}
+    bound = {name: size for name, size in named if isinstance(name, str)}
     if shape.variadic:
-        found[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
-    return found
+        bound[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
+    return bound
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Memory that a kernel overwrites wholly, which torch fills under deterministic algorithms: allocated without that."""
+"""Allocate outputs that a kernel overwrites completely, without the fill that torch adds under deterministic algorithms."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from opkit.op import torch_private as private
 
 
 def fills() -> bool:
-    """Whether torch fills what it allocates: ``torch.use_deterministic_algorithms(True)`` says so, but for a setting."""
+    """Return whether torch fills what it allocates: deterministic algorithms are on, and the setting for fills is, too."""
     return private.deterministic() and private.fills_if_deterministic()
 
 
 def unfilled(
     sizes: tuple[int, ...], strides: tuple[int, ...] | None, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A dense tensor, of the allocator of its device as any other, whose memory is left as it is.
+    """Allocate a dense tensor, with its device's usual allocator, whose memory is not filled.
 
     >>> unfilled((2, 3), None, dtype=torch.float32, device=torch.device("cpu")).stride()
     (3, 1)

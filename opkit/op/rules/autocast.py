@@ -1,4 +1,4 @@
-"""What an operator does under ``torch.autocast``: cast its arguments by a declared policy, then run with autocast off.
+"""Run an operator under ``torch.autocast``: cast its arguments by a declared policy, then run with autocast off.
 
 =============  ================================================================================================
 policy         floating arguments on the autocast device, float64 excepted
@@ -33,12 +33,12 @@ def check_policy(operator: str, policy: object) -> None:
         raise DefinitionError(f'{operator}: autocast={policy!r} is not a policy. Use "low", "full", "promote" or None.')
 
 
-def cast(arguments: Any, device: str, policy: str | None, given: torch.dtype | None) -> Any:
-    """``arguments`` cast by ``policy``, or to ``given`` where the author registered a dtype for ``device``."""
-    if given is None and policy is None:
+def cast(arguments: Any, device: str, policy: str | None, registered: torch.dtype | None) -> Any:
+    """Cast ``arguments`` by ``policy``, or to the dtype that the author registered for ``device``."""
+    if registered is None and policy is None:
         return arguments
     eligible = functools.partial(_eligible, device=device)
-    target = given or _target(policy, device, [x for x in pytree.tree_leaves(arguments) if eligible(x)])
+    target = registered or _target(policy, device, [x for x in pytree.tree_leaves(arguments) if eligible(x)])
 
     def convert(value: Any) -> Any:
         return value.to(target) if eligible(value) else value

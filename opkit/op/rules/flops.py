@@ -1,4 +1,4 @@
-"""The FLOP formula, derived: the reference is counted on fake tensors, formula by formula, by torch's own counter."""
+"""Derive the FLOP formula: torch's own counter counts the reference on fake tensors."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from opkit.op import torch_private as private
-from opkit.op.trace.body import fake_like
+from opkit.op.trace.reference_trace import fake_like
 
 
 def counter_in_use() -> bool:
-    """Whether a FLOP counter may be among the dispatch modes in force."""
+    """Return whether a FLOP counter may be among the active dispatch modes."""
     return "torch.utils.flop_counter" in sys.modules
 
 
 def formula(reference: Callable[..., Any]) -> Callable[..., int]:
-    """A formula for ``torch.utils.flop_counter`` that counts ``reference`` on fake copies of the call's arguments."""
+    """Return a formula for ``torch.utils.flop_counter`` that counts ``reference`` on fake copies of the call's arguments."""
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,7 +36,7 @@ def formula(reference: Callable[..., Any]) -> Callable[..., int]:
 
 
 def install(packet: Any, counted: Callable[..., int]) -> None:
-    """Make ``counted`` known to torch's registry and to the counters in force."""
+    """Register ``counted`` with torch's registry and the active counters."""
     from torch.utils import flop_counter
 
     flop_counter.flop_registry.setdefault(packet, counted)

@@ -1,8 +1,8 @@
-"""The derived backward: the reference's vector-Jacobian product, traced once and pruned to what it needs.
+"""Derive a backward: trace the reference's vector-Jacobian product once, and prune it to what it needs.
 
 The reference and its backward are traced together on fake tensors with symbolic sizes, as AOTAutograd traces a joint
-graph. From the graph the part that leads to the gradients is kept. Its leaves are the values saved by the forward: of the
-inputs and outputs, whichever choice holds fewer bytes; an input that only lends its sizes is saved as integers. One
+graph. Only the part of the graph that leads to the gradients stays. Its leaves are the values saved by the forward: of the
+inputs and outputs, whichever choice holds fewer bytes; an input of which only the sizes matter is saved as integers. One
 traced graph serves every shape for which its guards hold.
 
 torch has second formulas for some gradients, slower and differentiable again (``silu`` is one). So the backward is traced
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.op.rules.listed import Counts, leaves_of
+from opkit.op.rules.list_arguments import Counts, leaves_of
 
 _TRACER = threading.Lock()
 """torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""
@@ -35,7 +35,7 @@ _SIZE_OPS = ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset")
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """A tensor kept for the backward: the i-th tensor input or the i-th tensor output."""
+    """A tensor saved for the backward: the i-th tensor input or the i-th tensor output."""
 
     source: str  # "input" or "output"
     index: int
@@ -43,7 +43,7 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class SavedSize:
-    """A number kept for the backward: ``op(tensor, *args)`` of an input or output."""
+    """A number saved for the backward: ``op(tensor, *args)`` of an input or output."""
 
     source: str
     index: int
@@ -53,9 +53,9 @@ class SavedSize:
 
 @dataclasses.dataclass
 class BackwardGraph:
-    """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` gives the input gradients.
+    """A pruned backward: ``run(*saved tensors, *saved sizes, *output gradients)`` returns the input gradients.
 
-    ``run_again`` does the same by operations that can be differentiated again; ``captured`` are tensors that are no arguments.
+    ``run_again`` does the same with operations that can be differentiated again; ``captured`` are tensors that are not arguments.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -69,7 +69,7 @@ class BackwardGraph:
 
 
 class PreparedBackward:
-    """A pruned backward laid out for one call: where each saved value is found and where each gradient goes."""
+    """A pruned backward for one kind of call: the position of each saved value and of each gradient."""
 
     __slots__ = ("at", "count", "graph", "grouped", "silent", "sizes", "tensors")
 
@@ -91,7 +91,7 @@ class PreparedBackward:
 
 @dataclasses.dataclass
 class _Joint:
-    """The traced joint graph, and where its parts are."""
+    """The traced joint graph and its parts."""
 
     module: torch.fx.GraphModule
     inputs: list[torch.fx.Node]
@@ -102,7 +102,7 @@ class _Joint:
 
 
 class NotPrunableError(Exception):
-    """The joint graph writes in place to what it also views, so no parts of it can be taken out."""
+    """The joint graph writes in place to what it also views, so no part of it can be extracted."""
 
 
 class RandomReferenceError(Exception):
@@ -154,20 +154,20 @@ class _Pair:
 
     @property
     def code(self) -> str:
-        """The first graph as Python, for a person to read."""
+        """The source of the first graph, for people to read."""
         return torch.fx.GraphModule(self.joints[0].module, self.parts[0][0]).code
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the graphs hold themselves."""
+        """The tensors that the graphs themselves hold."""
         read = [
             (j, n) for j, part in zip(self.joints, self.parts, strict=True) for n in part[0].nodes if n.op == "get_attr"
         ]
-        found = [getattr(joint.module, node.target) for joint, node in read]
-        return tuple({id(tensor): tensor for tensor in found if isinstance(tensor, torch.Tensor)}.values())
+        held = [getattr(joint.module, node.target) for joint, node in read]
+        return tuple({id(tensor): tensor for tensor in held if isinstance(tensor, torch.Tensor)}.values())
 
     def runner(self, which: int) -> Callable[..., Sequence[Any]]:
-        """The graph ``which`` as a function of all saved tensors, all saved sizes and the output gradients."""
+        """Return the graph ``which`` as a function of all saved tensors, all saved sizes and the output gradients."""
         graph, tensors, sizes = self.parts[which]
         forward = torch.fx.GraphModule(self.joints[which].module, graph).forward
         if tensors == self.tensors and sizes == self.sizes:
@@ -202,7 +202,7 @@ def _trace(
         gradients = _gradients(results, primals, needs, cotangents, again)
         return [[r.detach() for r in results], [None if g is None else g.detach() for g in gradients]]
 
-    examples = [_example(t, need) for t, need in zip(inputs, needs, strict=True)]
+    examples = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     examples += [t.detach() for t in outputs]
     with _TRACER, torch.enable_grad():
         module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
@@ -213,12 +213,10 @@ def _trace(
         module, placeholders[: len(inputs)], placeholders[len(inputs) :], results, gradients,
         facts["differentiable"],
     )  # fmt: skip
-    _refuse_random(parts)
+    for node in module.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise RandomReferenceError(str(node.target))
     return parts, _guard(placeholders)
-
-
-def _example(tensor: torch.Tensor, need: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(need)
 
 
 def _gradients(
@@ -233,10 +231,10 @@ def _gradients(
     if not used:
         return [None] * len(wanted)
     pairs = [(r, c.to(r.dtype) if c.dtype != r.dtype else c) for r, c in used]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [r for r, _ in pairs], wanted, [c for _, c in pairs], allow_unused=True, create_graph=again
     )
-    return list(found)
+    return list(gradients)
 
 
 def _output_of(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
@@ -251,10 +249,10 @@ def _undetached(node: Any) -> Any:
 
 
 def _refuse_writes(module: torch.fx.GraphModule) -> None:
-    """Refuse writes whose effect a reader could see by another name than the node of the write itself.
+    """Refuse writes whose effect a later node could read other than through the node of the write itself.
 
-    The tracer lets later readers of a tensor that was written to refer to the node that wrote. What it cannot follow are
-    views; so a write is allowed to a tensor that the graph made and of which it takes no view.
+    In the trace, later readers of a tensor that was written to refer to the node that wrote. The tracer cannot follow
+    views, so a write is allowed only to a tensor that the graph created and takes no view of.
     """
     for node in module.graph.nodes:
         if _mutable(node):
@@ -272,12 +270,6 @@ def _writes_elsewhere(node: torch.fx.Node) -> bool:
 def _view(node: torch.fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-def _refuse_random(joint: _Joint) -> None:
-    for node in joint.module.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise RandomReferenceError(str(node.target))
 
 
 def _guard(placeholders: Sequence[torch.fx.Node]) -> Callable[[Sequence[torch.Tensor]], bool]:
@@ -302,7 +294,7 @@ class _Pruner:
 
     def run(self) -> tuple[torch.fx.Graph, tuple[SavedTensor, ...], tuple[SavedSize, ...]]:
         needed = self._needed()
-        tensors = [node for node in self.joint.module.graph.nodes if node in needed and self._saved_whole(node, needed)]
+        tensors = [node for node in self.joint.module.graph.nodes if node in needed and self._is_saved(node, needed)]
         sizes = [node for node in self.joint.module.graph.nodes if node in needed and self._size_leaf(node)]
         graph, copies = torch.fx.Graph(), {}
         for node in [*tensors, *sizes, *self.joint.cotangents]:
@@ -313,8 +305,8 @@ class _Pruner:
                 copies[node] = self._copy(graph, node, copies)
         graph.output([copies.get(g) if isinstance(g, torch.fx.Node) else g for g in self.joint.gradients])
         saved = tuple(SavedTensor(*self.leaves[node]) for node in tensors)
-        kept = tuple(SavedSize(*self.leaves[n.args[0]], n.target, tuple(n.args[1:])) for n in sizes)
-        return graph, saved, kept
+        saved_sizes = tuple(SavedSize(*self.leaves[n.args[0]], n.target, tuple(n.args[1:])) for n in sizes)
+        return graph, saved, saved_sizes
 
     def _needed(self) -> set[torch.fx.Node]:
         needed: set[torch.fx.Node] = set()
@@ -332,7 +324,7 @@ class _Pruner:
         packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         return packet in _SIZE_OPS and node.args[0] in self.leaves and all(isinstance(a, int) for a in node.args[1:])
 
-    def _saved_whole(self, node: torch.fx.Node, needed: set[torch.fx.Node]) -> bool:
+    def _is_saved(self, node: torch.fx.Node, needed: set[torch.fx.Node]) -> bool:
         if node not in self.leaves:
             return False
         users = [user for user in node.users if user in needed and not self._size_leaf(user)]
@@ -352,7 +344,7 @@ def _mutable(node: torch.fx.Node) -> bool:
 def flat_reference(
     reference: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], Callable[..., list[torch.Tensor]]]:
-    """The tensors among the arguments, and the reference as a function of just these that returns a list of tensors."""
+    """Return the tensors among the arguments, and the reference as a function from just these to a list of tensors."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -360,7 +352,7 @@ def flat_reference(
         values = list(leaves)
         for i, tensor in zip(at, tensors, strict=True):
             values[i] = tensor
-        given, named = pytree.tree_unflatten(values, spec)
-        return [leaf for leaf in pytree.tree_leaves(reference(*given, **named)) if isinstance(leaf, torch.Tensor)]
+        positional, named = pytree.tree_unflatten(values, spec)
+        return [leaf for leaf in pytree.tree_leaves(reference(*positional, **named)) if isinstance(leaf, torch.Tensor)]
 
     return [leaves[i] for i in at], call

@@ -1,4 +1,4 @@
-"""vmap, derived: one call of the kernel over a ``*batch`` operator, the reference mapped, or a loop.
+"""Derive vmap: one call of the kernel for a ``*batch`` operator, the mapped reference, or a loop.
 
 An operator whose tensors are annotated ``*batch ...`` takes a mapped dimension as one more leading size, so one call of
 the kernel does. That the operator treats its leading sizes independently is the annotation's promise; the first folded
@@ -20,7 +20,7 @@ from opkit.op.schema.signature import Signature
 
 
 def fold_refusal(signature: Signature, in_dims: Sequence[Any]) -> str | None:
-    """Why a mapped call cannot be folded into leading sizes; None where it can."""
+    """Return why a mapped call cannot be folded into leading sizes; None where it can."""
     names = {p.pattern.leading_batch for p in signature.parameters if p.pattern} - {None}
     if len(names) != 1:
         return "the operator's tensors have no common leading *batch"
@@ -74,7 +74,7 @@ def loop(op: Callable[..., Any], info: Any, in_dims: Any, args: Sequence[Any], k
 
 @dataclasses.dataclass
 class FoldRecord:
-    """Which kinds of folded call have been compared with the reference, and what came of it."""
+    """The kinds of folded calls that agreed with the reference, and why the operator is no longer folded, if it is not."""
 
     agreed: set[Any] = dataclasses.field(default_factory=set)
     broken: str = ""
@@ -93,7 +93,7 @@ def _picked(args: Sequence[Any], in_dims: Any, index: int) -> Any:
 def agrees(
     reference: Callable[..., Any], folded: Any, info: Any, in_dims: Any, args: Sequence[Any], kwargs: Any
 ) -> bool:
-    """Whether a folded result is the reference's, for the first and the last index, up to the rounding of its dtype."""
+    """Return whether a folded result is the reference's, for the first and the last index, up to the rounding of its dtype."""
     with torch.no_grad():
         for index in {0, info.batch_size - 1} if info.batch_size else ():
             expected = pytree.tree_leaves(reference(*_picked(args, in_dims, index), **kwargs))

@@ -1,4 +1,4 @@
-"""Python annotations and the schema types that hold them.
+"""Map Python annotations to schema types.
 
 torch.library's own inference knows tensors, lists of them, numbers, strings, dtypes and devices. The schema language and the
 dispatcher carry more: complex numbers, layouts, memory formats, generators, and lists of all of these.
@@ -46,7 +46,7 @@ def resolve(annotation: Any, scope: dict[str, Any]) -> Any:
     """Return ``annotation`` with strings evaluated in ``scope``, and ``Annotated``, ``NewType`` and aliases looked through.
 
     Raises:
-        Exception: whatever evaluating a string raises.
+        Exception: the error of evaluating a string.
     """
     if isinstance(annotation, typing.ForwardRef):
         annotation = annotation.__forward_arg__
@@ -92,9 +92,9 @@ def schema_type(annotation: Any) -> str | None:
     ('SymInt[]?', 'Scalar', None)
     """
     bare, optional = without_none(annotation)
-    found = _bare_type(bare)
+    kind = _bare_type(bare)
     optional |= typing.get_origin(bare) is typing.Literal and None in typing.get_args(bare)
-    return f"{found}?" if found and optional and not found.endswith("?") else found
+    return f"{kind}?" if kind and optional and not kind.endswith("?") else kind
 
 
 def _bare_type(bare: Any) -> str | None:
@@ -116,14 +116,14 @@ def _bare_type(bare: Any) -> str | None:
 
 
 def _type_by_torch(annotation: Any) -> str | None:
-    """Return what torch.library's own inference makes of a class, such as one registered as an opaque type."""
+    """Return the type that torch.library's own inference has for a class, such as one registered as an opaque type."""
 
     def prototype(x: Any) -> None: ...
 
     prototype.__annotations__ = {"x": annotation, "return": None}
     try:
         text: str = torch.library.infer_schema(prototype, mutates_args=())
-    except Exception:  # it raises for whatever it does not know, and for what it cannot hash
+    except Exception:  # it raises for types that it does not know, and for those that it cannot hash
         return None
     return text[1 : text.index(" x)")]
 
@@ -197,8 +197,8 @@ def _character(char: str) -> str:
 
 _ADVICE: dict[Any, str] = {
     dict: "write dict[str, Tensor], or dict[str, T] with another T that an operator takes",
-    list: "say what is in it, as in list[Tensor] or list[int]",
-    tuple: "say what is in it, as in tuple[int, ...] or tuple[Tensor, Tensor]",
+    list: "write the type of its items, as in list[Tensor] or list[int]",
+    tuple: "write the type of its items, as in tuple[int, ...] or tuple[Tensor, Tensor]",
     set: "pass a list, as in list[int]",
     frozenset: "pass a list, as in list[int]",
     bytes: "pass a str, or a tensor of torch.uint8",
@@ -225,7 +225,7 @@ def advice(annotation: Any) -> str:
     if origin in (list, tuple, dict, *LISTS) and items:
         return next(
             (advice(item) for item in items if item is not ... and schema_type(item) is None),
-            "take what is in it in arguments of their own",
+            "take its items in arguments of their own",
         )
     if isinstance(bare, type):
         return _advice_on_class(bare)

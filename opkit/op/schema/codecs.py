@@ -1,6 +1,6 @@
-"""Argument and return types that no one schema argument holds as they are.
+"""Codecs for argument and return types that no single schema argument can hold.
 
-A codec turns one Python value into one or more schema values (``encode``) and back (``decode``):
+A codec converts one Python value into one or more schema values (``encode``) and back (``decode``):
 
 ==================================  =====================================================
 annotation                          schema
@@ -38,14 +38,14 @@ from opkit.op.schema.annotations import LISTS, rebuilt, schema_type, without_non
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One schema argument: what is added to the parameter's name, and its type."""
+    """One schema argument: the suffix to the parameter's name, and its type."""
 
     suffix: str
     type: str
 
 
 class Codec:
-    """How one annotated Python value is held in a schema; this one: as it is."""
+    """The conversion between one annotated Python value and its schema values. The base class passes the value unchanged."""
 
     fields: tuple[Field, ...]
 
@@ -53,11 +53,11 @@ class Codec:
         self.fields = fields
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        """The schema values of ``value``, one a field."""
+        """Return the schema values of ``value``, one for each field."""
         return (value,)
 
     def decode(self, values: Sequence[Any]) -> Any:
-        """The Python value of the schema values."""
+        """Return the Python value of the schema values."""
         return values[0]
 
 
@@ -78,7 +78,7 @@ class EnumCodec(Codec):
 
 
 class LiteralCodec(Codec):
-    """One of some values of different types, as Python writes it."""
+    """One of several values of different types, by its ``repr``."""
 
     def __init__(self, choices: Sequence[Any]) -> None:
         super().__init__(Field("", "str"))
@@ -94,7 +94,7 @@ class LiteralCodec(Codec):
 
 
 class ConvertedCodec(Codec):
-    """A value of a class that is made from the one schema value."""
+    """A value of a class whose constructor takes the one schema value."""
 
     def __init__(self, type: str, convert: Callable[[Any], Any], kind: Callable[[Any], Any]) -> None:
         super().__init__(Field("", type))
@@ -124,7 +124,7 @@ class SequenceCodec(Codec):
 
 
 class RecordCodec(Codec):
-    """A dataclass, a named tuple or a tuple of different types: one or more arguments a field."""
+    """A dataclass, a named tuple or a tuple of different types: one or more schema arguments for each field."""
 
     def __init__(self, kind: Any, parts: Mapping[str, Codec]) -> None:
         super().__init__(*[Field(f"_{name}{f.suffix}", f.type) for name, part in parts.items() for f in part.fields])
@@ -134,8 +134,8 @@ class RecordCodec(Codec):
         return tuple(
             [
                 item
-                for part, given in zip(self.parts.values(), self._items(value), strict=True)
-                for item in part.encode(given)
+                for part, part_value in zip(self.parts.values(), self._items(value), strict=True)
+                for item in part.encode(part_value)
             ]
         )
 
@@ -173,24 +173,24 @@ class DictCodec(Codec):
 
 
 class OptionalCodec(Codec):
-    """None, or what another codec holds; where that takes several arguments, one more says which."""
+    """None, or a value of another codec; where that has several arguments, a flag comes first that says which."""
 
     def __init__(self, inner: Codec) -> None:
-        self.given = [] if len(inner.fields) == 1 else [Field("_given", "bool")]
-        super().__init__(*self.given, *[Field(f.suffix, f"{f.type.removesuffix('?')}?") for f in inner.fields])
+        self.flag = [] if len(inner.fields) == 1 else [Field("_given", "bool")]
+        super().__init__(*self.flag, *[Field(f.suffix, f"{f.type.removesuffix('?')}?") for f in inner.fields])
         self.inner = inner
 
     def encode(self, value: Any) -> tuple[Any, ...]:
         values = (None,) * len(self.inner.fields) if value is None else self.inner.encode(value)
-        return (value is not None, *values) if self.given else values
+        return (value is not None, *values) if self.flag else values
 
     def decode(self, values: Sequence[Any]) -> Any:
-        there, inner = (values[0], values[1:]) if self.given else (values[0] is not None, values)
-        return self.inner.decode(inner) if there else None
+        present, inner = (values[0], values[1:]) if self.flag else (values[0] is not None, values)
+        return self.inner.decode(inner) if present else None
 
 
 def codec_for(annotation: Any) -> Codec | None:
-    """The codec of an annotation that no schema argument holds as it is; None for the rest."""
+    """Return the codec of an annotation that no single schema argument can hold; None for the rest."""
     if schema_type(annotation) is not None:
         return None
     bare, optional = without_none(annotation)
@@ -226,7 +226,7 @@ def _codec(bare: Any) -> Codec | None:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """The types of the fields of a dataclass or named tuple; nothing for other classes, and where a field has none."""
+    """Return the types of the fields of a dataclass or named tuple; nothing for other classes, or if a field has none."""
     names = list(getattr(kind, "_fields", ()))
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind) if field.init]
@@ -250,7 +250,7 @@ def _record(kind: Any, hints: Mapping[str, Any]) -> Codec | None:
 
 
 def strip(annotation: Any) -> Any:
-    """``annotation`` with every jaxtyping annotation replaced by the tensor type within it."""
+    """Return ``annotation`` with every jaxtyping annotation replaced by the tensor type within it."""
     if patterns.is_jaxtyping(annotation):
         return annotation.array_type
     if typing.get_origin(annotation) is typing.Literal:
@@ -259,22 +259,22 @@ def strip(annotation: Any) -> Any:
 
 
 class ReturnCodec:
-    """How the returned value is held in a schema: ``annotation`` is what torch.library reads."""
+    """The conversion between a returned value and the schema's; torch.library reads ``annotation``."""
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation
 
     def encode(self, value: Any) -> Any:
-        """The schema's return value."""
+        """Return the schema's return value."""
         return value
 
     def decode(self, value: Any) -> Any:
-        """What the caller of the operator receives."""
+        """Return the value that the caller of the operator receives."""
         return value
 
 
 class OptionalReturn(ReturnCodec):
-    """``Tensor | None``, held as a list of no or one tensor."""
+    """``Tensor | None``, held as a list of zero or one tensor."""
 
     def __init__(self) -> None:
         super().__init__(list[torch.Tensor])
@@ -333,7 +333,7 @@ class TupleReturn(ReturnCodec):
 
 
 def return_codec(annotation: Any) -> ReturnCodec | None:
-    """The codec of a return annotation that torch.library does not take; None for the rest."""
+    """Return the codec of a return annotation that torch.library does not take; None for the rest."""
     kind, optional = without_none(annotation)
     if optional:
         return OptionalReturn() if kind is torch.Tensor else None

@@ -1,4 +1,4 @@
-"""Shape patterns: what ``Float[Tensor, "*batch d"]`` says of a tensor, and whether a tensor agrees.
+"""Parse shape patterns such as ``Float[Tensor, "*batch d"]``, and check tensors against them.
 
 The pattern language is jaxtyping's: a name is a size (equal names, equal sizes), ``*name`` any number of sizes, ``...``
 any number of unnamed sizes, ``_`` one unnamed size, ``#name`` a size that may also be 1, a number is that number, and
@@ -26,11 +26,11 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _PREFERRED_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 EXAMPLE_SIZES = ((3, 5, 7, 11, 13, 17, 19, 23, 29, 31), (4, 8, 16, 32, 64, 128, 256, 12, 24, 48))
-"""Sizes for examples: odd and distinct, or, for operators that want even ones, powers of two."""
+"""Sizes for examples: odd and distinct ones, or, for operators that need even sizes, powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Dim:
+class PatternDim:
     """One item of a pattern. ``kind`` is "name", "number", "any", "many" or "expression"."""
 
     kind: str
@@ -44,12 +44,12 @@ class TensorPattern:
     """The sizes and dtypes that an annotation allows. ``dtypes`` is None where every dtype is allowed."""
 
     text: str
-    dims: tuple[Dim, ...]
+    dims: tuple[PatternDim, ...]
     dtypes: frozenset[torch.dtype] | None
 
     @property
     def many(self) -> int | None:
-        """The position of the item that stands for any number of sizes, if there is one."""
+        """The position of the item that stands for any number of sizes; None where there is none."""
         return next((i for i, dim in enumerate(self.dims) if dim.kind == "many"), None)
 
     @property
@@ -58,21 +58,25 @@ class TensorPattern:
         return self.dims[0].text if self.dims and self.dims[0].kind == "many" and self.dims[0].text else None
 
     def example_dtype(self) -> torch.dtype:
-        """A dtype that the annotation allows, the most ordinary one first."""
+        """Return a dtype that the annotation allows, float32 if possible."""
         if self.dtypes is None:
             return torch.float32
         return next((dtype for dtype in _PREFERRED_DTYPES if dtype in self.dtypes), min(self.dtypes, key=str))
 
 
+ANY_SHAPE = TensorPattern("...", (PatternDim("many", ""),), None)
+"""The pattern of tensors without an annotation."""
+
+
 def is_jaxtyping(annotation: object) -> bool:
-    """Whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
+    """Return whether ``annotation`` is a jaxtyping annotation such as ``Float[Tensor, "b n"]``."""
     return isinstance(annotation, type) and all(
         hasattr(annotation, name) for name in ("dim_str", "dtypes", "array_type")
     )
 
 
 def parse(annotation: Any) -> TensorPattern:
-    """The pattern of a jaxtyping annotation.
+    """Return the pattern of a jaxtyping annotation.
 
     Raises:
         DefinitionError: the shape string cannot be read.
@@ -81,7 +85,7 @@ def parse(annotation: Any) -> TensorPattern:
 
 
 def parse_shape(text: str, dtypes: frozenset[torch.dtype] | None = None) -> TensorPattern:
-    """The pattern of a shape string such as "*batch d".
+    """Return the pattern of a shape string such as "*batch d".
 
     Raises:
         DefinitionError: the shape string cannot be read.
@@ -96,35 +100,35 @@ def _dtypes(names: Any) -> frozenset[torch.dtype] | None:
     if not isinstance(names, (tuple, list)):  # jaxtyping's marker for "any dtype"
         return None
     listed = cast("Iterable[object]", names)
-    found = (getattr(torch, name, None) for name in listed if isinstance(name, str))
-    return frozenset(dtype for dtype in found if isinstance(dtype, torch.dtype))
+    values = (getattr(torch, name, None) for name in listed if isinstance(name, str))
+    return frozenset(dtype for dtype in values if isinstance(dtype, torch.dtype))
 
 
-def _parse_dim(item: str, text: str) -> Dim:
+def _parse_dim(item: str, text: str) -> PatternDim:
     if item in ("...", "*_"):
-        return Dim("many", "")
+        return PatternDim("many", "")
     broadcast = "#" in item[:2]
     bare = item.replace("#", "", 1) if broadcast else item
     bare = bare.removeprefix("?")
     if bare.startswith("*"):
-        return Dim("many", bare[1:], broadcast=broadcast)
+        return PatternDim("many", bare[1:], broadcast=broadcast)
     if "=" in bare:  # jaxtyping's documentation form, "name=3"
         bare = bare.split("=", 1)[1]
     if bare.startswith("_"):
-        return Dim("any", bare)
+        return PatternDim("any", bare)
     if bare.isdigit():
-        return Dim("number", bare, number=int(bare))
+        return PatternDim("number", bare, number=int(bare))
     if bare.isidentifier():
-        return Dim("name", bare, broadcast=broadcast)
+        return PatternDim("name", bare, broadcast=broadcast)
     try:
         ast.parse(bare.strip("{}"), mode="eval")
     except SyntaxError as error:
         raise DefinitionError(f"the size {item!r} of the shape pattern {text!r} cannot be read") from error
-    return Dim("expression", bare.strip("{}"))
+    return PatternDim("expression", bare.strip("{}"))
 
 
 def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
-    """The value of ``expression`` over ``sizes``; None where it uses a name that is not bound.
+    """Return the value of ``expression`` over ``sizes``; None where it uses a name that is not bound.
 
     >>> evaluate("2*d+1", {"d": 3})
     7
@@ -146,8 +150,8 @@ def evaluate(expression: str, sizes: Mapping[str, Any]) -> int | None:
 
 
 @dataclasses.dataclass
-class Binding:
-    """Sizes bound so far, and which argument bound each."""
+class SizeBinding:
+    """The sizes that a call's arguments bound so far, and the argument that bound each."""
 
     operator: str
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -170,7 +174,7 @@ class Binding:
         for dim, size in self._pair(name, shape, pattern):
             self._bind(name, shape, pattern, dim, size)
 
-    def _pair(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern) -> Iterable[tuple[Dim, Any]]:
+    def _pair(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern) -> Iterable[tuple[PatternDim, Any]]:
         at, dims = pattern.many, pattern.dims
         fewest = len(dims) - (at is not None)
         if len(shape) < fewest or (at is None and len(shape) > fewest):
@@ -183,7 +187,7 @@ class Binding:
         tail = shape[len(shape) - after :]
         return [*zip(dims[:at], shape[:at], strict=True), (dims[at], middle), *zip(dims[at + 1 :], tail, strict=True)]
 
-    def _bind(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern, dim: Dim, size: Any) -> None:
+    def _bind(self, name: str, shape: tuple[Any, ...], pattern: TensorPattern, dim: PatternDim, size: Any) -> None:
         if dim.kind == "any" or not dim.text or (dim.broadcast and dim.kind == "name" and size == 1):
             return
         if dim.kind == "number":
@@ -213,7 +217,7 @@ def _show(size: Any) -> str:
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
-def _agrees(expected: Any, size: Any, dim: Dim) -> bool:
+def _agrees(expected: Any, size: Any, dim: PatternDim) -> bool:
     if dim.kind == "many" and dim.broadcast:
         pairs = zip(reversed(expected), reversed(size), strict=False)
         return all(1 in (a, b) or a == b for a, b in pairs)
@@ -221,7 +225,7 @@ def _agrees(expected: Any, size: Any, dim: Dim) -> bool:
 
 
 def example_shape(pattern: TensorPattern, sizes: dict[str, Any], choices: Sequence[int]) -> tuple[int, ...]:
-    """A small shape that fits ``pattern``; sizes of names are chosen from ``choices`` and remembered in ``sizes``."""
+    """Return a small shape that fits ``pattern``; named sizes are chosen from ``choices`` and added to ``sizes``."""
     shape: list[int] = []
     for dim in pattern.dims:
         if dim.kind == "many":

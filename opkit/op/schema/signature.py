@@ -1,7 +1,8 @@
-"""From a function's annotations to what the operator knows of its parameters: schema arguments, patterns, codecs."""
+"""Read a function's signature: schema arguments, shape patterns and codecs from its annotations."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -28,8 +29,8 @@ EMPTY: Any = inspect.Parameter.empty
 class SchemaArgument:
     """One argument of the schema.
 
-    ``default`` is its default's text. A default that the schema language cannot spell is ``stands_for``: the schema has None
-    in its place.
+    ``default`` is its default's text. A default that the schema language cannot spell is in ``stands_for``, and the schema has
+    None in its place.
     """
 
     name: str
@@ -39,7 +40,7 @@ class SchemaArgument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class OperatorParameter:
     """One parameter of the operator's Python signature. ``kind`` is "tensor", "tensors", a scalar's name or "other".
 
     ``choices`` are the values of a ``Literal``; ``problem`` says why the parameter has no schema argument.
@@ -59,15 +60,15 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """Whether a call must give this argument."""
+        """Whether a call must pass this argument."""
         return self.default is EMPTY
 
     def encode(self, value: Any) -> tuple[Any, ...]:
-        """The values of its schema arguments."""
+        """Return the values of its schema arguments for a Python value."""
         return (value,) if self.codec is None else self.codec.encode(value)
 
     def decode(self, values: Sequence[Any]) -> Any:
-        """The Python value of its schema arguments; ``EMPTY`` stands for one that was left out."""
+        """Return the Python value for its schema arguments; ``EMPTY`` stands for one that was left out."""
         if any(value is EMPTY for value in values):
             default = self.encode(self.default)
             values = [d if value is EMPTY else value for value, d in zip(values, default, strict=True)]
@@ -80,11 +81,11 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The operator's Python signature, read once at definition. ``operator`` is what errors call it."""
+    """The operator's Python signature, read once at definition. ``operator`` is its name in errors."""
 
     operator: str
     python: inspect.Signature
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[OperatorParameter, ...]
     return_annotation: Any
     returns: ReturnCodec | None
     return_patterns: tuple[patterns.TensorPattern | None, ...]
@@ -96,9 +97,9 @@ class Signature:
 
     @functools.cached_property
     def flattened(self) -> bool:
-        """Whether arguments or results are not held in the schema as they are."""
-        held = all(argument.stands_for is EMPTY for argument in self.arguments)
-        return self.returns is not None or not held or any(parameter.codec for parameter in self.parameters)
+        """Whether a codec converts some argument or result between Python and the schema."""
+        as_they_are = all(argument.stands_for is EMPTY for argument in self.arguments)
+        return self.returns is not None or not as_they_are or any(parameter.codec for parameter in self.parameters)
 
     @functools.cached_property
     def annotated(self) -> bool:
@@ -106,7 +107,7 @@ class Signature:
         return any(parameter.pattern or parameter.choices for parameter in self.parameters)
 
     def encode(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The schema's positional and keyword arguments of a Python call.
+        """Return the schema's positional and keyword arguments for a Python call.
 
         Raises:
             ArgumentTypeError: the call does not fit the signature, or an argument is not of its parameter's type.
@@ -134,10 +135,10 @@ class Signature:
         return positional, named
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """The Python arguments of a call by name.
+        """Return the Python arguments of a call by name.
 
         Raises:
-            ArgumentTypeError: one is missing, or there are others than the parameters.
+            ArgumentTypeError: one is missing, or one matches no parameter.
         """
         try:
             return self.python.bind(*args, **kwargs)
@@ -150,7 +151,7 @@ class Signature:
         return f"{self.operator.split('::')[-1]}{self.python.replace(return_annotation=EMPTY)}"
 
     def decode(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The Python arguments of a call through the schema; one that was left out is the parameter's default."""
+        """Return the Python arguments for a call through the schema; one that was left out is the parameter's default."""
         positional: list[Any] = []
         named: dict[str, Any] = {}
         start = 0
@@ -171,13 +172,13 @@ class Signature:
         return positional, named
 
 
-def field_names(parameter: Parameter) -> list[str]:
-    """The schema's argument names for one Python parameter."""
+def field_names(parameter: OperatorParameter) -> list[str]:
+    """Return the schema's argument names for one Python parameter."""
     return [argument.name for argument in parameter.arguments]
 
 
 def read(function: Callable[..., Any], operator: str = "opkit.custom_op") -> Signature:
-    """Read ``function``'s signature; what is wrong with a parameter is kept in its ``problem``.
+    """Read ``function``'s signature; a parameter that no schema can hold has a ``problem``.
 
     Raises:
         DefinitionError: ``function`` is not a Python function.
@@ -199,28 +200,24 @@ def read(function: Callable[..., Any], operator: str = "opkit.custom_op") -> Sig
         return Signature(operator, python, parameters, python.return_annotation, None, (None,))
 
 
-def _described(given: Any) -> str:
-    kind = type(given).__name__
-    if isinstance(given, types.MethodType):
-        return f"the method {given.__qualname__}: define the operator of a function outside of the class, and call that in it"
-    if isinstance(given, (staticmethod, classmethod)):
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    if isinstance(value, types.MethodType):
+        return f"the method {value.__qualname__}: define the operator of a function outside of the class, and call that in it"
+    if isinstance(value, (staticmethod, classmethod)):
         return f"a {kind}: write the decorator below @{kind}, or define the operator of a function outside of the class"
-    if isinstance(given, functools.partial):
+    if isinstance(value, functools.partial):
         return "a functools.partial: write a function that calls it, with annotations"
-    return f"{kind}: {given!r}"
+    return f"{kind}: {value!r}"
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells if _filled(cell)}
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # the name is bound later
-        return False
-    return True
+    bound: dict[str, Any] = {}
+    for name, cell in cells:
+        with contextlib.suppress(ValueError):  # the name is bound later
+            bound[name] = cell.cell_contents
+    return bound
 
 
 def _first_pattern(annotation: Any) -> patterns.TensorPattern | None:
@@ -235,8 +232,8 @@ def _return_patterns(annotation: Any) -> tuple[patterns.TensorPattern | None, ..
     return (_first_pattern(annotation),)
 
 
-def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> Parameter:
-    unread = Parameter(
+def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> OperatorParameter:
+    unread = OperatorParameter(
         name=item.name,
         kind="other",
         optional=item.default is None,
@@ -277,8 +274,8 @@ def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> Parameter:
     return _with_arguments(read, codec.fields if codec else (Field("", kind or ""),))
 
 
-def _with_arguments(parameter: Parameter, fields: Sequence[Field]) -> Parameter:
-    """``parameter`` with its schema arguments, or with what is wrong with its default."""
+def _with_arguments(parameter: OperatorParameter, fields: Sequence[Field]) -> OperatorParameter:
+    """Return ``parameter`` with its schema arguments, or with the problem of its default."""
     defaults: Sequence[Any] = [EMPTY] * len(fields)
     try:
         defaults = defaults if parameter.required else parameter.encode(parameter.default)

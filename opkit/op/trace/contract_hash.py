@@ -1,4 +1,4 @@
-"""A hash of everything that decides what an operator computes.
+"""Hash everything that decides what an operator computes.
 
 torch's compile caches identify a custom operator by its name. An edit of the reference, of a helper in another module,
 of a constant in a closure, of a kernel or of a rule would therefore be served from a stale cache (pytorch#187319,
@@ -45,7 +45,7 @@ _ATOMS = (
     range,
     slice,
 )
-_MOST_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
+_MAX_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
 _SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CLASS_NOISE = {
     "__abstractmethods__",
@@ -65,18 +65,18 @@ _CLASS_NOISE = {
 
 
 class _Hasher:
-    """Feeds values into one digest: atoms and tuples where they stand, everything else once, nearest first."""
+    """Feeds values into one digest: atoms and tuples in place, everything else once, breadth first."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
         self.seen: dict[int, int] = {}
-        self.found: list[object] = []  # in the order of ``seen``; keeps ids from being reused while hashing
+        self.queue: list[object] = []  # in the order of ``seen``; it keeps ids from being reused while hashing
 
     def finish(self) -> str:
-        """Hash what was found on the way, and give the digest."""
-        for index, value in enumerate(self.found):  # grows while it is gone through
+        """Hash the queued objects, and return the digest."""
+        for index, value in enumerate(self.queue):  # it grows during the loop
             self.text("object", str(index))
-            if index < _MOST_OBJECTS:
+            if index < _MAX_OBJECTS:
                 self._object(value)
             else:
                 self.text(type(value).__module__, type(value).__qualname__)
@@ -97,8 +97,8 @@ class _Hasher:
             self._set(value)
         else:
             if id(value) not in self.seen:
-                self.seen[id(value)] = len(self.found)
-                self.found.append(value)
+                self.seen[id(value)] = len(self.queue)
+                self.queue.append(value)
             self.text("see", str(self.seen[id(value)]))
 
     def _object(self, value: Any) -> None:
@@ -224,13 +224,13 @@ class _Hasher:
 
 def _external(module: str | None) -> bool:
     name = module or ""
-    # what a lowering rule is written with; the compiler's plans are found by its sources as well
+    # modules that lowering rules are written with; the keys of the compiler's plans cover its sources, too
     own = name == "opkit.lowering" or name.startswith("opkit.compiler.")
     return own or name.split(".")[0] in LIBRARIES
 
 
 def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
-    """What the code's global names stand for, attributes of the user's own modules followed."""
+    """Yield the values of the code's global names, with attributes of the user's own modules resolved."""
     current: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in scope:
@@ -244,7 +244,7 @@ def _referenced(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
 
 
 def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
-    """The user's modules that the code imports itself: their source, and what they define."""
+    """Yield the source and the definitions of the user's modules that the code itself imports."""
     instructions = list(dis.get_instructions(code))
     for level, _, instruction in zip(instructions, instructions[1:], instructions[2:], strict=False):
         if instruction.opname != "IMPORT_NAME":
@@ -263,7 +263,7 @@ def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
 
 
 def _reduced(value: Any) -> tuple[Any, ...]:
-    """What ``pickle`` would rebuild an object of a library's class from; nothing where it could not."""
+    """Return what ``pickle`` would rebuild an object of a library's class from; nothing where it could not."""
     if isinstance(value, torch.Generator):
         return ()
     try:
@@ -294,7 +294,7 @@ _HANDLERS: list[tuple[Any, Callable[[_Hasher, Any], None]]] = [
 
 
 def contract_hash(parts: Iterable[tuple[str, Any]]) -> str:
-    """The hexadecimal digest of named parts (schema, reference, kernels, rules).
+    """Return the hexadecimal digest of named parts (schema, reference, kernels, rules).
 
     >>> contract_hash([("schema", "(Tensor x) -> Tensor")]) == contract_hash([("schema", "(Tensor y) -> Tensor")])
     False

@@ -1,8 +1,8 @@
-"""Which arguments an operator writes to: established at definition, verified at run time.
+"""Infer which arguments an operator writes to when it is defined, and verify that at run time.
 
 At definition the body is traced on small tensors made from its annotations, once for each combination of its flags; a
-fake tensor's version counter tells of writes through helpers, views and ``out=``. Without annotations, or where the trace
-leaves torch, the source is read instead, and counts only if every statement in it is understood. Where neither proves
+fake tensor's version counter shows writes through helpers, views and ``out=``. Without annotations, or where the trace
+leaves torch, the source is read instead, which counts only if every statement in it is understood. Where neither proves
 anything the definition raises. At run time the first call of each guard set compares version counters and bytes, which
 also catches writes through pointers.
 """
@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 
 from opkit.errors import MutationError, MutationUnknownError
 from opkit.op.schema import patterns
-from opkit.op.schema.signature import Parameter, Signature
-from opkit.op.trace import body as bodies
-from opkit.op.trace import mutation_source
+from opkit.op.schema.signature import OperatorParameter, Signature
+from opkit.op.trace import mutation_source, reference_trace
 
-_MOST_COMBINATIONS = 32
+_MAX_COMBINATIONS = 32
+_VALUE_KINDS = ("int", "float", "str", "dtype", "device", "other")
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
@@ -43,7 +43,7 @@ _EXAMPLES: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Inference:
-    """The arguments written to, and how that was established."""
+    """The arguments written to, and the origin of that knowledge."""
 
     mutates: tuple[str, ...]
     origin: str
@@ -51,7 +51,7 @@ class Inference:
 
 
 def infer(operator: str, function: Callable[..., Any], signature: Signature, opaque: bool) -> Inference:
-    """Establish which arguments ``function`` writes to.
+    """Infer which arguments ``function`` writes to.
 
     Raises:
         MutationUnknownError: neither a trace nor the source proves it.
@@ -74,7 +74,7 @@ def infer(operator: str, function: Callable[..., Any], signature: Signature, opa
 
 
 def names_random(function: Callable[..., Any]) -> bool:
-    """Whether the function's own code names a torch function that draws random numbers.
+    """Return whether the function's own code names a torch function that draws random numbers.
 
     A hint for functions that are not traced at definition: the tag it leads to only keeps compilers from merging calls.
     """
@@ -88,9 +88,9 @@ def _by_tracing(function: Callable[..., Any], signature: Signature, reasons: lis
         if combinations is None:
             reasons.append("its annotations do not give every tensor's sizes and every argument an example value")
             return None
-        found = _trace_all(function, signature, combinations, reasons)
-        if found is not None:
-            return found
+        inference = _trace_all(function, signature, combinations, reasons)
+        if inference is not None:
+            return inference
     return None
 
 
@@ -100,13 +100,14 @@ def _trace_all(
     mutated: set[str] = set()
     random = False
     for args, kwargs in combinations:
-        trace = bodies.trace(function, args, kwargs)
+        trace = reference_trace.trace(function, args, kwargs)
         if trace.opaque is not None:
             reasons.append(f"tracing it failed: {trace.opaque}")
             return None
         random |= trace.random
-        mutated |= _names(signature, args, kwargs, trace.mutated)
-    unseen = mutation_source.branches_on(function, [p.name for p in signature.parameters if _value_dependent(p)])
+        owners = list(owners_of(signature, args, kwargs))
+        mutated |= {owners[i] for i in trace.mutated}
+    unseen = mutation_source.branches_on(function, [p.name for p in signature.parameters if p.kind in _VALUE_KINDS])
     if unseen:
         read = mutation_source.read(function, [p.name for p in signature.parameters])
         if not read.proved:
@@ -117,16 +118,12 @@ def _trace_all(
     return Inference(ordered, "a trace of the reference", random)
 
 
-def _value_dependent(parameter: Parameter) -> bool:
-    return parameter.kind in ("int", "float", "str", "dtype", "device", "other")
-
-
 def _example_calls(signature: Signature, sizes_from: Sequence[int]) -> list[tuple[list[Any], dict[str, Any]]] | None:
     sizes: dict[str, Any] = {}
     choices = [_choices(parameter, sizes, sizes_from) for parameter in signature.parameters]
     if any(choice is None for choice in choices):
         return None
-    named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MOST_COMBINATIONS)
+    named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MAX_COMBINATIONS)
     return [_split(signature, values) for values in named]
 
 
@@ -135,7 +132,7 @@ def _split(signature: Signature, values: Sequence[Any]) -> tuple[list[Any], dict
     return [v for p, v in pairs if not p.keyword_only], {p.name: v for p, v in pairs if p.keyword_only}
 
 
-def _choices(parameter: Parameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
+def _choices(parameter: OperatorParameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
     nothing = (None,) if parameter.optional else ()
     if parameter.kind in ("tensor", "tensors"):
         if parameter.pattern is None:
@@ -154,13 +151,8 @@ def _choices(parameter: Parameter, sizes: dict[str, Any], sizes_from: Sequence[i
     return (*_EXAMPLES[parameter.kind], *nothing) if parameter.kind in _EXAMPLES else nothing or None
 
 
-def _names(signature: Signature, args: list[Any], kwargs: dict[str, Any], positions: Iterable[int]) -> set[str]:
-    owners = list(owners_of(signature, args, kwargs))
-    return {owners[i] for i in positions}
-
-
 def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
-    """The parameter that each tensor of a call, in flattened order, belongs to."""
+    """Yield the parameter of each tensor of a call, in flattened order."""
     positional = [p.name for p in signature.parameters if not p.keyword_only]
     for name, value in [*zip(positional, args, strict=False), *kwargs.items()]:
         for leaf in pytree.tree_leaves(value):
@@ -169,8 +161,8 @@ def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 @dataclasses.dataclass
-class Snapshot:
-    """What the tensors that an operator must not write to looked like before the call."""
+class ArgumentSnapshot:
+    """The versions and bytes, before a call, of the tensors that the operator must not write to."""
 
     operator: str
     tensors: list[tuple[str, torch.Tensor, int | None, torch.Tensor]]
@@ -189,15 +181,15 @@ class Snapshot:
                 )
 
 
-def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-    """Remember the version and the bytes of every tensor not in ``mutates``."""
+def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> ArgumentSnapshot:
+    """Return the versions and the bytes of every tensor not in ``mutates``."""
     declared = set(mutates)
-    kept = [
+    tensors = [
         (name, tensor, _version(tensor), tensor.detach().clone())
         for name, tensor in named
         if name not in declared and tensor.device.type != "meta" and tensor.layout is torch.strided
     ]
-    return Snapshot(operator, kept)
+    return ArgumentSnapshot(operator, tensors)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

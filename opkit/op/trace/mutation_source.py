@@ -1,6 +1,6 @@
-"""What a function's source proves about its writes.
+"""Read a function's source for proof of which parameters it writes to.
 
-A conservative reading: it proves something only if every call in the body is a torch function, a tensor method or a
+The reading is conservative: it proves something only if every call in the body is a torch function, a tensor method or a
 helper whose source proves as much, and every write goes to a parameter by name. Anything else ends in "not proved", with
 the first construct that was not understood.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _LEAVES_TORCH = {"numpy", "data_ptr", "__array__", "tolist", "set_", "storage", "untyped_storage", "__dlpack__", "data"}
-_WRITES_UNSAID = {"batch_norm", "instance_norm"}  # they update running statistics given as arguments
+_WRITES_UNSAID = {"batch_norm", "instance_norm"}  # they update running statistics among their arguments
 _SAFE_BUILTINS = {"len", "range", "min", "max", "sum", "tuple", "list", "zip", "enumerate", "int", "float", "bool", "abs",
                   "isinstance", "getattr", "reversed", "sorted", "round", "slice", "str", "all", "any", "map"}  # fmt: skip
 _FRESH = {"clone", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "empty", "zeros", "ones", "full",
@@ -28,14 +28,14 @@ _FRESH = {"clone", "empty_like", "zeros_like", "ones_like", "new_empty", "new_ze
 
 @dataclass
 class Reading:
-    """The parameters written to, and whether that is all; ``reason`` says what was not understood."""
+    """The parameters written to; ``reason`` names the first construct that was not understood, and is empty if none."""
 
     mutates: set[str] = field(default_factory=set[str])
     reason: str = ""
 
     @property
     def proved(self) -> bool:
-        """Whether the source settles the question."""
+        """Whether the source proves that these are all writes."""
         return not self.reason
 
 
@@ -44,14 +44,14 @@ def read(function: Callable[..., Any], parameters: Sequence[str], depth: int = 0
     tree = _tree(function)
     if tree is None:
         return Reading(reason="it cannot be read")
-    reader = _Reader(function, parameters, depth)
+    reader = _SourceReader(function, parameters, depth)
     for statement in tree.body:
         reader.visit(statement)
     return reader.reading
 
 
 def branches_on(function: Callable[..., Any], names: Iterable[str]) -> str:
-    """The first of ``names`` that a condition in ``function`` depends on; empty where there is none."""
+    """Return the first of ``names`` that a condition in ``function`` depends on; empty where there is none."""
     tree = _tree(function)
     wanted = set(names)
     for node in ast.walk(tree) if tree is not None else ():
@@ -71,7 +71,7 @@ def _tree(function: Callable[..., Any]) -> ast.FunctionDef | None:
     return node if isinstance(node, ast.FunctionDef) else None
 
 
-class _Reader(ast.NodeVisitor):
+class _SourceReader(ast.NodeVisitor):
     """Collects writes to parameters; notes the first construct that could hide one."""
 
     def __init__(self, function: Callable[..., Any], parameters: Sequence[str], depth: int) -> None:
@@ -122,7 +122,7 @@ class _Reader(ast.NodeVisitor):
             if keyword.arg == "out":
                 self._written(keyword.value, node)
             elif keyword.arg is None or (keyword.arg == "inplace" and not _is_false(keyword.value)):
-                self._doubt(node, f"an argument {keyword.arg or '**'} that may ask for a write")
+                self._doubt(node, f"an argument {keyword.arg or '**'} that may request a write")
         self._called(node)
         self.generic_visit(node)
 
@@ -165,7 +165,7 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """What leads to an exception writes to nothing that matters."""
+        """Ignore a ``raise``: writes in its expression do not matter, because the call fails."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._doubt(node, "a function defined inside")

@@ -1,10 +1,9 @@
-"""What a function reads beside its arguments: globals, closures, attributes, entries, the environment, context variables.
+"""Find what a function reads in addition to its arguments: globals, closures, attributes, entries, the environment.
 
-Whoever keeps something that was made by running a function once (a traced backward, a compiled program) keeps it for these
-values. They are found in the bytecode of the function and of those that it calls: each name, with the attributes and constant
-keys that follow it, is looked up again whenever the values are asked for. Objects that are passed on are compared by all that
-they hold, tensors and functions by identity. torch and the standard library count as constant, and so do the names that they are
-imported by.
+A result of running a function once (a traced backward, a compiled program) is valid for these values only. They are found in the
+bytecode of the function and of those that it calls: each name, with the attributes and constant keys that follow it, is looked
+up again for each comparison. Objects that are passed on are compared by all that they hold, tensors and functions by identity.
+torch and the standard library count as constant, and so do the names by which they are imported.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opkit.op import registry
+from opkit.op import torch_private as private
 from opkit.op.trace.snapshots import (
     ATOMS,
     MISSING,
@@ -82,9 +81,9 @@ class _Path:
 
 
 class Reads:
-    """What one function read when it was looked at; see :func:`find`.
+    """The paths that one function reads, found in its bytecode.
 
-    ``unknown`` says which line reads what cannot be compared; it is empty where there is none.
+    ``unknown`` names the line that reads what cannot be compared; it is empty where there is none.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -100,7 +99,7 @@ class Reads:
             self._look(self._work.pop(0))
 
     def values(self, versions: bool) -> tuple[Hashable, ...]:
-        """What there is to be read now; ``versions``: whether writes to a tensor make it another one."""
+        """Return the values that the paths lead to now; with ``versions``, a tensor that was written to is another value."""
         return tuple([Snapshots(versions).take(path.value()) for path in self.paths.values()])
 
     def _note_unknown(self, code: types.CodeType | None, line: int | None, what: str) -> None:
@@ -108,7 +107,7 @@ class Reads:
         self.unknown = self.unknown or f"{where}{what}"
 
     def _reach(self, value: Any) -> None:
-        """Look at ``value``, and at what it holds, later on."""
+        """Queue ``value``, and what it holds, for :meth:`_look`."""
         plain = (*ATOMS, float, complex, torch.Tensor, types.ModuleType)
         if id(value) not in self._seen and not isinstance(value, plain):
             self._seen[id(value)] = value
@@ -119,9 +118,9 @@ class Reads:
             self._reach(getattr(value, "reference", None))
         elif isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # pyright: ignore[reportPrivateUsage]
             name = value._qualified_op_name if isinstance(value, torch._ops.OpOverloadPacket) else value.name()  # pyright: ignore
-            found = registry.find(name.removesuffix(".default"))
-            if found is not None:
-                self._reach(found)
+            op = private.custom_ops.OPDEFS.get(name.removesuffix(".default"))
+            if is_operator(op):
+                self._reach(op)
         elif isinstance(value, types.FunctionType):
             if not is_constant(value.__globals__.get("__name__")):
                 self._function(value)
@@ -159,7 +158,7 @@ class Reads:
         aliases: dict[str, _Path] = {}
         path: _Path | None = None
         imported: _Path | None = None
-        constants: list[Any] = []  # what follows the path, and may be a key
+        constants: list[Any] = []  # the constant after the path, which may be a key
         for number, step in enumerate(steps):
             if path is not None:
                 if step.op in _ATTRIBUTES and not constants and self._extends(path, step.value):
@@ -194,7 +193,7 @@ class Reads:
                 self._code(step.value, scope, cells)
 
     def _extends(self, path: _Path, attribute: str) -> bool:
-        """Whether an attribute of what the path leads to is to be looked up; what torch's objects hold is theirs."""
+        """Return whether the path continues with an attribute of its value; attributes of torch's objects are not followed."""
         value = path.value()
         if value is MISSING or isinstance(value, _WHOLE):
             return False
@@ -234,7 +233,7 @@ class Reads:
         return (id(getattr(root.func, "__self__", None)), *[a if isinstance(a, str) else id(a) for a in root.args])
 
     def _fixed(self, path: _Path, value: Any) -> bool:
-        """Whether a path stands for the same thing as long as the program runs: builtins, and torch's under its own name."""
+        """Return whether a path always leads to the same object: builtins, and torch's objects under their own names."""
         named = path.steps[-1][1] if path.steps else (getattr(path.root, "args", None) or [None])[0]
         if value is MISSING:
             return not path.steps and hasattr(builtins, str(named))
@@ -278,12 +277,12 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _user_attribute(value: Any, attribute: str) -> bool:
-    """Whether an attribute of a list or dictionary of the user's own class is the user's."""
+    """Return whether an attribute of a list or dictionary is one that the user set."""
     return attribute in getattr(value, "__dict__", {})
 
 
 def _changes(value: Any) -> bool:
-    """Whether calling ``value`` gives another result each time."""
+    """Return whether each call of ``value`` gives another result."""
     holder = getattr(value, "__self__", None)
     names = [getattr(value, "__module__", None), getattr(holder, "__module__", None), type(holder).__module__]
     modules = [name for name in names if isinstance(name, str)]
@@ -293,13 +292,13 @@ def _changes(value: Any) -> bool:
 
 
 def _imported(name: str, before: list[Any], scope: dict[str, Any]) -> _Path | None:
-    """The module that an import statement within a function gives, once something has imported it."""
+    """Return the path to the module that an import statement within a function imports."""
     level, names = before if len(before) == 2 else (0, None)
     try:
-        found = importlib.util.resolve_name("." * (level or 0) + name, scope.get("__package__") or "")
-    except ImportError:  # the function raises the same, and says so
+        absolute = importlib.util.resolve_name("." * (level or 0) + name, scope.get("__package__") or "")
+    except ImportError:  # the function itself raises the same error
         return None
-    name = found if names else found.split(".")[0]
+    name = absolute if names else absolute.split(".")[0]
     if is_constant(name) and name not in sys.modules:
         return None
     return _Path(functools.partial(sys.modules.get, name, MISSING))

@@ -1,4 +1,4 @@
-"""What objects hold, as values that can be compared later on."""
+"""Convert what objects hold into values that can be compared later."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -24,14 +24,14 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
     Path(torch.__file__).parent.name, "numpy", "scipy", "triton", "jaxtyping", "einops", "opt_einsum", "typing_extensions",
     "_pytest",  # which rewritten asserts call
 }  # fmt: skip
-"""What references are written with, and not a part of what they compute."""
+"""Libraries whose contents count as constant: references use them, and their versions do not change while a process runs."""
 ATOMS = (str, bytes, int, bool, type(None), type(...), torch.dtype, torch.device, torch.Size, range, slice)
 _OF_SIZES = (str, bytes, int, bool, torch.dtype, torch.device, torch.Size, range, slice)
 _HELD = (types.SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 
 
 class _Missing(enum.Enum):
-    """The value of what is not there."""
+    """The value of a name that does not exist."""
 
     MISSING = enum.auto()
 
@@ -58,19 +58,19 @@ class Same:
 
 
 class TooLargeError(Exception):
-    """More is held than can be compared."""
+    """An object holds more than can be compared."""
 
 
 class Snapshots:
-    """What objects hold, as values that can be compared; ``versions``: whether writes to a tensor make it another one."""
+    """A converter of objects into comparable values; with ``versions``, a tensor that was written to is another value."""
 
     def __init__(self, versions: bool) -> None:
         self.versions = versions
-        self.open: dict[int, int] = {}  # the objects around the one at hand, of which it may be a part
+        self.open: dict[int, int] = {}  # the objects that contain the present one, to detect cycles
         self.count = 0
 
     def take(self, value: Any) -> Hashable:
-        """The value that stands for ``value``.
+        """Return the comparable value of ``value``.
 
         Raises:
             TooLargeError: it holds too much.
@@ -92,13 +92,13 @@ class Snapshots:
         if id(value) in self.open:
             return "within itself", self.open[id(value)]
         self.open[id(value)] = len(self.open)
-        found = kind, tuple([self.take(part) for part in parts_of(value)])
+        snapshot = kind, tuple([self.take(part) for part in parts_of(value)])
         del self.open[id(value)]
-        return found
+        return snapshot
 
 
 def has_parts(value: Any) -> bool:
-    """Whether an object is compared by what it holds, and not by identity."""
+    """Return whether an object is compared by what it holds, and not by identity."""
     kinds = (
         list,
         tuple,
@@ -118,42 +118,42 @@ def has_parts(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What an object holds, in an order that is the same as long as it holds the same."""
+    """Return what an object holds, in a stable order."""
     if isinstance(value, contextvars.ContextVar):
         return [value.get(MISSING)]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    found: list[Any] = []
+    parts: list[Any] = []
     if isinstance(value, (set, frozenset)):
-        found += sorted(value, key=repr)
+        parts += sorted(value, key=repr)
     elif isinstance(value, dict):
-        found += [part for item in list(value.items()) for part in item]
+        parts += [part for item in list(value.items()) for part in item]
     elif isinstance(value, (list, tuple, collections.deque)):
-        found += value
-    found += [part for name, held in list(getattr(value, "__dict__", {}).items()) for part in (name, held)]
+        parts += value
+    parts += [part for name, held in list(getattr(value, "__dict__", {}).items()) for part in (name, held)]
     for base in type(value).__mro__:
         if not is_constant(base.__module__):
             slots = getattr(base, "__slots__", ())
-            found += [getattr(value, name, MISSING) for name in ((slots,) if isinstance(slots, str) else slots)]
-            found += [
+            parts += [getattr(value, name, MISSING) for name in ((slots,) if isinstance(slots, str) else slots)]
+            parts += [
                 held for held in vars(base).values() if isinstance(held, (*ATOMS, float, list, dict, torch.Tensor))
             ]
-    return found
+    return parts
 
 
-def decides_sizes(found: Any) -> bool:
-    """Whether what :meth:`Snapshots.take` found holds a value that sizes or dtypes are made of: no float, tensor or function."""
-    return any(map(decides_sizes, found)) if isinstance(found, tuple) else found in _OF_SIZES
+def decides_sizes(snapshot: Any) -> bool:
+    """Return whether a result of :meth:`Snapshots.take` holds a value that may decide sizes: no float, tensor or function."""
+    return any(map(decides_sizes, snapshot)) if isinstance(snapshot, tuple) else snapshot in _OF_SIZES
 
 
 def is_operator(value: Any) -> bool:
-    """Whether ``value`` is an operator of opkit's."""
+    """Return whether ``value`` is an operator of opkit's."""
     return hasattr(type(value), "contract_parts")
 
 
 def is_constant(module: str | None) -> bool:
-    """Whether what a module defines counts as constant."""
+    """Return whether what a module defines counts as constant."""
     top = (module or "builtins").split(".")[0]
     return top in LIBRARIES or top == "opkit"

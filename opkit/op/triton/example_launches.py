@@ -12,9 +12,9 @@ import torch
 
 from opkit.errors import OpkitError, PackageError
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel
+from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.examples import typical as typical_calls
-from opkit.op.examples.arguments import CallSpec
+from opkit.op.examples.arguments import ExampleCall
 from opkit.op.native.function import NativeFunction
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.examples import calls_of, values_of
@@ -23,7 +23,7 @@ from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import recording
 from opkit.op.triton.python import PythonLaunch
 
-OfOperator = tuple[Operator, Kernel]
+OfOperator = tuple[Operator, RegisteredKernel]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list
 
 
 def _of_python(
-    operator: Operator, kernel: Kernel, label: str, examples: Sequence[Mapping[str, Any]], notes: list[str]
+    operator: Operator, kernel: RegisteredKernel, label: str, examples: Sequence[Mapping[str, Any]], notes: list[str]
 ) -> Iterator[ExampleLaunch]:
     try:
         for call in calls_of(operator, examples):
@@ -100,18 +100,18 @@ def _of_python(
         notes.append(f"{label}: its launches are compiled when they are made: {type(error).__name__}: {error}")
 
 
-def _recorded(operator: Operator, kernel: Kernel, call: CallSpec) -> list[Values]:
+def _recorded(operator: Operator, kernel: RegisteredKernel, call: ExampleCall) -> list[Values]:
     args, kwargs = typical_calls.arguments_of(operator, call, "meta")
     with recording() as found, torch.no_grad():
         _written_by_author(kernel)(*args, **kwargs)
     return found
 
 
-def _written_by_author(kernel: Kernel) -> Any:
+def _written_by_author(kernel: RegisteredKernel) -> Any:
     return getattr(kernel.function, "__wrapped__", kernel.function)
 
 
-def _may_launch(kernel: Kernel) -> bool:
+def _may_launch(kernel: RegisteredKernel) -> bool:
     """Return whether it is a Python function in a module that has Triton kernels; no other one is run to see what it does."""
     if isinstance(kernel.function, (NativeFunction, PythonLaunch)):
         return False

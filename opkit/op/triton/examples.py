@@ -13,7 +13,7 @@ from opkit.kernels.triton import compiling
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.op.core import Operator
 from opkit.op.examples import typical as typical_calls
-from opkit.op.examples.arguments import CallSpec
+from opkit.op.examples.arguments import ExampleCall
 from opkit.op.layout import outputs as layout
 from opkit.op.layout import program as p
 from opkit.op.triton.arguments import Values
@@ -27,16 +27,16 @@ from opkit.op.triton.variants import Variants, in_pieces
 _INT32 = 2**31
 
 
-def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[CallSpec]:
+def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[ExampleCall]:
     """Return the calls that the examples name; without any, some that are made up from the operator's annotations.
 
     Raises:
         ArgumentError: an example cannot be read, or nothing can be made up.
     """
-    return typical_calls.given(operator, examples) if examples else typical_calls.made_up(operator)
+    return typical_calls.from_examples(operator, examples) if examples else typical_calls.generate(operator)
 
 
-def values_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Values:
+def values_of(operator: Operator, bound: BoundKernel, call: ExampleCall) -> Values:
     """Return the values of a kernel when the operator is called like an example, with tensors without data."""
     args, kwargs = typical_calls.arguments_of(operator, call, "meta")
     operands = layout.operands(operator, args, kwargs)
@@ -62,13 +62,13 @@ def request_for(values: Values, config: Config | None, target: str) -> compiling
     return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
 
 
-def configs_of(operator: Operator, bound: BoundKernel, call: CallSpec) -> Sequence[Config | None]:
+def configs_of(operator: Operator, bound: BoundKernel, call: ExampleCall) -> Sequence[Config | None]:
     """Return the configs that a call may use; a None of a kernel that has none."""
     return configs_for(values_of(operator, bound, call))
 
 
 def request_of(
-    operator: Operator, bound: BoundKernel, call: CallSpec, config: Any, target: str
+    operator: Operator, bound: BoundKernel, call: ExampleCall, config: Any, target: str
 ) -> compiling.CompileRequest:
     """Return the compile request of a call of the operator like an example.
 

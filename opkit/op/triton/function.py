@@ -14,9 +14,9 @@ from opkit.kernels.binding.facts import Facts
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
-from opkit.op.dispatch.selection import Kernel
-from opkit.op.facts import facts_of
+from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.native.compiled import CompiledFunction
+from opkit.op.schema_facts import facts_of
 from opkit.op.triton import graph
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.kernel import TritonKernel
@@ -85,9 +85,9 @@ class TritonFunction(CompiledFunction):
         return self.launching.library()
 
 
-def _kernel(operator: Operator, kernel: TritonKernel, device: str | None, name: str) -> Kernel:
+def _kernel(operator: Operator, kernel: TritonKernel, device: str | None, name: str) -> RegisteredKernel:
     if kernel.interpreted:  # with TRITON_INTERPRET=1 a kernel for the GPU runs on the CPU
-        return Kernel(name, "cpu", PythonLaunch(operator, kernel, name))
+        return RegisteredKernel(name, "cpu", PythonLaunch(operator, kernel, name))
     machine = machine_of(device)
     if machine is None:
         raise KernelError(
@@ -95,8 +95,8 @@ def _kernel(operator: Operator, kernel: TritonKernel, device: str | None, name: 
             f'with register_kernel("cuda", ...), not for {device!r}. On the CPU it runs with opkit.testing.interpret.'
         )
     if kernel.hooked:
-        return Kernel(name, device, PythonLaunch(operator, kernel, name))
-    return Kernel(name, device, TritonFunction(operator, kernel, name, machine), native=True)
+        return RegisteredKernel(name, device, PythonLaunch(operator, kernel, name))
+    return RegisteredKernel(name, device, TritonFunction(operator, kernel, name, machine), native=True)
 
 
 kernel_kinds.register(TritonKernel, _kernel)

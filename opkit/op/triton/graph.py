@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.kernels.tuning.configs import Config, prune
+from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
@@ -50,7 +51,7 @@ def refusal(bound: BoundKernel) -> str:
     if other:
         return f"its option {other[0]} is not recorded by torch"
     floats = _floats(bound)
-    if floats and private.inductor_widens_floats():
+    if floats and torch_compile.inductor_widens_floats():
         return f"Inductor would pass {floats[0]} as a float64"
     missing = left_out(unwrapped(kernel.function))
     return f"Inductor would leave out {missing}" if missing else ""
@@ -74,7 +75,7 @@ def functional_rule(operator: Operator) -> Callable[..., Any]:
     """Return the rule of ``operator`` for ``FunctionalTensorMode``."""
 
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        visible = _visible(operator, args, kwargs or {}) if private.compiling() else None
+        visible = _visible(operator, args, kwargs or {}) if torch_compile.compiling() else None
         if visible is None:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
@@ -124,7 +125,7 @@ def _traced(operator: Operator, bound: BoundKernel, shapes: Sequence[torch.Tenso
 def _fake_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, private.without_functional_wrapper, (tuple(args), kwargs)
+        torch.Tensor, torch_compile.without_functional_wrapper, (tuple(args), kwargs)
     )
     mode = private.fake_mode_of(fake_args, fake_kwargs)
     with private.no_modes(), mode, torch.no_grad():

@@ -20,7 +20,6 @@ import torch
 
 from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
 from opkit.kernels.binding.facts import Argument, Facts
-from opkit.op import torch_names
 from opkit.op import torch_private as private
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import bind
@@ -126,7 +125,7 @@ class LaunchForm:
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
         self._registrations += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
-        overload = private.builtin(torch_names.hidden_operator(f"{_NAMESPACE}::{name}"))
+        overload = private.builtin(private.hidden_operator(f"{_NAMESPACE}::{name}"))
         self._overloads[device] = functools.partial(overload, opk_layout=[]), launching  # it has no outputs
         return self._overloads[device]
 

@@ -14,9 +14,9 @@ from opkit.errors import KernelError
 from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
 from opkit.op.dispatch.autotune import capturing
-from opkit.op.facts import facts_of
 from opkit.op.layout import outputs as layout
 from opkit.op.layout import program as p
+from opkit.op.schema_facts import facts_of
 from opkit.op.triton.arguments import LaunchArguments, Values, launch_of
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.choosing import Chooser

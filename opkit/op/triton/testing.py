@@ -12,7 +12,7 @@ from typing import Any
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
-from opkit.op.examples.arguments import CallSpec
+from opkit.op.examples.arguments import ExampleCall
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of
@@ -146,7 +146,9 @@ def _bound(function: Any) -> BoundKernel | None:
     return found if isinstance(found, BoundKernel) and not found.kernel.interpreted else None
 
 
-def _rows(operator: Operator, bound: BoundKernel, call: CallSpec, architectures: Sequence[str]) -> Iterator[Compiled]:
+def _rows(
+    operator: Operator, bound: BoundKernel, call: ExampleCall, architectures: Sequence[str]
+) -> Iterator[Compiled]:
     for config in configs_of(operator, bound, call):
         for target in architectures:
             label = "" if config is None else config.label

@@ -137,7 +137,7 @@ def lists_in_torch(call, shape, blocks, by_keys):
         tiles[b, 0, n, : len(whole)] = torch.tensor(whole)
         tiles[b, 0, n, others - len(partly) :] = torch.tensor(partly[::-1])
         counts[b, 0, n] = torch.tensor([len(whole), len(whole) + len(partly)])
-    return tile_lists.Lists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
+    return tile_lists.TileLists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
 
 
 def visits_in_torch(lists, *of_call):

@@ -78,7 +78,7 @@ class Gpu:
         self.settings()
 
     def settings(self, **values):
-        chosen = config.Config(**{"cache_dir": self.cache, "bridge": False, **values})
+        chosen = config.Settings(**{"cache_dir": self.cache, "bridge": False, **values})
         self.patch.setattr(config, "get", lambda: chosen)
         self.restart()
 

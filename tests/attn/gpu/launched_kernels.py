@@ -73,5 +73,5 @@ def fake_h200(fake, monkeypatch, tmp_path):
     here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "H200", lambda _: 232448)
     monkeypatch.setitem(machine.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
-    monkeypatch.setattr(config, "get", lambda: config.Config(cache_dir=tmp_path, bridge=False))
+    monkeypatch.setattr(config, "get", lambda: config.Settings(cache_dir=tmp_path, bridge=False))
     return made

@@ -9,8 +9,7 @@ from torch import Tensor
 import opkit
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.spans import Spans, spans_of
-from opkit.attn.gpu.tile_lists import Lists, visits_of
-from opkit.attn.gpu.tile_states import states_of
+from opkit.attn.gpu.tile_lists import TileLists, states_of, visits_of
 
 
 @opkit.custom_op("listing_tests::states", mutates_args=(), inline=False)
@@ -71,12 +70,12 @@ def spans_by_kernel(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Ten
 @opkit.custom_op("listing_tests::visits", mutates_args=(), inline=False)
 def visits(tiles: Tensor, counts: Tensor, theirs: Tensor, their_counts: Tensor) -> Tensor:
     """The tiles of each list in order with their turns, (batch, heads, own, others, 2), and -1 behind them."""
-    return visits_in_torch(Lists(tiles, counts)).contiguous()
+    return visits_in_torch(TileLists(tiles, counts)).contiguous()
 
 
 def visits_by_kernel(tiles: Tensor, counts: Tensor, theirs: Tensor, their_counts: Tensor) -> Tensor:
     """The kernel's."""
-    found = visits_of(Lists(tiles, counts), Lists(theirs, their_counts))
+    found = visits_of(TileLists(tiles, counts), TileLists(theirs, their_counts))
     return found.where((torch.arange(found.shape[3], device=found.device) < counts[..., 1:])[..., None], -1)
 
 

@@ -33,19 +33,19 @@ def table(name, what, *options):
 
 
 def test_live_tiles_are_counted():
-    """Of 256 queries by 256 keys, tiles of 128 by 128: documents of 32 lie in those of the diagonal, two of four."""
-    only = "--only", "causal documents of 32"
+    """Of 256 queries by 256 keys, tiles of 128 by 128: packed sequences of 32 lie in those of the diagonal, two of four."""
+    only = "--only", "causal packed sequences of 32"
     rows = table("attention_gpu_lists", "shares", *only)
     assert [(each["case"], each["tiles"]) for each in rows] == [
-        ("causal documents of 32, forward", "50.0%"),
-        ("causal documents of 32, backward", "50.0%"),
+        ("causal packed sequences of 32, forward", "50.0%"),
+        ("causal packed sequences of 32, backward", "50.0%"),
     ]
 
 
-def test_lists_are_built_for_both_directions_and_turns_are_counted():
+def test_lists_are_built_for_both_directions_and_order_is_counted():
     rows = table("attention_gpu_lists", "lists", "--only", "unequal causal")
-    assert [each["case"] for each in rows] == ["unequal causal documents"]
-    assert {"forward, us", "backward, us", "its other way, us", "turns, us", "visits, us", "found, host us"} <= set(
+    assert [each["case"] for each in rows] == ["unequal causal packed sequences"]
+    assert {"forward, us", "backward, us", "its other way, us", "order, us", "visits, us", "found, host us"} <= set(
         rows[0]
     )
 

@@ -89,7 +89,7 @@ def bias_call(case, dtype):
     gradient, of_lse = r(*exact.shape).to(dtype), torch.where(lse.isfinite(), r(*lse.shape), 0.0)
     rest = (call.mask_tensors, wide(call.bias_tensors), call.mask, call.bias, call.scale, call.softcap)
     given = GradientCall(*wide((gradient, of_lse, *call[:3])), exact, lse, *rest, False, call.seed, call.dropout_p)
-    _, delta = gradients.formula(given)
+    _, delta = gradients.reference_gradients(given)
     wanted = list(range(len(call.bias_tensors)))
     precise = BiasCall(gradient.double(), delta, *given[2:5], lse, *rest, wanted, call.seed, call.dropout_p)
     narrow = precise._replace(
@@ -113,7 +113,7 @@ def test_of_the_formula(run, name):
     found = run("opkit::attention_bias_backward", *call)
     expected = gradients.attention_bias_backward(*precise)
     added = program.bias_gradients(
-        gradients._slopes(precise, precise.delta).of_logits.abs(), call.bias, call.bias_tensors
+        gradients._logit_gradients(precise, precise.delta).of_logits.abs(), call.bias, call.bias_tensors
     )
     for mine, right, size, tensor in zip(found, expected, added, call.bias_tensors, strict=True):
         assert (mine.dtype, mine.shape) == (tensor.dtype, tensor.shape)

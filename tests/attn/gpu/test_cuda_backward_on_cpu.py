@@ -137,7 +137,7 @@ class TestBackward:
             made.append(torch.full((size + 256,), 7.0, dtype=dtype))
             return made[-1][:size]
 
-        monkeypatch.setattr(backward_cuda, "room_beside", guarded)
+        monkeypatch.setattr(backward_cuda, "allocate_scratch", guarded)
         call, _ = gradient_call((3, (6, 2), 133, 150, head, head))
         backward_cuda.backward(*call)
         assert (made[0][-256:] == 7).all()

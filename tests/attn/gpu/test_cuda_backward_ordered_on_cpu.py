@@ -73,7 +73,7 @@ def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
         made.append(torch.full((size + 256,), 7.0))
         return made[-1][:size]
 
-    monkeypatch.setattr(backward_cuda, "room_beside", guarded)
+    monkeypatch.setattr(backward_cuda, "allocate_scratch", guarded)
     call, _ = gradient_call((2, (4, 2), 300, 300, 64, 64), mask=CAUSAL)
     backward_cuda.backward(*call)
     assert (made[0][-256:] == 7).all()

@@ -95,7 +95,7 @@ class TestDecoding:
             made.append(torch.full((size + 256,), 7.0))
             return made[-1][:size]
 
-        monkeypatch.setattr(decode_cuda, "room_beside", guarded)
+        monkeypatch.setattr(decode_cuda, "allocate_scratch", guarded)
         decode_cuda.decode(*arguments(*filled(2, heads, 3, 500)))
         assert (made[0][-256:] == 7).all()
         assert made[0][-257] != 7  # the last sum

@@ -226,7 +226,7 @@ GPUS = {
 def test_programs_fill_the_gpu():
     """There is work for all of it, and each split has some."""
     for heads, height in itertools.product((1, 7, 8, 100, 128, 140, 1000), (1, 4, 32, 100, 128, 2048)):
-        shape = decode_plan.Shape(height, heads, 65536, 128, 128, 2, 2)
+        shape = decode_plan.DecodeShape(height, heads, 65536, 128, 128, 2, 2)
         blocks = decode_plan.blocks_of(shape, H200)
         tiles = heads * -(-height // blocks.rows)
         assert tiles * blocks.splits >= min(0.6 * H200.processors, tiles * decode_plan.MOST_SPLITS), shape
@@ -237,9 +237,9 @@ def test_programs_fill_the_gpu():
 
 def test_few_tiles_have_as_many_rows_as_products_of_warpgroups_or_few_warps():
     def blocks(height, heads, gpu=H200, d=128):
-        return decode_plan.blocks_of(decode_plan.Shape(height, heads, 16384, d, d, 2, 2), gpu)
+        return decode_plan.blocks_of(decode_plan.DecodeShape(height, heads, 16384, d, d, 2, 2), gpu)
 
-    assert blocks(32, 8) == decode_plan.Blocks(64, 64, 4, 4, 16)
+    assert blocks(32, 8) == decode_plan.DecodeBlocks(64, 64, 4, 4, 16)
     assert blocks(4, 8).warps == 2
     assert blocks(32, 100).rows == 32
     assert blocks(4, 100).warps == 4
@@ -247,7 +247,7 @@ def test_few_tiles_have_as_many_rows_as_products_of_warpgroups_or_few_warps():
 
 
 def test_short_keys_are_not_divided():
-    assert decode_plan.blocks_of(decode_plan.Shape(4, 8, 100, 128, 128, 2, 2), H200).splits == 1
+    assert decode_plan.blocks_of(decode_plan.DecodeShape(4, 8, 100, 128, 128, 2, 2), H200).splits == 1
 
 
 def recorded(target, monkeypatch, *shape, dtype=torch.bfloat16, **options):
@@ -332,7 +332,7 @@ def test_a_cuda_graph_holds_a_call():
 
 def test_no_length_and_no_batch_is_compiled_in(monkeypatch):
     """Calls of other batches and keys that are divided alike ask the compiler for the same binaries."""
-    blocks = decode_plan.Blocks(16, 64, 2, 4, 4)
+    blocks = decode_plan.DecodeBlocks(16, 64, 2, 4, 4)
     monkeypatch.setattr(decoding, "blocks_of", lambda shape, gpu: blocks)
 
     def forms(batch, keys):

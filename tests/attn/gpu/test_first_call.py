@@ -64,7 +64,7 @@ def library(tmp_path_factory):
 
 
 @pytest.mark.exhaustive  # tests/kernels/triton/test_named.py has one without attention
-@pytest.mark.parametrize("case", ["decode", "documents", "hopper", "portable", "backward", "portable_backward"])
+@pytest.mark.parametrize("case", ["decode", "packed", "hopper", "portable", "backward", "portable_backward"])
 def test_a_process_that_finds_its_kernels_does_not_import_triton(case, library, tmp_path):
     caches = {
         "OPKIT_CACHE_DIR": str(tmp_path / "opkit"),

@@ -49,7 +49,7 @@ def test_programs_too_long_are_written_out():
     assert not plans.shape_of(tuple(mask), ()).fits
     tensors = [torch.randint(0, 9, (1, 6)).int() for _ in range(8)]
     grid = program.Grid(6, 6, torch.device("cpu"))
-    words, seen, bias, added = plans.written_out(mask, tensors, [], [], grid)
+    words, seen, bias, added = plans.as_dense(mask, tensors, [], [], grid)
     assert words == [DENSE, 0]
     assert torch.equal(seen[0], program.visible(mask, tensors, grid))
     assert bias == added == []

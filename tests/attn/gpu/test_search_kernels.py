@@ -171,7 +171,7 @@ def test_opkit_tune_has_calls_that_these_kernels_take(name):
     function = EXAMPLES[name]
     assert isinstance(function, in_advance.Tunable)
     listed = {str(each) for each in in_advance.calls(op)}
-    for spec in typical_calls.given(op._operator, function.examples):
+    for spec in typical_calls.from_examples(op._operator, function.examples):
         assert str(spec) in listed
         positional, named = typical_calls.arguments_of(op._operator, spec, "meta")
         with recording() as launches:

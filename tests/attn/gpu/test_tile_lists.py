@@ -6,14 +6,15 @@ import weakref
 import pytest
 import torch
 
-from opkit.attn import kept
+from opkit.attn import tensor_cache
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import kernels, tile_lists
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import listed
 from opkit.attn.masks import program
-from opkit.attn.masks.lowering import Sizes, lower
+from opkit.attn.masks.algebra import lower
 from opkit.attn.masks.program import AND, BAND, LENGTH, SEGMENTS
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Segments, VarLen
 from opkit.op.triton.launch import recording
 
@@ -34,7 +35,7 @@ def launched(mask, tensors, length=1024, heads=4):
 
 @pytest.fixture(autouse=True)
 def _nothing_kept():
-    for each in (tile_lists._kept, tile_lists._kept_turns, kept._derived):
+    for each in (tile_lists._cache, tile_lists._order_cache, tensor_cache._tensors):
         each.clear()
 
 
@@ -52,14 +53,14 @@ def test_lists_of_tensors_that_are_gone_are_let_go():
     for _ in range(3):
         launched(DOCUMENTS, [ids()])
         gc.collect()
-        assert len(tile_lists._kept) == 0
+        assert len(tile_lists._cache) == 0
 
 
 def test_no_more_than_some_are_kept():
-    kept = [ids() for _ in range(tile_lists._MOST + 3)]
+    kept = [ids() for _ in range(tile_lists._MAX_CACHED + 3)]
     for each in kept:
         launched(DOCUMENTS, [each])
-    assert len(tile_lists._kept) == tile_lists._MOST
+    assert len(tile_lists._cache) == tile_lists._MAX_CACHED
     assert launched(DOCUMENTS, [kept[-1]]) == ["attention_forward"]
     assert launched(DOCUMENTS, [kept[0]]) == ["tile_lists", "attention_forward"]
 
@@ -89,7 +90,7 @@ def test_a_list_for_what_the_mask_depends_on():
 
 def users(mask, length=1024):
     """The kernels that a forward launches for a user's mask."""
-    lowered = lower(mask, Sizes(1, 4, length, length, torch.device("meta")))
+    lowered = lower(mask, CallSizes(1, 4, length, length, torch.device("meta")))
     q = torch.empty(1, 4, length, 64, dtype=torch.bfloat16, device="meta")
     with recording() as launches:
         kernels.forward(q, q, q, lowered.tensors, [], None, None, lowered.program, [], 0.1, 0.0, 0.0, False)
@@ -122,7 +123,7 @@ def test_lists_of_a_users_tensor_are_built_once(case):
     del x, other
     gc.collect()
     assert gone() is None
-    assert (len(tile_lists._kept), len(kept._derived)) == (0, 0)
+    assert (len(tile_lists._cache), len(tensor_cache._tensors)) == (0, 0)
 
 
 def turned(documents):
@@ -141,7 +142,7 @@ def test_turns_are_kept_beside_the_lists(deterministic):
     documents.add_(1)
     assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
     del documents
-    assert len(tile_lists._kept_turns) == 0
+    assert len(tile_lists._order_cache) == 0
 
 
 def test_visits_are_kept_beside_the_lists_and_apart_from_turns(deterministic):

@@ -6,7 +6,7 @@ import torch
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.tile_states import states_of
+from opkit.attn.gpu.tile_lists import states_of
 from opkit.attn.masks.program import DENSE
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches

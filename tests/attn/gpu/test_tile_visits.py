@@ -9,7 +9,7 @@ from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn.calls import Call
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.tile_lists import Lists, visits_of
+from opkit.attn.gpu.tile_lists import TileLists, visits_of
 from opkit.attn.masks import program
 from opkit.testing import compile_launches
 
@@ -63,7 +63,7 @@ def test_those_of_two_documents():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target):
     mine, theirs = (
-        Lists(*(torch.empty(2, 1, own, size, dtype=torch.int32, device="meta") for size in (others, 2)))
+        TileLists(*(torch.empty(2, 1, own, size, dtype=torch.int32, device="meta") for size in (others, 2)))
         for own, others in ((40, 80), (80, 40))
     )
     compile_launches(lambda: visits_of(mine, theirs), [target]).raise_for_failures()

@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.capture.conversion import Unsupported, capture
-from opkit.compiler.ir.graph import Opaque, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import index, size
 
 
@@ -35,7 +35,7 @@ def test_several_results():
 def test_devices_and_formats_can_be_turned_back():
     captured = graph(lambda x: x.clone(memory_format=torch.channels_last), torch.randn(1, 2, 3, 4))
     (clone,) = captured.graph.nodes[1:]
-    assert clone.kwargs == {"memory_format": Opaque("torch.channels_last")}
+    assert clone.kwargs == {"memory_format": OpaqueValue("torch.channels_last")}
     assert captured.opaques == {"torch.channels_last": torch.channels_last}
     assert captured.targets["aten.clone.default"] is torch.ops.aten.clone.default
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.interpreter_kernel import run_kernel
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.ir.verifier import verify_kernel
 from tests.compiler import native
+from tests.compiler.interpreter_kernel import run_kernel
 
 PARALLEL = ctypes.CFUNCTYPE(
     None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
@@ -53,7 +53,7 @@ def call(segment, arrays, sizes=(), runtime=None):
 def in_c(kernel, arrays, sizes, runtime=None):
     """Run the kernel on the arrays; what the segment returned."""
     names = [a.buffer for a in kernel.arguments]
-    made = library([[Launch(kernel, tuple(names), tuple(kernel.sizes))]], names, kernel.sizes)
+    made = library([[KernelLaunch(kernel, tuple(names), tuple(kernel.sizes))]], names, kernel.sizes)
     return call(made.opkit_segment_0, [arrays[n] for n in names], [sizes[n] for n in kernel.sizes], runtime)
 
 
@@ -73,7 +73,7 @@ def all_same(subtests):
 
     def check(cases):
         names = list(dict.fromkeys(a.buffer for kernel, *_ in cases for a in kernel.arguments))
-        made = library([[Launch(k, tuple(a.buffer for a in k.arguments))] for k, *_ in cases], names)
+        made = library([[KernelLaunch(k, tuple(a.buffer for a in k.arguments))] for k, *_ in cases], names)
 
         for number, (kernel, arrays, ulps) in enumerate(cases):
             segment = getattr(made, f"opkit_segment_{number}")

@@ -8,10 +8,10 @@ import pytest
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, random, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size, value
-from opkit.compiler.ir.interpreter_kernel import STORED
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
+from tests.compiler.interpreter_kernel import STORED
 
 RANDOM = np.random.default_rng(0)
 START = RANDOM.bit_generator.state
@@ -54,7 +54,7 @@ def narrowed(array, dtype):
 
 def arguments(**types):
     """``x="f32", y="f32 out"``."""
-    return tuple(Argument(name, text.split()[0], text.endswith(" out")) for name, text in types.items())
+    return tuple(KernelArgument(name, text.split()[0], text.endswith(" out")) for name, text in types.items())
 
 
 def pointwise(result, body, length=100, **types):
@@ -413,8 +413,8 @@ def test_segments_share_kernels(segments):
     x = load("x", "f32", axis(0, 4))
     added = pointwise("f32", op("add", x, const(1.0, "f32")), 4, x="f32")
     doubled = pointwise("f32", op("add", x, x), 4, x="f32")
-    first = [Launch(added, ("a", "b")), Launch(doubled, ("b", "b"))]
-    made = library([first, [Launch(added, ("b", "a"))], []], ["a", "b"])
+    first = [KernelLaunch(added, ("a", "b")), KernelLaunch(doubled, ("b", "b"))]
+    made = library([first, [KernelLaunch(added, ("b", "a"))], []], ["a", "b"])
     a, b = np.zeros(4, np.float32), np.zeros(4, np.float32)
     assert call(made.opkit_segment_0, [a, b]) == (0, [0, 0, 0])
     assert b.tolist() == [2] * 4

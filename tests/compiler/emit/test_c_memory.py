@@ -6,8 +6,8 @@ import pytest
 from opkit.compiler.emit.c import function
 from opkit.compiler.ir.expr import cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, index
-from opkit.compiler.ir.interpreter_kernel import STORED
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Store, Update
+from tests.compiler.interpreter_kernel import STORED
 
 SECOND = {"square": lambda x: op("mul", x, x), "exp": lambda x: op("exp", x), "neg": lambda x: op("neg", x)}
 
@@ -19,7 +19,7 @@ SECOND = {"square": lambda x: op("mul", x, x), "exp": lambda x: op("exp", x), "n
 def test_results_that_are_written_past_the_caches(same, dtype, how, n):
     """Wherever a row begins: to no multiple of a line, by no whole lines."""
     x = np.random.default_rng(n).integers(0, 100, n + 3).astype(STORED[dtype])
-    streamed = (Argument("x", dtype, False), Argument("y", dtype, True, streamed=True))
+    streamed = (KernelArgument("x", dtype, False), KernelArgument("y", dtype, True, streamed=True))
     store = Store("y", axis(0, n) + 3, op("neg", load("x", dtype, axis(0, n))))
     kernel = Kernel("streams", streamed, (), (Loop(Axis(0, index(n)), (store,), how),))
     assert "opk_stream(" in function(kernel, "streams")
@@ -27,7 +27,7 @@ def test_results_that_are_written_past_the_caches(same, dtype, how, n):
 
 
 def test_what_is_read_or_dear_is_written_as_always():
-    at, both = axis(0, 1000), (Argument("x", "f32", False), Argument("y", "f32", True, streamed=True))
+    at, both = axis(0, 1000), (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True, streamed=True))
     for body in (op("exp", load("x", "f32", at)), op("add", load("y", "f32", at), load("x", "f32", at))):
         kernel = Kernel("k", both, (), (Loop(Axis(0, index(1000)), (Store("y", at, body),), "vector"),))
         assert "opk_stream(" not in function(kernel, "k")
@@ -47,7 +47,7 @@ def normed(rows, columns, second, dtype="f32"):
     )
     return Kernel(
         "normed",
-        (Argument("x", dtype, False), Argument("y", "f32", True)),
+        (KernelArgument("x", dtype, False), KernelArgument("y", "f32", True)),
         (),
         (Loop(Axis(0, index(rows)), body, "parallel"),),
     )

@@ -8,13 +8,13 @@ import subprocess
 import pytest
 
 from opkit.compiler.emit.expressions import SPELLED
-from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Loop, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Store, Update
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.run.library import flags
 from opkit.kernels.cc import isa
 
 AT, N = axis(0, size("n")), size("n")
@@ -24,8 +24,8 @@ GIVEN = (("x", "f32"), ("h", "bf16"), ("m", "b1"), ("i", "i64"))
 
 
 def kernel(body, before=(), after=()):
-    written = (Argument("y", "f32", True), Argument("z", "bf16", True))
-    given = (*(Argument(name, dtype, False) for name, dtype in GIVEN), *written)
+    written = (KernelArgument("y", "f32", True), KernelArgument("z", "bf16", True))
+    given = (*(KernelArgument(name, dtype, False) for name, dtype in GIVEN), *written)
     return Kernel("k", given, ("n",), (*before, Loop(Axis(0, N), (body,), "vector"), *after))
 
 
@@ -56,7 +56,7 @@ CASES = {
 def test_vectors(tmp_path):
     names = [a.buffer for a in CASES["pointwise"].arguments]
     launches = [
-        [Launch(dataclasses.replace(made, name=name.replace(" ", "_")), tuple(names), ("n",))]
+        [KernelLaunch(dataclasses.replace(made, name=name.replace(" ", "_")), tuple(names), ("n",))]
         for name, made in CASES.items()
     ]
     written = source(launches, names, ["n"])[0]

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.callee import Callee
-from opkit.compiler.ir.expr import bound, call, cast, const, load, op, var
+from opkit.compiler.ir.expr import Callee, bound, call, cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, size, value
-from opkit.compiler.ir.interpreter_kernel import run_kernel
-from opkit.compiler.ir.kernel import Accumulator, Argument, How, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, How, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.printer import kernel_text
-from opkit.compiler.ir.schedule import Launch, called
+from opkit.compiler.ir.schedule import KernelLaunch, called_functions
 from opkit.compiler.ir.verifier import verify_kernel
-from opkit.compiler.run import callees
+from opkit.compiler.run.library import function_table
 from opkit.errors import CompileError, CompilerError
+from tests.compiler.interpreter_kernel import run_kernel
 
 LIBM = "libm.so.6"
 GAMMA = Callee("tgamma", LIBM, ("f64",), "f64")
@@ -43,8 +42,8 @@ F = load("f", "f32", AT)
 
 def kernel(*statements, how: How = "parallel", before=(), after=()):
     loop = (*before, Loop(Axis(0, N), statements, how), *after)
-    given = (Argument("x", "f64", False), Argument("f", "f32", False), Argument("y", "f64", True))
-    return Kernel("called", (*given, Argument("z", "f32", True)), ("n",), loop)
+    given = (KernelArgument("x", "f64", False), KernelArgument("f", "f32", False), KernelArgument("y", "f64", True))
+    return Kernel("called", (*given, KernelArgument("z", "f32", True)), ("n",), loop)
 
 
 def y(expression):
@@ -97,9 +96,9 @@ class Runtime(ctypes.Structure):
 def compiled(segments):
     """All kernels, each as a segment, and the functions that they call."""
     library, _ = segments
-    launches = [Launch(made, ("x", "f", "y", "z"), ("n",)) for made in KERNELS.values()]
+    launches = [KernelLaunch(made, ("x", "f", "y", "z"), ("n",)) for made in KERNELS.values()]
     made = library([[launch] for launch in launches], ["x", "f", "y", "z"], ["n"])
-    return made, callees.table(called(launches))
+    return made, function_table(called_functions(launches))
 
 
 @pytest.mark.parametrize("lengths", [(1, 512, 1100), pytest.param((3, 511, 513), marks=pytest.mark.exhaustive)])
@@ -130,7 +129,7 @@ def test_the_numbers_are_those_of_the_interpreter(subtests, compiled, segments, 
 )
 def test_calls_are_loops_of_their_own_where_they_can_go_first(name, parted):
     made = KERNELS[name]
-    (text,) = source([[Launch(made, ("x", "f", "y", "z"), ("n",))]], ["x", "f", "y", "z"], ["n"])
+    (text,) = source([[KernelLaunch(made, ("x", "f", "y", "z"), ("n",))]], ["x", "f", "y", "z"], ["n"])
     assert ("+= 512" in text) == parted
 
 
@@ -147,4 +146,4 @@ def test_the_verifier_knows_what_a_function_takes(wrong):
 def test_a_library_that_is_gone_is_an_error():
     for name, path in (("tgamma", "/nowhere/libnothing.so"), ("no_such_function", LIBM)):
         with pytest.raises(CompileError, match=f"the function {name} of {path} cannot be called"):
-            callees.table([Callee(name, path, (), "f64")])
+            function_table([Callee(name, path, (), "f64")])

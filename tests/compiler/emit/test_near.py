@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit import near
-from opkit.compiler.emit.flags import flags
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import bound, cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, value
-from opkit.compiler.ir.interpreter_kernel import STORED
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.run.library import flags
 from opkit.kernels.cc import isa
+from tests.compiler.interpreter_kernel import STORED
 
 N = 64
 AT = axis(1, N)
@@ -24,7 +24,7 @@ NEVER: frozenset[str] = frozenset()
 
 
 def kernel(*body, before=(), after=(), y="f32"):
-    arguments = (Argument("x", X.dtype, False), Argument("y", y, True))
+    arguments = (KernelArgument("x", X.dtype, False), KernelArgument("y", y, True))
     return Kernel("k", arguments, (), (*before, Loop(Axis(1, index(N)), body, "vector"), *after))
 
 
@@ -33,7 +33,7 @@ def stored(value, buffer="y", **options):
 
 
 def text(made, buffers=("x", "y")):
-    return source([[Launch(made, buffers, ())]], ("x", "y"), ())[0]
+    return source([[KernelLaunch(made, buffers, ())]], ("x", "y"), ())[0]
 
 
 @pytest.mark.sweep
@@ -43,7 +43,7 @@ def test_both_forms_as_the_interpreter(subtests, same, t, name):
     at = axis(0, 100)
     made = Kernel(
         "k",
-        (Argument("x", t, False), Argument("y", t, True)),
+        (KernelArgument("x", t, False), KernelArgument("y", t, True)),
         (),
         (Loop(Axis(0, index(100)), (Store("y", at, op(name, load("x", t, at))),), "vector"),),
     )
@@ -77,7 +77,7 @@ def test_a_reduction_begins_anew(same, far):
 def test_threads_each_begin_anew(subtests, same, team):
     at = axis(0, N)
     loop = Loop(Axis(0, index(N)), (Store("y", at, op("cos", load("x", "f32", at))),), "parallel")
-    made = Kernel("k", (Argument("x", "f32", False), Argument("y", "f32", True)), (), (loop,))
+    made = Kernel("k", (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True)), (), (loop,))
 
     def begun(far):
         x = np.linspace(-3, 3, N).astype(np.float32)
@@ -140,7 +140,7 @@ def test_both_types_and_a_value_with_a_name(same):
 def test_vectors(tmp_path, name, how, t):
     at = axis(0, 4096)
     loop = Loop(Axis(0, index(4096)), (Store("y", at, op(name, load("x", t, at))),), how)
-    written = text(Kernel("k", (Argument("x", t, False), Argument("y", t, True)), (), (loop,)))
+    written = text(Kernel("k", (KernelArgument("x", t, False), KernelArgument("y", t, True)), (), (loop,)))
     (tmp_path / "k.c").write_text(written)
     command = ["gcc", "-std=gnu11", "-march=x86-64-v3", *flags(), "-fopt-info-vec", "-c", "k.c", "-o", "k.o"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr

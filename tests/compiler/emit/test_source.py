@@ -10,8 +10,8 @@ from opkit.compiler import backend
 from opkit.compiler.emit import source
 from opkit.compiler.ir.expr import const, load, op
 from opkit.compiler.ir.index import Axis, axis, index
-from opkit.compiler.ir.kernel import Argument, Kernel, Loop, Store
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.kernel import Kernel, KernelArgument, Loop, Store
+from opkit.compiler.ir.schedule import KernelLaunch
 
 
 def test_a_large_graph_is_compiled_in_two_units(monkeypatch):
@@ -45,7 +45,7 @@ def test_a_small_graph_is_one_unit():
 def tripled(count, name):
     """y += 2 * x, so that an iteration that runs twice is seen."""
     at = axis(0, count)
-    arguments = (Argument("x", "f32", False), Argument("y", "f32", True))
+    arguments = (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True))
     more = Store("y", at, op("mul", load("x", "f32", at), const(2.0, "f32")), update="add")
     return Kernel(name, arguments, (), (Loop(Axis(0, index(count)), (more,), "parallel"),), 4)
 
@@ -55,7 +55,7 @@ def test_a_batch_is_shared_among_threads(subtests, segments, team, counts):
     """Every iteration runs once, also where OpenMP gives fewer threads than it was asked for."""
     library, call = segments
     names = [f"{b}{k}" for k in range(len(counts)) for b in "xy"]
-    launches = [Launch(tripled(n, f"k{k}"), (f"x{k}", f"y{k}"), joined=k > 0) for k, n in enumerate(counts)]
+    launches = [KernelLaunch(tripled(n, f"k{k}"), (f"x{k}", f"y{k}"), joined=k > 0) for k, n in enumerate(counts)]
     segment = library([launches], names).opkit_segment_0
 
     def shared(case):

@@ -5,8 +5,8 @@ import pytest
 
 from opkit.compiler.ir.expr import bound, cast, const, load, op, position, where
 from opkit.compiler.ir.index import axis, index, size, value
-from opkit.compiler.ir.interpreter import as_dtype, bfloat16, run
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Strided
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided
+from tests.compiler.interpreter import as_dtype, bfloat16, run
 
 
 def program(steps, buffers, inputs=("x",), sizes=None, result="y"):
@@ -102,7 +102,7 @@ def test_what_a_mask_hides_is_not_read():
 
 
 def test_extern_calls():
-    call = Extern("sum", (Strided("x", (index(2),), (index(2),), index(1)), Item("k")), {}, ("y",))
+    call = Extern("sum", (Strided("x", (index(2),), (index(2),), index(1)), ScalarItem("k")), {}, ("y",))
     buffers = [vector("x", 4, role="input"), Buffer("k", "i64", (), (), "input"), vector("y", 1)]
     (y,) = run(
         program([call], buffers, ("x", "k")),

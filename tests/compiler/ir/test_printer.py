@@ -2,10 +2,10 @@
 
 from opkit.compiler.ir.expr import const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, index, size
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.printer import kernel_text, program_text, schedule_text
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Item, Program, Strided
-from opkit.compiler.ir.schedule import Launch, Refusal, Schedule
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided
+from opkit.compiler.ir.schedule import FusionRefusal, KernelLaunch, Schedule
 
 N = size("n")
 A, B = axis(0, 8), axis(1, N)
@@ -22,7 +22,7 @@ def test_a_kernel():
         Loop(Axis(1, N), (Update("g", "argmax", x, B),), stop=(B, index(5))),
         Store("y", A, op("add", var("m", "f32"), const(1.0, "f32")), "add", atomic=True),
     )
-    given = (Argument("x", "f32", False), Argument("y", "f32", True))
+    given = (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True))
     kernel = Kernel("k", given, ("n",), (Loop(Axis(0, index(8)), body, "parallel"),), 4, ("aten.sum",))
     assert kernel_text(kernel).splitlines() == [
         "kernel k(x: f32, y: f32 written, n) grain 4",
@@ -46,7 +46,9 @@ def test_a_schedule():
     buffers = {n: Buffer(n, "f32", shape, strides, "input" if n == "x" else "made") for n in ("x", "y")}
     whole = Strided("y", shape, strides, index(0))
     made = Compute("y", shape, (A, B), load("x", "f32", A, B), origin="aten.clone")
-    call = Extern("aten.f", (whole, [Item("x"), 1]), {"k": None}, ("y", None), frozenset({"x"}), out=True, reason="why")
+    call = Extern(
+        "aten.f", (whole, [ScalarItem("x"), 1]), {"k": None}, ("y", None), frozenset({"x"}), out=True, reason="why"
+    )
     program = Program("p", ("x", N), buffers, (made, call), (whole,), {"n": 3})
     assert program_text(program).splitlines() == [
         "program p(x, n)",
@@ -56,9 +58,14 @@ def test_a_schedule():
         "  y, _ = call aten.f(y[8, n; n, 1; 0], [item x, 1], k=None)  (writes x; into; why)",
         "  return y[8, n; n, 1; 0]",
     ]
-    kernel = Kernel("k", (Argument("a", "f32", True),), (), (Store("a", index(0), const(0.0, "f32")),))
+    kernel = Kernel("k", (KernelArgument("a", "f32", True),), (), (Store("a", index(0), const(0.0, "f32")),))
     schedule = Schedule(
-        program, buffers, (Launch(kernel, ("y",), ("n",)), call), {"y": index(64)}, N, (Refusal("a", "b", "far"),)
+        program,
+        buffers,
+        (KernelLaunch(kernel, ("y",), ("n",)), call),
+        {"y": index(64)},
+        N,
+        (FusionRefusal("a", "b", "far"),),
     )
     text = schedule_text(schedule).splitlines()
     assert text[0] == "schedule p: arena of n bytes"

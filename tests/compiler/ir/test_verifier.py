@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from opkit.compiler.ir import interpreter
 from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size, value
-from opkit.compiler.ir.kernel import Accumulator, Argument, Kernel, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Strided
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.errors import CompilerError
+from tests.compiler import interpreter
 
 AT = axis(0, 8)
 X = load("x", "f32", AT)
@@ -18,7 +18,7 @@ SUM = Accumulator("s", "f32", "sum")
 
 
 def kernel(*body, how="plain", stop=None, extent=8):
-    given = (Argument("x", "f32", False), Argument("i", "i64", False), Argument("y", "f32", True))
+    given = (KernelArgument("x", "f32", False), KernelArgument("i", "i64", False), KernelArgument("y", "f32", True))
     return Kernel("k", given, ("n",), (Loop(Axis(0, index(extent)), body, how, stop),))
 
 

@@ -6,14 +6,14 @@ import itertools
 import torch
 
 from opkit.compiler.ir.index import Axis, index, size
-from opkit.compiler.ir.kernel import Argument, Kernel, Loop
+from opkit.compiler.ir.kernel import Kernel, KernelArgument, Loop
 from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.ir.schedule import Launch, batches
+from opkit.compiler.ir.schedule import KernelLaunch, batches
 from opkit.compiler.lower import batch
-from opkit.compiler.lower.arena import nbytes
-from opkit.compiler.lower.batch import Sizes, batched
+from opkit.compiler.lower.batch import BatchSizes, batched
+from opkit.compiler.lower.memory_planning import nbytes
 from tests.compiler import native
-from tests.compiler.lower.test_plan import check, r
+from tests.compiler.lower.test_scheduling import check, r
 
 
 def names(steps):
@@ -78,12 +78,12 @@ def test_what_is_read_is_not_overwritten_at_the_same_time():
 
 
 def launch(name, read, written):
-    arguments = (Argument("p0", "f32", False), Argument("p1", "f32", True))
-    return Launch(Kernel(name, arguments, (), ()), (read, written))
+    arguments = (KernelArgument("p0", "f32", False), KernelArgument("p1", "f32", True))
+    return KernelLaunch(Kernel(name, arguments, (), ()), (read, written))
 
 
 def of(*steps, arena=()):
-    made, reasons = batched(steps, Sizes({}, dict(arena)))
+    made, reasons = batched(steps, BatchSizes({}, dict(arena)))
     return names(made), reasons, made
 
 
@@ -132,5 +132,5 @@ def test_a_write_waits_for_every_reader_before_it():
 def test_the_work_of_sizes_that_are_symbols_is_that_of_the_sizes_to_expect():
     n = size("n")
     kernel = Kernel("k", (), ("n",), (Loop(Axis(0, n), (), "parallel"),), 4)
-    assert Sizes({"s": 40}, {}).work(Launch(kernel, (), ("s",))) == 10
-    assert Sizes.of({"n": 160}, {"b": Buffer("b", "f32", (n,), (index(1),))}).arena["b"] >= 640
+    assert BatchSizes({"s": 40}, {}).work(KernelLaunch(kernel, (), ("s",))) == 10
+    assert BatchSizes.of({"n": 160}, {"b": Buffer("b", "f32", (n,), (index(1),))}).arena["b"] >= 640

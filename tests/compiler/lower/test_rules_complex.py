@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from opkit.compiler.ir.printer import program_text
-from opkit.compiler.ir.schedule import Launch
+from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.scheduling import schedule
 from tests.compiler.graphs import computes, externs, graph_of, program_of, run_graph, same
-from tests.compiler.lower import test_plan
+from tests.compiler.lower import test_scheduling
 
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values", "ignore:ComplexHalf support")
 
@@ -32,7 +32,7 @@ def check(function, *args, lowered=True, **tolerances):
     program = lower(graph)
     verify_program(program)
     for step in schedule(program).steps:
-        if isinstance(step, Launch):
+        if isinstance(step, KernelLaunch):
             verify_kernel(step.kernel)
     assert not (lowered and externs(program)), externs(program)
     limits = tolerances or _limits(expected)
@@ -397,6 +397,6 @@ ONE_KERNEL = {
 def test_one_kernel(name):
     function, *args = ONE_KERNEL[name]
     kernels = 2 if name == "a sum of rows" else 1  # columns in blocks, and those left over
-    made = test_plan.check(function, *(a.contiguous() for a in args), kernels=kernels, rtol=1e-5, atol=1e-5)
+    made = test_scheduling.check(function, *(a.contiguous() for a in args), kernels=kernels, rtol=1e-5, atol=1e-5)
     for step in made.steps:
         verify_kernel(step.kernel)

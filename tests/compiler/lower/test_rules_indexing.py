@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opkit.compiler.ir import interpreter
+from tests.compiler import interpreter
 from tests.compiler.graphs import check, computes, externs, program_of, to_numpy
 
 aten = torch.ops.aten

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from opkit.compiler.ir.program import Compute, Extern
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.target import Target
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.target import LoweringTarget
 from tests.compiler import graphs
 
-WIDE = Target(narrow_products=False, channels_last=True)
-NATIVE = Target(narrow_products=True, channels_last=True)
+WIDE = LoweringTarget(narrow_products=False, channels_last=True)
+NATIVE = LoweringTarget(narrow_products=True, channels_last=True)
 
 
 def r(*shape, dtype=torch.float32):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from opkit.compiler.ir.index import index
-from opkit.compiler.lower.lowering import lower
+from opkit.compiler.lower.graph_to_program import lower
 from tests.compiler.graphs import check, gradients, graph_of, run_graph, same
 
 aten = torch.ops.aten

@@ -2,10 +2,9 @@
 
 import torch
 
-from opkit.compiler.ir.schedule import Launch
-from opkit.compiler.lower.lowering import lower
-from opkit.compiler.lower.plan import schedule
-from opkit.compiler.lower.streams import streamed
+from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.scheduling import schedule, streamed
 from tests.compiler import graphs, native
 
 
@@ -16,7 +15,9 @@ def scheduled(function, *args):
 
 
 def marks(made):
-    return [argument.streamed for step in made.steps if isinstance(step, Launch) for argument in step.kernel.arguments]
+    return [
+        argument.streamed for step in made.steps if isinstance(step, KernelLaunch) for argument in step.kernel.arguments
+    ]
 
 
 def test_only_results_that_take_more_than_half_of_the_cache_are():

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
-from opkit.compiler import backend, warm
+from opkit.compiler import backend, graph_cache
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.run import calling, driver
-from opkit.compiler.run.assemble import Runner, assemble
+from opkit.compiler.run import driver, torch_operators
+from opkit.compiler.run.runner import Runner, assemble
 from opkit.errors import NoCompilerWarning, ToolchainError
 
 
@@ -24,7 +24,7 @@ def runners(monkeypatch):
     """The runners that are made, in order."""
     torch._dynamo.reset()
     found: list[Runner] = []
-    monkeypatch.setattr(warm, "assemble", lambda *given: found.append(assemble(*given)) or found[-1])
+    monkeypatch.setattr(graph_cache, "assemble", lambda *given: found.append(assemble(*given)) or found[-1])
     return found
 
 
@@ -97,8 +97,8 @@ def test_products_that_add_before_they_round(batch, runners, monkeypatch):
 def test_products_go_through_python_where_the_shim_has_none(runners, monkeypatch):
     monkeypatch.setattr(driver, "products", lambda: {name: 0 for name, _ in driver.PRODUCTS.values()})
     called = []
-    original = calling.into
-    monkeypatch.setattr(calling, "into", lambda *given: called.append(given) or original(*given))
+    original = torch_operators.into
+    monkeypatch.setattr(torch_operators, "into", lambda *given: called.append(given) or original(*given))
     torch.testing.assert_close(compiled(layers)(*GIVEN), layers(*GIVEN))
     assert len(called) == 2
 
@@ -234,7 +234,7 @@ def test_another_number_of_inputs(runners):
 # ---- what surrounds a call -------------------------------------------------------------------------------------------
 
 
-class Names(TorchDispatchMode):
+class PythonNames(TorchDispatchMode):
     """Notes the operators that are called."""
 
     def __init__(self):
@@ -249,7 +249,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_modes_and_profilers_see_products(runners):
     compiled(layers)(*GIVEN)
-    with Names() as mode:
+    with PythonNames() as mode:
         runners[0](_ordered(runners[0]))
     assert mode.names.count("aten::mm.out") == 2
     with torch.profiler.profile() as profile:

@@ -17,16 +17,16 @@ SEGMENT = (
 
 def test_two_units_make_one_library():
     texts = [SEGMENT, "int other(void) { return 7; }"]
-    segments = library.Build(texts, 1, "two units").wait()
+    segments = library.SegmentsBuild(texts, 1, "two units").wait()
     assert FUNCTION(segments.addresses[0])(0, 0, 0) == 0
 
 
 def test_nothing_is_compiled_where_there_is_no_segment():
-    assert library.Build([], 0, "nothing").wait() == library.Segments()
+    assert library.SegmentsBuild([], 0, "nothing").wait() == library.LoadedSegments()
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for():
-    build = library.Build(["this is no C"], 1, "wrong")
+    build = library.SegmentsBuild(["this is no C"], 1, "wrong")
     for _ in range(2):
         with pytest.raises(errors.CompileError, match="wrong"):
             build.wait()
@@ -34,7 +34,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_builds_for_itself():
-    build = library.Build([SEGMENT], 1, "forked")
+    build = library.SegmentsBuild([SEGMENT], 1, "forked")
     build._process = -1  # as a child sees it
     build._path = None
     assert FUNCTION(build.wait().addresses[0])(0, 0, 0) == 0

@@ -36,7 +36,6 @@ private:
 using Isas = std::vector<const isa::Choice*>;
 
 void check_conversions(const Isas& isas, Checks& checks);
-void check_products(const Isas& isas, Checks& checks);
 void check_masks(Checks& checks);
 void check_attention(const Isas& isas, Checks& checks);
 void check_decoding(const Isas& isas, Checks& checks);

@@ -41,7 +41,6 @@ int run() {
     Checks checks;
     const Isas isas = those_that_run();
     check_conversions(isas, checks);
-    check_products(isas, checks);
     check_masks(checks);
     check_attention(isas, checks);
     check_decoding(isas, checks);

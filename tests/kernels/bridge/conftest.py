@@ -18,7 +18,7 @@ from torch import Tensor
 import opkit
 from opkit import config
 from opkit.kernels import bridge
-from opkit.op.torch_paths import torch_paths
+from opkit.op.torch_private import torch_paths
 
 FIXTURE = Path(__file__).with_name("fixture.c")
 INCLUDE = Path(bridge.__file__).parents[1] / "include"
@@ -57,7 +57,7 @@ def built() -> tuple[Path, Path]:
     cache, paths = Path(os.environ["OPKIT_CACHE_DIR"]), torch_paths()
     folder = cache / "bridge_of_tests"
     folder.mkdir(exist_ok=True)
-    settings = config.Config(cache_dir=cache)
+    settings = config.Settings(cache_dir=cache)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "get", lambda: settings)
         path = bridge.build(paths)

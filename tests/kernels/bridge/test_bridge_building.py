@@ -15,7 +15,7 @@ from opkit.kernels import bridge
 from opkit.kernels.bridge import building
 from opkit.kernels.cc import compilation
 from opkit.kernels.store import cache, storing
-from opkit.op.torch_paths import torch_paths
+from opkit.op.torch_private import torch_paths
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_subclasses_and_modes_see_the_operator(native, plus_one):
 
 def test_the_profiler_sees_operator_and_kernel(native, plus_one):
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
-        plus_one.call(torch.ones(4))
+        plus_one.op(torch.ones(4))
     names = [event.name for event in found.events()]
     assert names.count("bridge_test::plus_one") == 1
     assert "bridge_test::plus_one[python]" in names

@@ -15,7 +15,7 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import examples, search
 from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
-from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, parts
+from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, parts
 from opkit.attn.masks import program
 from opkit.attn.masks.memory_safety import shapes_fit, sinks_fit
 from opkit.errors import KernelError
@@ -24,7 +24,7 @@ from opkit.op.dispatch.prepared import TunedKernel
 from opkit.op.operator import CustomOp
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.decode.launches import Plan
+    from opkit.attn.gpu.decode.launches import DecodeLaunches
 
 NAME = "split"
 FEW = 128  #: rows of a head of keys, with which reading keys takes longer than the products
@@ -70,7 +70,7 @@ def takes(call: Call) -> bool:
     return plain and sinks_fit(call.sinks, q) and max(q.shape[2], k.shape[2]) < FAR
 
 
-def _see_to(call: Call) -> None:
+def _check_supported(call: Call) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if takes(call):
         return
@@ -123,7 +123,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
         KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
     """
     call = Call(*given)
-    _see_to(call)
+    _check_supported(call)
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.heads_inside)
@@ -155,20 +155,20 @@ def may_share(k: Tensor, v: Tensor) -> bool:
     return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
 
 
-def shape_of(call: Call, numbers: dict[str, Any], shared: bool) -> Shape:
+def shape_of(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeShape:
     """A call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
     group, item = q.shape[1] // k.shape[1], k.element_size()
     mixed = _banded(numbers) and q.shape[2] > 1 and group % 64 > 0
     sizes = k.shape[2], k.shape[3], v.shape[3]
-    return Shape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed)
+    return DecodeShape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed)
 
 
 def _banded(numbers: dict[str, Any]) -> bool:
     return bool(numbers["lower"] > -FAR or numbers["upper"] < FAR)
 
 
-def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan | Divided:
+def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeLaunches | Divided:
     q, k, v = call[:3]
     (batch, heads, queries, _), kv_heads, keys, sizes = q.shape, k.shape[1], k.shape[2], (k.shape[3], v.shape[3])
     group, height, dtype = heads // kv_heads, heads // kv_heads * queries, q.dtype
@@ -179,7 +179,7 @@ def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> Plan | Divided:
         "NEGATIVE": call.scale < 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
     }  # fmt: skip
 
-    def made(blocks: Blocks) -> Plan:
+    def made(blocks: DecodeBlocks) -> DecodeLaunches:
         from opkit.attn.gpu.decode import launches as decode_launches
 
         constants = {

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import plan
-from opkit.attn.gpu.decode.plan import CHANGES, Blocks, Change, Device, Shape
+from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device
 from opkit.attn.gpu.search import Question, Tiles
 from opkit.kernels.tuning.configs import Config
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.decode.launches import Plan
+    from opkit.attn.gpu.decode.launches import DecodeLaunches
 
 KERNEL = "decode"
 SOURCES = ("device/tile.py", "decode/device/decode.py", "decode/device/merge.py", "decode/plan.py")
-Divide = Callable[..., Blocks]
+Divide = Callable[..., DecodeBlocks]
 
 # Relative to what the rules say, since these give other numbers to calls of one class.
 _CONFIGS = tuple(
@@ -28,7 +28,9 @@ _CONFIGS = tuple(
 )
 
 
-def divided(question: Question | None, divide: Divide, make: Callable[[Blocks], Plan]) -> Plan | Divided:
+def divided(
+    question: Question | None, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]
+) -> DecodeLaunches | Divided:
     """Launches of calls of some shapes.
 
     Args:
@@ -42,19 +44,19 @@ def divided(question: Question | None, divide: Divide, make: Callable[[Blocks], 
 class Divided:
     """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
 
-    def __init__(self, question: Question, divide: Divide, make: Callable[[Blocks], Plan]) -> None:
+    def __init__(self, question: Question, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]) -> None:
         self._make = make
-        self._tiles: Tiles[Blocks, Plan] = Tiles(question, functools.partial(_divided, divide))
+        self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
 
     def run(self, *given: Any) -> None:
-        """As :meth:`opkit.attn.gpu.decode.launches.Plan.run`."""
+        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.run`."""
         _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
         launches.run(*given)
 
     def series(
         self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]
     ) -> Callable[..., tuple[Tensor, ...]]:
-        """As :meth:`opkit.attn.gpu.decode.launches.Plan.series`."""
+        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.series`."""
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             there, made = dict(zip(names, tensors, strict=True)), {name: make() for name, make in results.items()}
@@ -64,7 +66,7 @@ class Divided:
 
         return run
 
-    def _time(self, given: tuple[Any, ...], blocks: Blocks) -> search.Timed:
+    def _time(self, given: tuple[Any, ...], blocks: DecodeBlocks) -> search.Timed:
         out, lse = given[:2]
         search.emptied(out, lse)
         return self._make(blocks).time(*given), (out, lse)
@@ -72,11 +74,11 @@ class Divided:
 
 def explained(question: Question | None, divide: Divide) -> str:
     """How calls are divided, and why."""
-    tiles: Tiles[Blocks, Plan] = Tiles(question, functools.partial(_divided, divide))
+    tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
     return tiles.explained(KERNEL, "by rule")
 
 
-def _divided(divide: Divide, config: Config | None) -> Blocks:
+def _divided(divide: Divide, config: Config | None) -> DecodeBlocks:
     return divide() if config is None else divide(change_of(config))
 
 
@@ -90,7 +92,7 @@ def change_of(config: Config) -> Change:
     return Change(said["BLOCK_TIMES"], said["STAGES_MORE"], said["WARPS_TIMES"])
 
 
-def question_of(shape: Shape, gpu: Device, device: torch.device, compute: torch.dtype) -> Question | None:
+def question_of(shape: DecodeShape, gpu: Device, device: torch.device, compute: torch.dtype) -> Question | None:
     """Which change of the rules is the fastest for calls of a shape; None on GPUs that the rules were made on."""
     machine = search.machine_for(device)
     if machine is None:

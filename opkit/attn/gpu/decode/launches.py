@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import room_beside
-from opkit.attn.gpu.decode.plan import Blocks, Device, parts, power
+from opkit.attn.allocation import allocate_scratch
+from opkit.attn.gpu.decode.plan import DecodeBlocks, Device, parts, power
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -27,7 +27,7 @@ _MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
 
 
-class Plan(NamedTuple):
+class DecodeLaunches(NamedTuple):
     """The launches of calls of some shapes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
     ) -> None:
         """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
-        partial = lse if self.merge is None else room_beside(lse, self.partial)
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         given = lse if sinks is None else sinks.contiguous()
         self.decode(*read, out, lse, given, partial, *pages)
         if self.merge is not None:
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
     ) -> float:
         """The milliseconds that the launches of :meth:`run` take, one after the other."""
-        partial = lse if self.merge is None else room_beside(lse, self.partial)
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         given = lse if sinks is None else sinks.contiguous()
         took = self.decode.time(*read, out, lse, given, partial, *pages)
         if self.merge is not None:
@@ -76,8 +76,8 @@ class Plan(NamedTuple):
 
 
 def plan(
-    blocks: Blocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]
-) -> Plan:
+    blocks: DecodeBlocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]
+) -> DecodeLaunches:
     """The launches of a division.
 
     Args:
@@ -94,10 +94,10 @@ def plan(
     kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
     given = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
-        return Plan(PreparedLaunch(kernel, _DECODED, given), None, 0)
+        return DecodeLaunches(PreparedLaunch(kernel, _DECODED, given), None, 0)
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
     merge = merged(constants, {**shared, "height": height})
-    return Plan(PreparedLaunch(kernel, _DECODED, given), merge, tiles * blocks.splits * blocks.rows * width)
+    return DecodeLaunches(PreparedLaunch(kernel, _DECODED, given), merge, tiles * blocks.splits * blocks.rows * width)
 
 
 def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch:
@@ -114,7 +114,7 @@ def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch
 
 
 def constants_of(
-    blocks: Blocks, group: int, sizes: tuple[int, int], compute: torch.dtype, gpu: Device
+    blocks: DecodeBlocks, group: int, sizes: tuple[int, int], compute: torch.dtype, gpu: Device
 ) -> dict[str, Any]:
     """The constants that follow from a division, ``group`` query heads to one of keys, and the sizes of heads."""
     (wide, rest), (wide_v, rest_v) = parts(sizes[0]), parts(sizes[1])

@@ -23,14 +23,14 @@ from opkit.attn.gpu.decode.decoding import (
     where,
 )
 from opkit.attn.gpu.decode.division import Divided, divided, question_of
-from opkit.attn.gpu.decode.plan import Blocks, Shape, blocks_of, device_of, power
+from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
 from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
 
 if TYPE_CHECKING:
-    from opkit.attn.gpu.decode.launches import Plan
+    from opkit.attn.gpu.decode.launches import DecodeLaunches
 
 MOST_SEQUENCES = 16384  #: each program finds its own among all of them at once
 _NARROW = (torch.int8, torch.float8_e4m3fn)
@@ -95,14 +95,14 @@ def _bytes(pages: Tensor) -> Tensor:
     return dense_rows(pages).view(torch.uint8)
 
 
-def _plan(call: PagedCall, shared: bool) -> Plan | Divided:
+def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
     gpu = device_of(index_of(call.q))
     computed, numbers = _computed(call), numbers_of(call.lower, call.upper, call.scale, call.softcap)
     mixed = total > 1 and (numbers["lower"] > -FAR or numbers["upper"] < FAR)
     height, stored = group * -(-total // batch), call.k_pages.itemsize
-    shape = Shape(
+    shape = DecodeShape(
         height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group % 64 > 0
     )
     settled = {
@@ -112,7 +112,7 @@ def _plan(call: PagedCall, shared: bool) -> Plan | Divided:
         "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
     }  # fmt: skip
 
-    def made(blocks: Blocks) -> Plan:
+    def made(blocks: DecodeBlocks) -> DecodeLaunches:
         from opkit.attn.gpu.decode import launches as decode_launches
 
         constants = decode_launches.constants_of(blocks, group, (d, dv), computed, gpu)

@@ -19,7 +19,7 @@ _IN_FLIGHT = 32768  # bytes of a block of keys and values; twice as many where a
 _MANY_KEYS = 4096  # changes for fewer are searched for apart
 _SCRATCH = 1024  # bytes of shared memory beside blocks and queries
 _BUFFERS = {(False, False): 2, (True, False): 2, (False, True): 3, (True, True): 4}
-"""Blocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
+"""DecodeBlocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
 
 
 class Device(NamedTuple):
@@ -40,7 +40,7 @@ class Device(NamedTuple):
     interprets: bool = False
 
 
-class Blocks(NamedTuple):
+class DecodeBlocks(NamedTuple):
     """How a call is divided; the parameters of :mod:`opkit.attn.gpu.decode.device.decode` with these names."""
 
     rows: int
@@ -79,7 +79,7 @@ def device_of(index: int) -> Device:
     return Device(about.multi_processor_count, shared, not hip and about.major >= 9, "ieee" if hip else "tf32x3")
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """A call, as it matters for its division.
 
     Attributes:
@@ -107,14 +107,14 @@ class Shape(NamedTuple):
     mixed: bool = False
 
 
-def blocks_of(shape: Shape, gpu: Device, change: Change = AS_RULED) -> Blocks:
+def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> DecodeBlocks:
     """How to divide a call; with a change of the rules, as far as there is room for it.
 
     >>> h200 = Device(132, 232448, True, "tf32x3")
-    >>> blocks_of(Shape(4, 8, 8192, 128, 128, 2, 2), h200)
-    Blocks(rows=16, block=64, stages=3, warps=2, splits=32)
-    >>> blocks_of(Shape(128, 128, 8192, 128, 128, 2, 2), h200)
-    Blocks(rows=128, block=128, stages=3, warps=8, splits=1)
+    >>> blocks_of(DecodeShape(4, 8, 8192, 128, 128, 2, 2), h200)
+    DecodeBlocks(rows=16, block=64, stages=3, warps=2, splits=32)
+    >>> blocks_of(DecodeShape(128, 128, 8192, 128, 128, 2, 2), h200)
+    DecodeBlocks(rows=128, block=128, stages=3, warps=8, splits=1)
     """
     size = max(shape.d, shape.dv)
     tall = _rows(shape.height, _most_rows(shape, size))
@@ -139,10 +139,10 @@ def blocks_of(shape: Shape, gpu: Device, change: Change = AS_RULED) -> Blocks:
     splits = splits_of(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
     warps = 8 if crowded else 2 if lone and tall == 16 else 4
     warps = max(1, min(int(warps * change.warps), _MOST_WARPS))
-    return Blocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
+    return DecodeBlocks(tall, block, 2 * stages - 1 if shape.paged else stages, warps, splits)
 
 
-def _most_rows(shape: Shape, size: int) -> int:
+def _most_rows(shape: DecodeShape, size: int) -> int:
     """The rows of a tile for which there are registers."""
     if size > 256 and (shape.mixed or not shape.shared):
         return 32
@@ -161,7 +161,7 @@ def _block(room: int, read: int) -> int:
     return max(_LEAST, min(128, power(room // read + 1) // 2))
 
 
-def class_of(shape: Shape, blocks: Blocks) -> dict[str, int]:
+def class_of(shape: DecodeShape, blocks: DecodeBlocks) -> dict[str, int]:
     """What of a call decides which change is the fastest: a tile's rows, heads, bytes, pages, whether there are many keys."""
     sizes = {"d": sum(parts(shape.d)), "e": sum(parts(shape.dv)), "stored": shape.stored, "rows": blocks.rows}
     flags = {"paged": shape.paged, "shared": shape.shared, "mixed": shape.mixed, "long": shape.keys > _MANY_KEYS}

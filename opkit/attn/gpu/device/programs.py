@@ -105,7 +105,7 @@ def kept(seed, threshold, row, i, j):
     """Which probabilities dropout keeps, (rows, columns): those whose word of Philox is not below ``threshold``.
 
     ``row`` is batch * heads + head, ``i`` the queries (rows,), ``j`` the first key of each four, (columns / 4,); see
-    :func:`opkit.attn.philox.kept`.
+    :func:`opkit.attn.philox.retained`.
     """
     quads = (j // 4).to(tl.uint32)[None, :] + tl.zeros([i.shape[0], 1], tl.uint32)
     w0, w1, w2, w3 = _words(seed, row, i, quads)

@@ -138,7 +138,7 @@ def backward(*given: Any) -> Run:
 def _prepared(call: GradientCall, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
-    roomy = arguments.with_room(call)
+    roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     told = _told(shape, tile, roomy is call) if _listed(shape) else None
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
@@ -176,7 +176,7 @@ def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool]
     blocks = Blocks(tile.rows, tile.keys, 0, 0)
 
     def told(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
-        call = call if fits else arguments.with_room(call)
+        call = call if fits else arguments.fit_to_slots(call)
         lists, turns = tile_lists.lists_of(call, shape, blocks, by_keys=True), None
         if ordered:
             turns = tile_lists.turns_of_call(lists, call, shape, blocks)

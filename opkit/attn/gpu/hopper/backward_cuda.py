@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import overwritten, room_beside, rows
+from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
@@ -39,7 +39,7 @@ _FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and
 _PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
 _CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
 """Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
-"Sections" in docs/attention_gpu_figures.md has the figures."""
+benchmarks/README.md explains the choice ("The backward for Hopper")."""
 _WIDER = {64: 2, 128: 1}
 """Of deterministic calls under windows or segments so many times as many, by the larger head, and once more without a band: the
 more heads are interleaved, the less do tiles of one head wait for one another."""
@@ -152,7 +152,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     def run(*given: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = given[:7]
         results = [each() for each in new]
-        room = room_beside(q, sums + total + counts, torch.float32)
+        room = allocate_scratch(q, sums + total + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
         problem = Problem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):

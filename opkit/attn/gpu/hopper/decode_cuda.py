@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn.allocation import overwritten, room_beside, rows
+from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
@@ -185,7 +185,7 @@ def launched(
         sinks = sinks.to(torch.float32).contiguous()
         problem.sinks = sinks.data_ptr()
     if problem.splits > 1:  # of each row and split its sums, its maximum and the sum of its weights
-        partial = room_beside(lse, problem.splits * lse.numel() * (problem.head_size + 2))
+        partial = allocate_scratch(lse, problem.splits * lse.numel() * (problem.head_size + 2))
         problem.partial = partial.data_ptr()
     launch(problem, private.current_stream(gpu))
     return out, lse

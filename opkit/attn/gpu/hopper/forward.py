@@ -33,7 +33,7 @@ LOG2E = 1.4426950408889634
 MAX_FACTOR = 1024.0  #: of logits: a cap, or a scale where there is none
 _INTERLEAVED = {64: 32 << 20, 128: 32 << 20, 256: 16 << 20}
 """Bytes of keys and values of the heads that are interleaved, by the size of the larger head, as measured: what the L2 cache
-holds, which has 50 MB, or less. "When a tile is claimed" and "Short calls" in docs/attention_gpu_figures.md have the figures."""
+holds, which has 50 MB, or less. benchmarks/README.md explains the choice ("The forward for Hopper")."""
 _SHORT, _INTERLEAVED_SHORT = 1024, 16 << 20
 """Up to so many keys it is fewer bytes: queries and results take as much of the cache, and tiles of all lengths are to be
 under way at once, since those that come first read from memory."""
@@ -180,7 +180,7 @@ def _listed(shape: Shape) -> bool:
 def _prepared(call: Call, tile: Tile) -> Run:
     from opkit.attn.gpu import arguments
 
-    roomy = arguments.with_room(call)
+    roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in call[:3])
@@ -212,7 +212,7 @@ def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Te
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
 
     def told(call: Call) -> dict[str, Tensor]:
-        call = call if fits else arguments.with_room(call)
+        call = call if fits else arguments.fit_to_slots(call)
         lists = tile_lists.lists_of(call, shape, blocks, by_keys=False)
         found = zip(_OF_MASKS, (*lists, *arguments.tensors_of(call, shape)), strict=True)
         return {name: tensor for name, tensor in found if tensor is not None}

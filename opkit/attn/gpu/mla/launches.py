@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opkit.attn.allocation import room_beside
+from opkit.attn.allocation import allocate_scratch
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device
 from opkit.kernels.triton.named import Named
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     def run(self, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *pages: Tensor | None) -> None:
         """Launch on what is read and what is written, and on the table of pages, lengths and starts, each perhaps None."""
-        partial = lse if self.merge is None else room_beside(lse, self.partial)
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         given = lse if sinks is None else sinks
         written = (out.transpose(0, 1).unsqueeze(0), lse.t().unsqueeze(0)) if self.paged else (out, lse)
         self.kernel(q, k, *written, given, partial, *pages)

@@ -64,11 +64,11 @@ def backward(example: GradientCall) -> Run:
     new.append(overwritten(q.new_empty(q.shape[:3], dtype=torch.float32)))
     if 0 in (q.numel(), k.numel(), v.numel()):
         return lambda *given: tuple([make().zero_() for make in new])
-    roomy = arguments.with_room(example)
+    roomy = arguments.fit_to_slots(example)
     fits, launch = roomy is example, _launch(roomy)
 
     def run(*given: Any) -> _Four:
-        call = GradientCall(*given) if fits else arguments.with_room(GradientCall(*given))
+        call = GradientCall(*given) if fits else arguments.fit_to_slots(GradientCall(*given))
         call = call._replace(
             **{name: dense_rows(getattr(call, name)) for name in ("gradient", "q", "k", "v", "out")},
             lse=call.lse.contiguous(),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, room_beside
+from opkit.attn.allocation import allocate_scratch, dense_rows
 from opkit.attn.calls import BiasCall
 from opkit.attn.gpu import arguments, blocks, candidates, plans, search
 from opkit.attn.gpu.arguments import Launches, Run
@@ -81,7 +81,7 @@ def kernel(constants: arguments.Constants) -> TritonKernel:
 
 def backward(example: BiasCall) -> Run:
     """The gradients of the tensors that are wanted, for calls like ``example``."""
-    roomy = arguments.with_room(example)
+    roomy = arguments.fit_to_slots(example)
     fits = roomy is example
     shapes = [tuple(each.shape) for each in example.bias_tensors]
     terms = list(terms_of(example.bias, shapes, example.k.shape[2]))
@@ -96,7 +96,7 @@ def backward(example: BiasCall) -> Run:
     def run(*given: Any) -> list[Tensor]:
         call = BiasCall(*given)
         like = [call.bias_tensors[number] for number in call.wanted]
-        call = call if fits else arguments.with_room(call)
+        call = call if fits else arguments.fit_to_slots(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
         sums = call.lse.contiguous(), call.delta.contiguous(), call.sinks
         read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
@@ -133,7 +133,7 @@ class _Maker:
     def _room(self, launch: _Launch, read: Sequence[Any]) -> Tensor:
         """Room for the shares of the gradient."""
         dtype = torch.float32 if launch.shares > 1 else self.dtype
-        return room_beside(read[0], (launch.shares, *self.shape), dtype)
+        return allocate_scratch(read[0], (launch.shares, *self.shape), dtype)
 
     def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
         launch = _launch(call, self.term, inspect.unwrap(kernel), size)

@@ -46,14 +46,14 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     new_lse = overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
         return lambda *given: (new_out(), new_lse())
-    roomy = arguments.with_room(example)
+    roomy = arguments.fit_to_slots(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
     numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
     launch = arguments.Tiled(kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants)
 
     def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
-        call = Call(*given) if fits else arguments.with_room(Call(*given))
+        call = Call(*given) if fits else arguments.fit_to_slots(Call(*given))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
         launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))

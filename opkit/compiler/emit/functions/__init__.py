@@ -59,12 +59,12 @@ SPELLED: dict[tuple[str, str], str] = {
 
 
 def is_called(node: Expr) -> bool:
-    """Whether an expression is an elementary function: many operations for the element or two that it reads."""
+    """Return whether an expression is an elementary function: many operations for the element or two that it reads."""
     return (node.op, DTYPES[node.dtype].compute) in SPELLED
 
 
 def text(names: Iterable[str]) -> str:
-    """The C text of functions and of all that they call, each once, before what calls it.
+    """Return the C text of functions and of all that they call, each once, before what calls it.
 
     Raises:
         KeyError: there is no such function.

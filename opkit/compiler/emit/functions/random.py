@@ -3,7 +3,7 @@
 A number depends on its seed (the key) and its count alone, so that loops may draw in any order and in vectors. A call of
 Philox gives four words. An f64 is the upper 53 bits of the first two that its count gives. An f32 is the upper 24 bits of
 one word: 64 counts in a row share sixteen calls, the lanes of a vector, each of which gives every sixteenth number. So a
-loop along the counts (:mod:`opkit.compiler.emit.draws`) takes a quarter of the calls.
+loop along the counts (:mod:`opkit.compiler.emit.strips`) takes a quarter of the calls.
 """
 
 from __future__ import annotations

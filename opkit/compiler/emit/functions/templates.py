@@ -16,17 +16,17 @@ _FLOATS = {
 
 
 def fill(text: str, dtype: str, **values: str) -> str:
-    """A template for one float type."""
+    """Return a template for one float type."""
     return string.Template(text).substitute(values, t=dtype, **_FLOATS[dtype]).strip() + "\n"
 
 
 def both(templates: Mapping[str, str]) -> dict[str, str]:
-    """Each template for f32 and for f64, under its name with the type's."""
+    """Return each template for f32 and for f64, under its name with the type's."""
     return {f"{name}_{t}": fill(text, t) for name, text in templates.items() for t in _FLOATS}
 
 
 def horner(dtype: str, variable: str, coefficients: str) -> str:
-    """A polynomial, the coefficient of the power zero first, as multiplications and additions that are fused if they can.
+    """Return a polynomial, the coefficient of the power zero first, as multiplications and additions that are fused if they can.
 
     >>> horner("f32", "x", "1.0 2.0 3.0")
     'opk_fma_f32(opk_fma_f32(3.0f, x, 2.0f), x, 1.0f)'
@@ -39,7 +39,7 @@ def horner(dtype: str, variable: str, coefficients: str) -> str:
 
 
 def estrin(dtype: str, variable: str, coefficients: str) -> str:
-    """The same in fewer steps after one another: processors wait for results more than they lack units for them.
+    """Return the same in fewer steps after one another: processors wait for results more than they lack units for them.
 
     The text uses the variables ``x2``, ``x4`` and so on for the powers of ``x``.
 

@@ -28,7 +28,7 @@ _COS64 = (
     "-0x1.8fbb9d597602bp-37"
 )
 
-_BITS = 1300  # of 1 / 2 pi: the largest exponent, and the precision of a reduced argument beside the nearest multiple
+_BITS = 1300  # of 1 / 2 pi: the largest exponent, and the precision of a reduced argument next to the nearest multiple
 _STARTS = (0, 50, 77, 103)  # exponents from which f32 takes the next pieces
 
 

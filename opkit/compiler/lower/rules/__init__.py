@@ -1,4 +1,4 @@
-"""One rule an operator, in tables by subject."""
+"""The rules of ATen operators, one for each operator, in tables by subject."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from opkit.compiler.lower.rules import (
     activations,
     arithmetic,
     assembly,
-    complexes,
+    complex_rules,
     creation,
     externs,
     indexing,
@@ -46,8 +46,8 @@ for _subject in _SUBJECTS:
     assert not RULES.keys() & _subject.TABLE.keys(), f"{_subject.__name__} has rules that another subject has too"
     RULES.update(_subject.TABLE)
 
-COMPLEX = complexes.TABLE
-"""Those for operands or results that are complex."""
+COMPLEX = complex_rules.TABLE
+"""The rules for complex operands or results."""
 
 EXTERNS = externs.EXTERNS
 ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])

@@ -158,9 +158,9 @@ def mish_backward(grad: Scalar, x: Scalar) -> Scalar:
     return grad * (inner + x * sigmoid(x) * (1 - inner * inner))
 
 
-def log_sigmoid_backward(grad: Scalar, x: Scalar, kept: Scalar) -> Scalar:
+def log_sigmoid_backward(grad: Scalar, x: Scalar, exponential: Scalar) -> Scalar:
     below = x < 0
-    slope = f.where(below, f.number(1, x), 0) - f.where(below, f.number(1, x), -1) * (kept / (1 + kept))
+    slope = f.where(below, f.number(1, x), 0) - f.where(below, f.number(1, x), -1) * (exponential / (1 + exponential))
     return grad * slope
 
 
@@ -214,14 +214,14 @@ _GRAD_INPUT: dict[str, Formula] = {"sigmoid_backward": sigmoid_backward, "tanh_b
 
 
 def _ruled(formula: Formula) -> Any:
-    """A rule that makes elements of the tensors among an operator's arguments, wherever they stand."""
+    """Return a rule that makes elements of the tensors among an operator's arguments, wherever they stand."""
 
-    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         places = [k for k, a in enumerate(args) if isinstance(a, Tensor)]
 
         def of_elements(*elements: Scalar) -> Scalar:
             filled = dict(zip(places, elements, strict=True))
-            return formula(*(filled.get(k, a) for k, a in enumerate(args)), **kept)
+            return formula(*(filled.get(k, a) for k, a in enumerate(args)), **kwargs)
 
         return computed(b, of_elements, *(args[k] for k in places))
 
@@ -234,7 +234,7 @@ for _name, _formula in {**_FORMULAS, **_GRAD_INPUT}.items():
 
 @TABLE.rule(*overloads("log_sigmoid_forward"))
 def log_sigmoid_forward(b: Builder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The result, and exp(-abs(x)) for the derivative."""
-    kept = computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
+    """Return the result, and exp(-abs(x)) for the derivative."""
+    exponential = computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
     found = computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x)
-    return found, kept
+    return found, exponential

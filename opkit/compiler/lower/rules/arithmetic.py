@@ -105,9 +105,9 @@ def clamp(b: Builder, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
         return computed(b, lambda x: f.number(math.nan, x), x)
 
     def formula(x: Scalar, *bounds: Scalar) -> Scalar:
-        given = iter(bounds)
-        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(given))
-        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(given))
+        tensor_bounds = iter(bounds)
+        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(tensor_bounds))
+        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(tensor_bounds))
 
     return computed(b, formula, x, *operands)
 
@@ -173,7 +173,7 @@ def convert(b: Builder, x: Tensor, dtype: str) -> Tensor:
 
 
 @TABLE.rule(*overloads("_to_copy"), *overloads("to", "dtype"))
-def to_copy(b: Builder, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
+def to_copy(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     return _converted(b, x)
 
 

@@ -123,7 +123,7 @@ def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step:
 
 
 def within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
-    """Whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
+    """Return whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
     conditions: list[Expr] = []
     for k, (a, n) in enumerate(zip(at, extents, strict=True)):
         if whole is not None and whole[k] == n and a == formal(whole)[k]:

@@ -23,7 +23,7 @@ TABLE = Table()
 
 
 def filled(b: Builder, value: Any) -> Tensor:
-    """The node's result with one value everywhere."""
+    """Return the node's result with one value everywhere."""
     return filled_like(b, value, 0)
 
 
@@ -34,8 +34,8 @@ def filled_like(b: Builder, value: Any, number: int) -> Tensor:
 
 
 @TABLE.rule(*overloads("full"), *overloads("full_like"), *overloads("new_full"))
-def full(b: Builder, like: Any, *rest: Any, **kept: Any) -> Tensor:
-    return filled(b, rest[-1] if rest else kept["fill_value"])
+def full(b: Builder, like: Any, *rest: Any, **kwargs: Any) -> Tensor:
+    return filled(b, rest[-1] if rest else kwargs["fill_value"])
 
 
 @TABLE.rule(*overloads("fill", "Scalar", "Tensor"))
@@ -44,7 +44,7 @@ def fill(b: Builder, x: Tensor, value: Any) -> Tensor:
 
 
 @TABLE.rule(*overloads("scalar_tensor"))
-def scalar_tensor(b: Builder, value: Any, **kept: Any) -> Tensor:
+def scalar_tensor(b: Builder, value: Any, **kwargs: Any) -> Tensor:
     return filled(b, value)
 
 
@@ -53,12 +53,12 @@ def scalar_tensor(b: Builder, value: Any, **kept: Any) -> Tensor:
 )
 @TABLE.rule(*overloads("empty_like"), *overloads("new_empty"), *overloads("zero"), *overloads("empty_strided"))
 @TABLE.rule(*overloads("new_empty_strided"), *overloads("_efficientzerotensor"), *overloads("empty_permuted"))
-def zeros(b: Builder, *rest: Any, **kept: Any) -> Tensor:
+def zeros(b: Builder, *rest: Any, **kwargs: Any) -> Tensor:
     return filled(b, 0)
 
 
 @TABLE.rule(*overloads("ones"), *overloads("ones_like"), *overloads("new_ones"))
-def ones(b: Builder, *rest: Any, **kept: Any) -> Tensor:
+def ones(b: Builder, *rest: Any, **kwargs: Any) -> Tensor:
     return filled(b, 1)
 
 
@@ -74,22 +74,22 @@ def _along(b: Builder, start: Any, step: Any) -> Tensor:
 
 
 @TABLE.rule(*overloads("arange"))
-def arange(b: Builder, end: Any, **kept: Any) -> Tensor:
+def arange(b: Builder, end: Any, **kwargs: Any) -> Tensor:
     return _along(b, 0, 1)
 
 
 @TABLE.rule(*overloads("arange", "start", "start_step"))
-def arange_from(b: Builder, start: Any, end: Any, step: Any = 1, **kept: Any) -> Tensor:
+def arange_from(b: Builder, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Tensor:
     return _along(b, start, step)
 
 
 @TABLE.rule("prims.iota.default")
-def iota(b: Builder, length: Any, *, start: Any, step: Any, **kept: Any) -> Tensor:
+def iota(b: Builder, length: Any, *, start: Any, step: Any, **kwargs: Any) -> Tensor:
     return _along(b, start, step)
 
 
 @TABLE.rule(*overloads("eye", "default", "m"))
-def eye(b: Builder, *rest: Any, **kept: Any) -> Tensor:
+def eye(b: Builder, *rest: Any, **kwargs: Any) -> Tensor:
     kind = b.result()
     row, column = (Scalar(expr.position(a)) for a in formal(kind.shape))
     return b.elementwise(f.cast(f.equal(row, column), kind.dtype).expr, kind)
@@ -107,15 +107,15 @@ def triu(b: Builder, x: Tensor, diagonal: Any = 0) -> Tensor:
 
 def _triangle(b: Builder, x: Tensor, inside: Any) -> Tensor:
     axes = formal(x.shape)
-    kept = inside(Scalar(expr.position(axes[-1] - axes[-2])))
-    return b.elementwise(f.where(kept, element(x, x.shape), 0).expr)
+    inside_mask = inside(Scalar(expr.position(axes[-1] - axes[-2])))
+    return b.elementwise(f.where(inside_mask, element(x, x.shape), 0).expr)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
 @TABLE.rule(*overloads("clone"), *overloads("contiguous"))
-def clone(b: Builder, x: Tensor, **kept: Any) -> Tensor:
+def clone(b: Builder, x: Tensor, **kwargs: Any) -> Tensor:
     return b.elementwise(x.at(formal(x.shape)))
 
 
@@ -127,7 +127,7 @@ def copy(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Writes to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
     if not isinstance(x.source, Stored):
         raise NoRule("a copy to what is not in memory")
     if reads_buffer(source, x.source.buffer.memory) and source.source != x.source:
@@ -141,14 +141,14 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 
 def seed(b: Builder) -> Scalar:
-    """A number that the runtime draws from torch's generator at each call, one for each operator."""
+    """Return a number that the runtime draws from torch's generator at each call, one for each operator."""
     buffer = b.made("i64", ())
     b.steps.append(Extern("opkit.seed", (), {}, (buffer.name,), origin=b.origin))
     return Scalar(whole(buffer).at(()))
 
 
 def uniform(b: Builder, shape: Sequence[Index], dtype: str = "f32") -> Scalar:
-    """A number in [0, 1) for each element, which its row-major position and a new seed decide."""
+    """Return a number in [0, 1) for each element, which its row-major position and a new seed decide."""
     count = flat(formal(shape), contiguous(shape))
     return Scalar(expr.random(seed(b).expr, count, dtype))
 
@@ -167,5 +167,5 @@ def native_dropout(b: Builder, x: Tensor, p: float, train: bool | None) -> tuple
 def dropped(b: Builder, x: Tensor, mask: Tensor, scale: float) -> Tensor:
     kind = b.result(0)
     inner = "f64" if kind.dtype == "f64" else "f32"
-    kept = element(x, kind.shape, inner) * element(mask, kind.shape, inner) * scale
-    return b.elementwise(f.cast(kept, kind.dtype).expr, kind)
+    scaled = element(x, kind.shape, inner) * element(mask, kind.shape, inner) * scale
+    return b.elementwise(f.cast(scaled, kind.dtype).expr, kind)

@@ -15,7 +15,7 @@ EXTERNS: dict[str, dict[str, Any]] = {
     **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
     **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),
 }
-"""By name, what the extern call is given besides the operator's arguments."""
+"""Options of extern calls, by the operator's name: fields of ``Extern``."""
 
 ALIASING = overloads("real") + overloads("imag") + overloads("view_as_real") + overloads("view_as_complex")
 ALIASING += overloads("view", "dtype") + overloads("_conj") + overloads("_neg_view") + overloads("conj")

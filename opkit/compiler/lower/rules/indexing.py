@@ -26,13 +26,13 @@ TABLE = Table()
 
 
 def place(at: Scalar, extent: IndexLike, from_end: bool = False) -> Index:
-    """An integer that is read, as a checked position; ``from_end``: negative ones are allowed, and count from there."""
+    """Return an integer that is read, as a checked position; ``from_end``: negative ones are allowed, and count from there."""
     whole = f.cast(at, "i64")
     return value(expr.bound((whole if from_end else f.where(whole < 0, index(extent), whole)).expr, extent))
 
 
 def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
-    """The element at coordinates, with the checks of those that the element does not depend on."""
+    """Return the element at coordinates, with the checks of those that the element does not depend on."""
     body = x.at(coordinates)
     seen = set(body.walk())
     for check in _checks(coordinates):
@@ -43,13 +43,13 @@ def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
 
 
 def _checks(coordinates: Sequence[IndexLike]) -> list[Expr]:
-    """The checked positions; one in a dimension of a single element, or of a constant, is lost from the element's."""
+    """Return the checked positions; one in a dimension of a single element, or of a constant, is lost from the element's."""
     leaves = [leaf for at in coordinates for leaf in index(at).leaves()]
     return [leaf.expr for leaf in leaves if isinstance(leaf, Value)]
 
 
 def with_dimension(x: Tensor) -> Tensor:
-    """A tensor of no dimensions as one of one element, as the operators along a dimension take it."""
+    """Return a tensor of no dimensions as one of one element, as the operators along a dimension take it."""
     return x if x.shape else x.reshaped([index(1)])
 
 
@@ -58,28 +58,28 @@ def replaced(at: Sequence[Index], dim: int, by: IndexLike) -> list[Index]:
 
 
 def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[Index]]:
-    """The shape of ``x[indices]``, and where in ``x`` its element is.
+    """Return the shape of ``x[indices]``, and where in ``x`` its element is.
 
     The dimensions that the index tensors broadcast to stand where the indices do, or in front if others are in between.
     """
-    given = {k: t for k, t in enumerate(indices) if t is not None}
-    if any(not is_int(t.dtype) or t.dtype == "u8" for t in given.values()):
+    indexed = {k: t for k, t in enumerate(indices) if t is not None}
+    if any(not is_int(t.dtype) or t.dtype == "u8" for t in indexed.values()):
         raise NoRule("a mask as an index")
-    common = broadcast(*(t.shape for t in given.values()))
-    rest = [n for k, n in enumerate(x.shape) if k not in given]
-    begin = min(given) if max(given) - min(given) < len(given) else 0
+    common = broadcast(*(t.shape for t in indexed.values()))
+    rest = [n for k, n in enumerate(x.shape) if k not in indexed]
+    begin = min(indexed) if max(indexed) - min(indexed) < len(indexed) else 0
     shape = (*rest[:begin], *common, *rest[begin:])
     axes = formal(shape)
     inner, outer = axes[begin : begin + len(common)], iter(axes[:begin] + axes[begin + len(common) :])
-    read_at = {k: Scalar(t.expanded(common).at(inner)) for k, t in given.items()}
-    return shape, [place(read_at[k], n, True) if k in given else next(outer) for k, n in enumerate(x.shape)]
+    read_at = {k: Scalar(t.expanded(common).at(inner)) for k, t in indexed.items()}
+    return shape, [place(read_at[k], n, True) if k in indexed else next(outer) for k, n in enumerate(x.shape)]
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
 
 
 @TABLE.rule(*overloads("embedding"))
-def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kept: Any) -> Tensor:
+def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     axes = formal(b.result().shape)
     rank = len(indices.shape)
     return b.elementwise(read(weight, [place(Scalar(indices.at(axes[:rank])), weight.shape[0]), *axes[rank:]]))
@@ -94,7 +94,7 @@ def index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 @TABLE.rule(*overloads("gather"))
-def gather(b: Builder, x: Tensor, dim: int, indices: Tensor, **kept: Any) -> Tensor:
+def gather(b: Builder, x: Tensor, dim: int, indices: Tensor, **kwargs: Any) -> Tensor:
     source, at = with_dimension(x), with_dimension(indices)
     if len(source.shape) != len(at.shape):
         raise NoRule("an empty index of another rank")

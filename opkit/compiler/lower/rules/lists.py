@@ -30,12 +30,12 @@ _OTHERS = {
 
 
 def _for_each(rule: Rule, keywords: tuple[str, ...] = ()) -> Rule:
-    """A rule for lists: every list among the arguments gives one item to each call, other arguments go to all.
+    """Return a rule for lists: every list among the arguments gives one item to each call, other arguments go to all.
 
     ``keywords`` name the last positional arguments for rules that take them by name.
     """
 
-    def rule_of_lists(b: Builder, *args: Any, **kept: Any) -> tuple[Tensor, ...]:
+    def rule_of_lists(b: Builder, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         whole = b.node
         assert isinstance(whole.result, tuple)
         found: list[Tensor] = []
@@ -43,7 +43,7 @@ def _for_each(rule: Rule, keywords: tuple[str, ...] = ()) -> Rule:
             b.node = dataclasses.replace(whole, name=f"{whole.name}_{k}", result=kind)
             own = [_item(a, k) for a in args]
             named = dict(zip(keywords, own[3:], strict=False)) if keywords else {}
-            found.append(rule(b, *(own[:3] if keywords else own), **named, **kept))
+            found.append(rule(b, *(own[:3] if keywords else own), **named, **kwargs))
         b.node = whole
         return tuple(found)
 

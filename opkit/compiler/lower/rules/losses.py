@@ -28,14 +28,14 @@ _NONE, _MEAN = 0, 1  # ATen's numbers for reductions; 2 is the sum
 
 
 def total(b: Builder, body: Scalar, shape: Shape) -> Scalar:
-    """The sum of ``body`` over all of a shape, in the type that ``body`` has."""
+    """Return the sum of ``body`` over all of a shape, in the type that ``body`` has."""
     if not shape:
         return body
     return Scalar(b.reduce("sum", body, shape, range(len(shape)), body.dtype).at(()))
 
 
 def reduced(b: Builder, body: Scalar, shape: Shape, reduction: int) -> Tensor:
-    """The loss: ``body`` for each element, their mean, or their sum."""
+    """Return the loss: ``body`` for each element, their mean, or their sum."""
     if reduction != _NONE:
         body = total(b, body, shape)
     if reduction == _MEAN:
@@ -85,8 +85,8 @@ def cross_entropy(x: Scalar, y: Scalar, weight: Scalar | None = None) -> Scalar:
 
 def cross_entropy_of_logits(x: Scalar, y: Scalar, weight: Scalar | None, positive: Scalar | None) -> Scalar:
     log_sigmoid = f.minimum(x, 0) - f.log1p(f.exp(-f.absolute(x)))
-    kept = log_sigmoid if positive is None else ((positive - 1) * y + 1) * log_sigmoid
-    loss = (1 - y) * x - kept
+    weighted = log_sigmoid if positive is None else ((positive - 1) * y + 1) * log_sigmoid
+    loss = (1 - y) * x - weighted
     return loss if weight is None else loss * weight
 
 
@@ -133,7 +133,7 @@ _SLOPES: dict[str, tuple[Formula, int]] = {
 
 
 def _operands(args: Sequence[Any], count: int) -> tuple[list[Tensor | None], int, Sequence[Any]]:
-    """An operator's tensors, its reduction (the mean where it is left out), and its other arguments."""
+    """Return an operator's tensors, its reduction (the mean where it is left out), and its other arguments."""
     tensors = [*args[:count], *[None] * (count - len(args))]
     return tensors, args[count] if len(args) > count else _MEAN, args[count + 1 :]
 
@@ -144,22 +144,22 @@ def _elements(tensors: Sequence[Tensor | None], shape: Shape, dtype: str) -> lis
 
 
 def _loss(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         tensors, reduction, rest = _operands(args, count)
-        reduction = kept.pop("reduction", reduction)
+        reduction = kwargs.pop("reduction", reduction)
         shape = broadcast(*(t.shape for t in tensors if t is not None))
-        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kept)
+        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
         return reduced(b, body, shape, reduction)
 
     return rule
 
 
 def _slope(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kept: Any) -> Tensor:
+    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         tensors, reduction, rest = _operands(args, count)
         kind = b.result()
-        share = _share(kind.shape, kept.pop("reduction", reduction))
-        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kept)
+        share = _share(kind.shape, kwargs.pop("reduction", reduction))
+        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
         return _rounded(b, share(body), kind)
 
     return rule
@@ -182,7 +182,7 @@ def _batched(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _class(x: Tensor, target: Tensor, at: Sequence[Index], ignored: Any) -> tuple[Scalar, Index]:
-    """Whether a target counts, and the class that it names: 0, not what is there, where it does not."""
+    """Return whether a target counts, and the class that it names: 0, not what is there, where it does not."""
     named = f.cast(Scalar(target.at(at)), "i64")
     counts = f.unequal(named, ignored)
     return counts, place(f.where(counts, named, 0), x.shape[1])
@@ -192,7 +192,7 @@ def _class(x: Tensor, target: Tensor, at: Sequence[Index], ignored: Any) -> tupl
 def nll_loss(
     b: Builder, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: Any
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and the sum of the weights of the targets that count, which the derivative of a mean needs."""
+    """Return the loss, and the sum of the weights of the targets that count, which the derivative of a mean needs."""
     x, target = _batched(x, target)
     inner = DTYPES[x.dtype].compute
     first, *rest = axes = formal(target.shape)

@@ -33,7 +33,7 @@ def _inverse_deviation(b: Builder, squares: Tensor, number: Scalar, eps: Any) ->
 
 
 def _as_result(b: Builder, x: Tensor, number: int) -> Tensor:
-    """A tensor as a result of the node: in its shape and type."""
+    """Return a tensor as a result of the node: in its shape and type."""
     kind = b.result(number)
     found = x.reshaped(kind.shape)
     return found if x.dtype == kind.dtype else b.elementwise(f.cast(element(found, kind.shape), kind.dtype).expr, kind)
@@ -49,7 +49,7 @@ def _summed(b: Builder, body: Scalar, shape: Shape, dims: Sequence[int], keep: b
 
 
 def _sum_as_result(b: Builder, body: Scalar, shape: Shape, dims: Sequence[int], number: int) -> Tensor:
-    """A sum that is one of the node's results."""
+    """Return a sum that is one of the node's results."""
     kind = b.result(number)
     return b.reduce("sum", body, shape, dims, kind.dtype).reshaped(kind.shape)
 
@@ -136,7 +136,7 @@ def _grouped(n: Any, channels: Any, inside: Any, groups: int) -> list[Index]:
 
 
 def _over_elements(statistic: Tensor, x: Tensor, groups: int) -> Tensor:
-    """A number for each group as a tensor that broadcasts to the elements."""
+    """Return a number for each group as a tensor that broadcasts to the elements."""
     n, channels = x.shape[:2]
     spread = statistic.reshaped([n, index(groups), index(1)]).expanded([n, index(groups), channels // groups])
     return spread.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
@@ -219,7 +219,7 @@ def batch_norm_inference(
 
 
 def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, mean, sum of squared differences and inverse deviation of each channel."""
+    """Return the result, mean, sum of squared differences and inverse deviation of each channel."""
     inner = DTYPES[x.dtype].compute
     average, squares = (t.reshaped([x.shape[1]]) for t in moments(b, x, _other_dims(x), inner))
     rstd = _inverse_deviation(b, squares, f.number(count(x.shape, _other_dims(x)), inner), eps)

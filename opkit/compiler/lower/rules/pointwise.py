@@ -30,12 +30,12 @@ Formula = Callable[..., Scalar]
 
 
 def operand(x: Operand, kind: TensorType, inner: str) -> Scalar:
-    """A tensor's element or a number, as a value of the type ``inner``."""
+    """Return a tensor's element or a number, as a value of the type ``inner``."""
     return element(x, kind.shape, inner) if isinstance(x, Tensor) else f.number(x, inner)
 
 
 def computed(b: Builder, formula: Formula, *operands: Operand, inner: str | None = None, number: int = 0) -> Tensor:
-    """The tensor of ``formula`` of the operands' elements, computed in ``inner``."""
+    """Return the tensor of ``formula`` of the operands' elements, computed in ``inner``."""
     kind = b.result(number)
     inner = inner or DTYPES[kind.dtype].compute
     body = formula(*(operand(x, kind, inner) for x in operands))
@@ -43,7 +43,7 @@ def computed(b: Builder, formula: Formula, *operands: Operand, inner: str | None
 
 
 def compute_type(*operands: Operand) -> str:
-    """The type in which operands are compared."""
+    """Return the type in which operands are compared."""
     return DTYPES[promoted(operands)].compute
 
 
@@ -56,7 +56,7 @@ def _comparison(formula: Formula) -> Any:
 
 
 def _in_bool(formula: Formula) -> Any:
-    """Each operand by itself becomes whether it is not 0."""
+    """Return each operand by itself becomes whether it is not 0."""
 
     def rule(b: Builder, *operands: Tensor) -> Tensor:
         kind = b.result()
@@ -146,7 +146,7 @@ def clamped_above(x: Scalar, high: Scalar) -> Scalar:
 
 
 def _rounded(rounding: Formula) -> Formula:
-    """A rounding, which integers pass through."""
+    """Return a rounding, which integers pass through."""
     return lambda x: rounding(x) if _is_float(x) else x
 
 
@@ -173,7 +173,7 @@ def xlogy(x: Scalar, y: Scalar) -> Scalar:
 
 
 def bits_of_sign(x: Scalar) -> Scalar:
-    """Whether the sign is set, of -0.0 and NaN too."""
+    """Return whether the sign is set, of -0.0 and NaN too."""
     if not _is_float(x):
         return x < 0 if DTYPES[x.dtype].signed and not _is_bool(x) else f.cast(x, "b1") & False
     whole = {"f32": "i32", "f64": "i64"}[x.dtype]

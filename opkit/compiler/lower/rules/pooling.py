@@ -47,11 +47,11 @@ class Windows:
         return product(self.size)
 
     def begins(self, at: Sequence[Index]) -> list[Index]:
-        """Where the window of a result starts, in the padding where that is negative."""
+        """Return where the window of a result starts, in the padding where that is negative."""
         return [a * s - p for a, s, p in zip(at[-self.rank :], self.step, self.padding, strict=True)]
 
     def elements(self, shape: Shape) -> list[list[Index]]:
-        """Where each element of a result's window is in the pooled tensor, for windows of known sizes."""
+        """Return where each element of a result's window is in the pooled tensor, for windows of known sizes."""
         at = formal(shape)
         begins, sizes = self.begins(at), [n.constant or 0 for n in self.size]
         steps = itertools.product(*map(range, sizes))
@@ -67,14 +67,14 @@ class Windows:
         return axes, [*at[: len(shape) - self.rank], *moved]
 
 
-def _each(given: Any, rank: int) -> tuple[Index, ...]:
+def _each(sizes: Any, rank: int) -> tuple[Index, ...]:
     """One number for each dimension."""
-    numbers = list(given) if isinstance(given, list | tuple) else [given]
+    numbers = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     return tuple(map(index, numbers * rank if len(numbers) == 1 else numbers))
 
 
 def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
-    """An element as ``dtype``; ``outside`` where the coordinates are not in the tensor."""
+    """Return an element as ``dtype``; ``outside`` where the coordinates are not in the tensor."""
     there = within(at, x.shape)
     found = f.cast(Scalar(x.at(at, there)), dtype)
     return found if there is None else f.where(Scalar(there), found, outside)
@@ -84,7 +84,7 @@ def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
 
 
 def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The greatest of each window, and its row-major position in the dimensions that are pooled."""
+    """Return the greatest of each window, and its row-major position in the dimensions that are pooled."""
     if (count := windows.count.constant) is not None and count <= _UNROLLED:
         return _maxima_unrolled(b, x, windows)
     kind, indices = b.result(0), b.result(1)
@@ -98,7 +98,7 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 
 def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The same by a chain of choices in each element, which runs along channels or rows as any other formula does."""
+    """Return the same by a chain of choices in each element, which runs along channels or rows as any other formula does."""
     kind, indices = (dataclasses.replace(b.result(k), strides=_laid_out(b, x, b.result(k))) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
     strides = contiguous(x.shape[-windows.rank :])
@@ -119,26 +119,31 @@ def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, T
 
 
 def _within(at: Scalar, dilation: Index) -> Scalar:
-    """A coordinate of a window's element, or that of the first element after it which is in the tensor."""
+    """Return a coordinate of a window's element, or that of the first element after it which is in the tensor."""
     return f.maximum(at, 0 if dilation == 1 else at - f.apply("floordiv", at, dilation) * dilation)
 
 
 def _position_type(sizes: Shape) -> str:
-    """The narrowest type that holds a position among so many elements."""
+    """Return the narrowest type that holds a position among so many elements."""
     count = product(sizes).constant
     return "i32" if count is not None and count < 1 << 31 else "i64"
 
 
 def _laid_out(b: Builder, x: Tensor, kind: TensorType) -> Shape:
-    """The strides of a result: with the channels innermost where the tensor has them so."""
-    given = x.strided()
-    if given is None or len(kind.shape) != 4 or not b.target.channels_last or given.strides != channels_last(x.shape):
+    """Return the strides of a result: with the channels innermost where the tensor has them so."""
+    strided = x.strided()
+    if (
+        strided is None
+        or len(kind.shape) != 4
+        or not b.target.channels_last
+        or strided.strides != channels_last(x.shape)
+    ):
         return kind.strides
     return channels_last(kind.shape)
 
 
 def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:
-    """The position in the tensor of a position in a window; of a window of -inf, the first that is in the tensor."""
+    """Return the position in the tensor of a position in a window; of a window of -inf, the first that is in the tensor."""
     begins = [Scalar(expr.position(at)) for at in windows.begins(formal(shape))]
     steps = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
     offsets = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(steps, windows.size, strict=True))]
@@ -181,7 +186,7 @@ class Means:
         self.ceil, self.with_padding, self.divisor = ceil, with_padding, divisor
 
     def over(self, x: Scalar, at: Sequence[Index]) -> Scalar:
-        """The mean whose sum is ``x``, of the window for the result at coordinates."""
+        """Return the mean whose sum is ``x``, of the window for the result at coordinates."""
         if self.divisor is not None:
             return x / self.divisor
         padded = any(p != 0 for p in self.windows.padding)
@@ -191,7 +196,7 @@ class Means:
         return x / f.cast(functools.reduce(lambda a, z: a * z, extents), x.dtype)
 
     def _extent(self, k: int, begin: Index) -> Scalar:
-        """How many elements of a window count along a dimension."""
+        """Return how many elements of a window count along a dimension."""
         pad, size = self.windows.padding[k], self.sizes[k]
         start = Scalar(expr.position(begin))
         end = f.minimum(start + self.windows.size[k], size + pad)
@@ -199,15 +204,15 @@ class Means:
 
 
 def _means(
-    x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kept: Any
+    x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kwargs: Any
 ) -> Means:
-    """The windows of an operator that takes means, whose last two arguments, if given, are as in ``Means``."""
+    """Return the windows of an operator that takes means, whose last two arguments, if given, are as in ``Means``."""
     if not is_float(x.dtype):
         raise NoRule("means of integers")
     with_padding, divisor = [*rest, *(True, None)[len(rest) :]]
     windows = Windows(rank, size, step, padding)
-    with_padding = kept.get("count_include_pad", with_padding)
-    return Means(windows, x.shape[-rank:], ceil, with_padding, kept.get("divisor_override", divisor))
+    with_padding = kwargs.get("count_include_pad", with_padding)
+    return Means(windows, x.shape[-rank:], ceil, with_padding, kwargs.get("divisor_override", divisor))
 
 
 def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
@@ -221,12 +226,12 @@ def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
 
 
 def _avg_pool(rank: int) -> Any:
-    return lambda b, x, *rest, **kept: _averaged(b, x, _means(x, rank, *rest, **kept))
+    return lambda b, x, *rest, **kwargs: _averaged(b, x, _means(x, rank, *rest, **kwargs))
 
 
 def _avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kept: Any) -> Tensor:
-        return _spread(b, grad, _means(x, rank, *rest, **kept))
+    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        return _spread(b, grad, _means(x, rank, *rest, **kwargs))
 
     return rule
 
@@ -258,7 +263,7 @@ def _masked(x: Tensor, at: Sequence[Index], mask: Expr | None, dtype: str) -> Sc
 
 
 def _dividing(sizes: Shape, results: Sizes) -> Windows:
-    """The windows into which dimensions fall apart."""
+    """Return the windows into which dimensions fall apart."""
     if any(n == 0 or n % index(m) != ZERO for n, m in zip(sizes, results, strict=True)):
         raise NoRule("windows of different sizes")
     return Windows(len(sizes), [n // index(m) for n, m in zip(sizes, results, strict=True)])

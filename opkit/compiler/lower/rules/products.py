@@ -28,7 +28,7 @@ _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 @TABLE.rule("aten.mm.default", "aten.bmm.default")
 def _product(b: Builder, x: Tensor, y: Tensor, out_dtype: Any = None) -> Tensor:
     if out_dtype is not None:
-        raise NoRule("a type of the result was asked for")
+        raise NoRule("the call names a type of the result")
     return _rounded(b, _multiplied(b, b.node.target, x, y), b.result())
 
 
@@ -47,7 +47,7 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
 
 
 def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
-    """The product, in the type in which it is computed."""
+    """Return the product, in the type in which it is computed."""
     x, y = _operand(b, x), _operand(b, y)
     out = b.made(x.dtype, (*x.shape[:-1], y.shape[-1]))
     return b.call(target, (x, y), [out], out=True)[0]
@@ -58,7 +58,7 @@ def _operand(b: Builder, x: Tensor) -> Tensor:
 
 
 def _wide(b: Builder, x: Tensor) -> Tensor:
-    """A tensor of a narrow float as float32, in memory laid out as it is."""
+    """Return a tensor of a narrow float as float32, in memory laid out as it is."""
     if x.dtype not in ("bf16", "f16"):
         return x
     strided = x.strided()
@@ -68,7 +68,7 @@ def _wide(b: Builder, x: Tensor) -> Tensor:
 
 
 def _rounded(b: Builder, x: Tensor, kind: TensorType) -> Tensor:
-    """A result in the type that the graph has for it."""
+    """Return a result in the type that the graph has for it."""
     return x if x.dtype == kind.dtype else b.elementwise(f.cast(element(x, x.shape), kind.dtype).expr, kind)
 
 
@@ -133,10 +133,20 @@ def _convolution_backward(
         b.allocated(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
         for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
     ]
-    asked = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
+    output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     image = _image(b, grad)
-    given = (image, _image(b, x), _operand(b, weight), None, *rest, transposed, output_padding, groups, [*asked, False])
-    found = b.call(b.node.target, given, [*outs, None])
+    arguments = (
+        image,
+        _image(b, x),
+        _operand(b, weight),
+        None,
+        *rest,
+        transposed,
+        output_padding,
+        groups,
+        [*output_mask, False],
+    )
+    found = b.call(b.node.target, arguments, [*outs, None])
     results = [
         _rounded(b, x, dataclasses.replace(k, strides=channels_last(k.shape)))
         if isinstance(k, TensorType) and x
@@ -163,7 +173,7 @@ def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: An
 
 
 def _image(b: Builder, x: Tensor) -> Tensor:
-    """A batch of images with the channels innermost, in the type in which products are computed."""
+    """Return a batch of images with the channels innermost, in the type in which products are computed."""
     strides, strided = channels_last(x.shape), x.strided()
     narrow = x.dtype in ("bf16", "f16") and not b.target.narrow_products
     if strided is not None and strided.strides == strides and not narrow:

@@ -26,7 +26,7 @@ Dims = Sequence[int] | int | None
 
 
 def dims_of(x: Tensor, dims: Dims) -> list[int]:
-    """The dimensions that are meant, from 0; all of them for None or an empty list."""
+    """Return the dimensions that are meant, from 0; all of them for None or an empty list."""
     if isinstance(dims, int):
         dims = [dims]
     rank = len(x.shape)
@@ -34,19 +34,19 @@ def dims_of(x: Tensor, dims: Dims) -> list[int]:
 
 
 def accumulator(dtype: str) -> str:
-    """The type in which a sum to a result of ``dtype`` is kept: int64 for integers."""
+    """Return the accumulator's type of a sum with a result of ``dtype``: int64 for integers."""
     return "i64" if DTYPES[dtype].kind in ("int", "bool") else DTYPES[dtype].compute
 
 
 def count(shape: Shape, dims: Sequence[int]) -> Index:
-    """How many elements are brought together."""
+    """Return the number of elements that are reduced."""
     return product([shape[d] for d in dims])
 
 
 def reduced(
     b: Builder, reduction: str, x: Tensor, dims: Sequence[int], dtype: str, keep: bool = False, inner: str | None = None
 ) -> Tensor:
-    """A reduction of a tensor's elements, as values of ``inner``; the result lies as the node's does, if it is the node's."""
+    """Return a reduction of a tensor's elements, as values of ``inner``, with the node's strides if it is the node's result."""
     inner = inner or DTYPES[dtype].compute
     return b.reduce(reduction, element(x, x.shape, inner), x.shape, dims, dtype, keep, _strides(b, x, dims, keep))
 
@@ -145,7 +145,7 @@ def argmin(b: Builder, x: Tensor, dim: int | None = None, keepdim: bool = False)
 
 
 def place(b: Builder, reduction: str, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """Where the first extreme is along a dimension, or among all elements in row-major order."""
+    """Return where the first extreme is along a dimension, or among all elements in row-major order."""
     inner = "u8" if x.dtype == "b1" else DTYPES[x.dtype].compute
     if dim is not None and x.shape:
         return reduced(b, reduction, x, dims_of(x, dim), "i64", keepdim, inner)
@@ -172,7 +172,7 @@ def _truths(b: Builder, reduction: str, x: Tensor, dims: Dims, keepdim: bool) ->
 
 
 def moments(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> tuple[Tensor, Tensor]:
-    """The mean, and the sum of squared differences from it, with reduced dimensions of extent 1."""
+    """Return the mean, and the sum of squared differences from it, with reduced dimensions of extent 1."""
     total = b.reduce("sum", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
     average = b.temporary((element(total, total.shape) / _count(x, dims, inner)).expr, total.shape)
     off = element(x, x.shape, inner) - element(average, x.shape)
@@ -186,7 +186,7 @@ def _count(x: Tensor, dims: Sequence[int], dtype: str) -> Scalar:
 def _variance(
     b: Builder, x: Tensor, dims: Dims, correction: Any, number: int, square_root: bool
 ) -> tuple[Tensor, Tensor]:
-    """The variance (result ``number``) and the mean in the type of the arithmetic, both with reduced dimensions kept."""
+    """Return the variance (result ``number``) and the mean in the type of the arithmetic, both with reduced dimensions kept."""
     kind = b.result(number)
     inner = DTYPES[kind.dtype].compute
     gone = dims_of(x, dims)

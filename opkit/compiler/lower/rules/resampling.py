@@ -43,7 +43,7 @@ def _source(at: Index, result: Index, size: Index, scale: float | None) -> Index
 
 
 def _rounded(result: int, size: int, scale: float | None) -> Any:
-    """Where ATen finds the neighbours."""
+    """Return where ATen finds the neighbours."""
     ratio = np.float32(1.0 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(result)
     found = np.floor(np.arange(result).astype(np.float32) * ratio).astype(np.int64)
     return np.minimum(found, size - 1)
@@ -73,7 +73,7 @@ def _reflected(at: Scalar, size: Index) -> Scalar:
 
 
 def _padded(where: Any) -> Any:
-    """A rule of padding: ``where`` says which element stands at a position outside of the tensor."""
+    """Return a rule of padding: ``where`` says which element stands at a position outside of the tensor."""
 
     def rule(b: Builder, x: Tensor, pad: Sequence[Any]) -> Tensor:
         shape = b.result().shape

@@ -43,7 +43,7 @@ def scattered(
     op: str | None = None,
     start: Any = None,
 ) -> Tensor:
-    """A copy of ``x`` with ``body``, over ``axes``, stored at ``target`` or combined with what is there by ``op``.
+    """Return a copy of ``x`` with ``body``, over ``axes``, stored at ``target`` or combined with what is there by ``op``.
 
     With ``start``, what is combined at a place begins with that number, not with what ``x`` has there.
     """
@@ -63,7 +63,7 @@ def _combining(op: str | None, dtype: str) -> str | None:
 
 
 def neutral(op: str, dtype: str) -> int | float:
-    """What an element combined with it leaves as it is."""
+    """Return what an element combined with it leaves as it is."""
     if op in ("add", "mul"):
         return int(op == "mul")
     if is_float(dtype):
@@ -119,15 +119,15 @@ def scatter_reduce(
 # ---- an index for each slice -----------------------------------------------------------------------------------------
 
 
-def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **kept: Any) -> Tensor:
-    """``how`` is as in ``scattered``, ``kept`` as in ``place``."""
+def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **placement: Any) -> Tensor:
+    """``how`` is as in ``scattered``, ``placement`` as in ``place``."""
     at = with_dimension(indices)
     if not x.shape:
         raise NoRule("slices of a tensor of no dimensions")
     dim %= len(x.shape)
     shape = tuple(replaced(x.shape, dim, at.shape[0]))
     axes = formal(shape)
-    target = replaced(axes, dim, place(Scalar(at.at([axes[dim]])), x.shape[dim], **kept))
+    target = replaced(axes, dim, place(Scalar(at.at([axes[dim]])), x.shape[dim], **placement))
     whole = source.reshaped(shape) if isinstance(source, Tensor) and not source.shape and shape == (1,) else source
     body = element(whole, shape) if isinstance(whole, Tensor) else f.number(whole, x.dtype)
     return scattered(b, x, shape, target, body, *how)
@@ -191,7 +191,7 @@ def index_put(
 
 
 def _masked_put(b: Builder, x: Tensor, dim: int, mask: Tensor, source: Tensor, accumulate: bool) -> Tensor:
-    """Where a mask is set, values that do not depend on how many elements it has set before."""
+    """Return where a mask is set, values that do not depend on how many elements it has set before."""
     axes = formal(x.shape)
     end = dim + len(mask.shape)
     if len(source.shape) > len(x.shape) - end and any(n != 1 for n in source.shape):

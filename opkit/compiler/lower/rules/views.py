@@ -18,7 +18,7 @@ _VIEWS: list[str] = []
 
 
 def _view(*names: str) -> Any:
-    """Registers the rule of operators whose results lie in their argument's memory."""
+    """Register the rule of operators whose results lie in their argument's memory."""
     _VIEWS.extend(names)
     return TABLE.rule(*names)
 
@@ -127,7 +127,7 @@ def unbind(b: Builder, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def unbound(x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
-    """The first so many slices of a tensor along a dimension."""
+    """Return the first so many slices of a tensor along a dimension."""
     dim %= len(x.shape)
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     axes = formal(shape)
@@ -162,7 +162,7 @@ def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any 
         base = nodes[base.args[0].name]
     kind, value, viewed = base.result, b.values[base.name], own.result
     if base.target in ("input", "constant") or not isinstance(kind, TensorType) or not isinstance(value, Tensor):
-        raise NoRule("as_strided of what the graph is given")
+        raise NoRule("as_strided of an input of the graph")
     if not is_dense(kind.shape, kind.strides) or kind.dtype != x.dtype:
         raise NoRule("as_strided of memory with gaps, or of another type")
     assert isinstance(viewed, TensorType)
@@ -175,14 +175,14 @@ def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any 
 
 
 def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
-    """A part of a dimension: ``move`` gives where in it an element is."""
+    """Return a part of a dimension: ``move`` gives where in it an element is."""
     dim %= len(x.shape)
     shape = tuple(length if k == dim else n for k, n in enumerate(x.shape))
     return x.mapped(shape, [move(a) if k == dim else a for k, a in enumerate(formal(shape))])
 
 
 def from_end(at: Any, extent: Index) -> Index:
-    """A position, which counts from the end where it is negative."""
+    """Return a position, which counts from the end where it is negative."""
     at = _whole(at)
     if at.constant is not None:
         return at + extent if at.constant < 0 else at
@@ -198,7 +198,7 @@ def _whole(at: Any) -> Index:
 
 
 def clamped(at: Any, extent: Index) -> Index:
-    """Where a slice begins, within the dimension."""
+    """Return where a slice begins, within the dimension."""
     found = from_end(at, extent)
     if is_nonnegative(extent - found):
         return found if is_nonnegative(found) else ZERO

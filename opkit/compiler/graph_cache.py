@@ -1,0 +1,232 @@
+"""A cache on the disk of what AOTAutograd made of Dynamo's graphs: a process with a hit runs neither AOTAutograd nor lowering.
+
+An entry contains the calling convention of the graphs (``Wiring``) and the keys of their plans. Only plain graphs have entries;
+the log says why another graph has none. An entry that is damaged, or whose plan is missing, is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from opkit.compiler import logs
+from opkit.compiler.capture import cache_key, wiring
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.cache_key import NotCacheable
+from opkit.compiler.run import autograd, library, plan_cache
+from opkit.compiler.run.autograd import Wiring
+from opkit.compiler.run.graph_constants import GraphConstants, from_json, to_json
+from opkit.compiler.run.library import flags
+from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.runner import Runner, assemble
+
+_GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
+_numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
+
+
+def next_name(kind: str) -> str:
+    """Return the name of the next graph of a kind: "forward 0" and so on."""
+    return f"{kind} {next(_numbers[kind])}"
+
+
+def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None:
+    """Return the key of the entry of Dynamo's graph, or None if it cannot have one.
+
+    Args:
+        module: the graph.
+        inputs: the inputs it will be called with.
+        about: everything that decides how AOTAutograd's graphs are compiled.
+    """
+    try:
+        if private.caches_disabled():
+            raise NotCacheable("caches are disabled")
+        versions = f"{torch.version.git_version} {private.cache_tag()!r}"
+        return plan_cache.key(f"dynamo {about} {versions} {cache_key.key_text(module, inputs)}")
+    except NotCacheable as why:
+        logs.compiler.debug("Dynamo's graph is not cached: %s.", why)
+        return None
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find(entry: str) -> Callable[..., Any] | None:
+    """Return a function that runs Dynamo's graph, or None if no usable entry exists."""
+    content = plan_cache.read(entry)
+    if content is None:
+        return None
+    try:
+        with _no_garbage_collection():
+            return function(content)
+    except Exception as error:
+        logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
+        return None
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Switch the garbage collector off.
+
+    Reading an entry makes thousands of small objects that all stay alive; a collection, which also goes through Dynamo's objects,
+    takes longer than making them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def function(content: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function of an entry's content, or of ``Recording.saved``.
+
+    Raises:
+        LookupError: one of its plans is missing.
+    """
+    graphs, graph_wiring = content["graphs"], plan_cache.decode(content["wiring"])
+    runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
+    run = autograd.inference(graph_wiring, *runners) if len(runners) == 1 else autograd.training(graph_wiring, *runners)
+    return torch.compiler.disable(run)
+
+
+def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list[Any]]:
+    plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
+    if plan is None:
+        raise LookupError(f"there is no plan {content['plan']}")
+    runner = build(plan, texts, next_name(kind)).load(from_json(content["constants"]))
+    return _refusing_negative_sizes(runner) if plan.sizes else runner
+
+
+def _refusing_negative_sizes(runner: Runner) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that refuses negative integers, which are no sizes: the graph that takes them was not saved."""
+
+    def run(inputs: list[Any]) -> list[Any]:
+        if min(runner.sizes(inputs)) < 0:
+            raise ValueError(
+                f"A saved function takes no negative integers, got {runner.sizes(inputs)} in {runner.plan.name}."
+            )
+        return runner(inputs)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanBuild:
+    """A plan whose C is being compiled."""
+
+    plan: ExecutionPlan
+    texts: Sequence[str]
+    segments: library.SegmentsBuild
+
+    def load(self, constants: GraphConstants) -> Runner:
+        """Wait for the compiled C, and return the function that runs the plan.
+
+        Raises:
+            ToolchainError, CompileError: the C cannot be compiled.
+        """
+        runner = assemble(self.plan, constants, self.segments.wait())
+        logs.output_code.debug(
+            "%s\n%s\n%s", self.plan.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
+        )
+        return runner
+
+
+def build(plan: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
+    """Start to compile a plan's C; the plan gets the name ``name``, since it may have been stored for an equal graph."""
+    segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
+    return PlanBuild(dataclasses.replace(plan, name=name), texts, segments)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """The compiled graphs of one graph of Dynamo's, collected until its cache entry is complete.
+
+    Attributes:
+        entry: the key; None if no entry is written.
+        saved: the content of a saved function as JSON; None until it is complete.
+        refusal: the reason why it cannot be saved.
+    """
+
+    def __init__(self, entry: str | None, inputs: Sequence[Any], is_saving: bool = False) -> None:
+        self.entry, self.is_saving = entry, is_saving
+        self.saved: dict[str, Any] | None = None
+        self.refusal = ""
+        self._inputs = len(inputs)
+        self._shares_memory = (entry is not None or is_saving) and bool(cache_key.shared(inputs))
+        self._autocast = private.autocasts()
+        self._wiring: Wiring | None = None
+        self._graphs: dict[str, dict[str, Any]] = {}
+        self._functions: dict[str, Callable[[list[Any]], Any]] = {}
+
+    def set_function(self, kind: str, function: Callable[[list[Any]], Any]) -> None:
+        """Store the function of a graph of AOTAutograd's."""
+        self._functions[kind] = function
+
+    def without_aot_autograd(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, AOTAutograd's, wrapped: a training bypasses AOTAutograd once its backward is compiled."""
+        if self.entry is None or tuple(self._graphs) != ("forward",):
+            return function
+        own: list[Callable[..., Any]] = []
+
+        def run(*inputs: Any) -> Any:
+            if not own:
+                if not self._has_both_graphs():
+                    return function(*inputs)
+                own.append(self._training())
+            return own[0](*inputs)
+
+        return run
+
+    def _has_both_graphs(self) -> bool:
+        return self.entry is not None and tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]
+
+    def _training(self) -> Callable[..., Any]:
+        assert self._wiring is not None
+        return autograd.training(self._wiring, self._functions["forward"], self._functions["backward"])
+
+    def add_graph(
+        self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
+    ) -> None:
+        """Add a compiled graph of AOTAutograd's. The last one writes the entry, which may be much later than the first."""
+        if self.refusal or (self.entry is None and not self.is_saving):
+            return
+        try:
+            self._add_graph(kind, plan_key, plan, texts, constants)
+        except Exception as why:
+            logs.compiler.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
+            self.entry, self.refusal = None, str(why)
+
+    def _add_graph(
+        self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
+    ) -> None:
+        if (plan.sizes and not self.is_saving) or kind in self._graphs:
+            raise NotCacheable("its sizes may change")
+        self._graphs[kind] = {"plan": plan_key, "constants": to_json(constants)}
+        if self.is_saving:
+            self._graphs[kind]["content"] = plan_cache.to_json(plan, texts)
+        if kind != "backward":
+            metadata = private.forward_metadata()
+            self._wiring = wiring.wiring(metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving)
+        elif self._wiring is not None:
+            self._wiring = wiring.connected(self._wiring, plan.outputs)
+        if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
+            self._write(self._wiring)
+
+    def _write(self, graph_wiring: Wiring) -> None:
+        content = {"wiring": plan_cache.encode(graph_wiring), "graphs": [*self._graphs.values()]}
+        if self.is_saving:
+            self.saved = content
+        elif self.entry is not None:
+            plan_cache.write(self.entry, content)

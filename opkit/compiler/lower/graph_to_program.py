@@ -1,0 +1,245 @@
+"""This module lowers a graph to a program: each node by the rule of its operator, or as a call of the operator."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opkit.compiler.ir.dtypes import is_complex
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
+from opkit.compiler.ir.index import Index, index
+from opkit.compiler.ir.program import Buffer, Program, Strided
+from opkit.compiler.lower.context import Builder, reads_buffer
+from opkit.compiler.lower.interleaved import viewed
+from opkit.compiler.lower.passes import tidied
+from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
+from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
+from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
+
+
+def lower(
+    graph: Graph, target: LoweringTarget = PLAIN, tidy: bool = True, rules: Mapping[str, Rule] | None = None
+) -> Program:
+    """Return the program that computes a graph.
+
+    Args:
+        graph: the graph.
+        target: the choices for the machine.
+        tidy: run the passes that simplify expressions and remove repeated and dead steps.
+        rules: the rules of operators that the compiler has none for, by name.
+    """
+    known = {**RULES, **rules} if rules else RULES
+    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
+    inputs: list[str | Index | OpaqueValue] = []
+    for node in graph.nodes:
+        builder.node = node
+        value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node, known)
+        builder.values[node.name] = value
+        if node.target == "input":
+            inputs.append(node.name if isinstance(value, Tensor) else value)
+    program = builder.program(inputs, _outputs(builder))
+    return tidied(program) if tidy else program
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def _input(b: Builder, node: Node) -> Any:
+    kind = node.result
+    if not isinstance(kind, TensorType):
+        return kind
+    buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
+    return whole(b.added(buffer))
+
+
+def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
+    if isinstance(node.result, Index) and node.target not in EXTERNS:
+        return node.result
+    mutated = _mutated(b, node)
+    for buffer in mutated:
+        _kept_before_write(b, buffer)
+    steps, buffers = len(b.steps), len(b.buffers)
+    try:
+        return checked(node, _by_rule(b, node, rules))
+    except NoRule as why:
+        _forget(b, steps, buffers)
+        aliases = node.target in ALIASING
+        return b.extern(str(why), mutated=frozenset(mutated), aliases=aliases, **EXTERNS.get(node.target, {}))
+
+
+def _forget(b: Builder, steps: int, buffers: int) -> None:
+    """Remove the steps and buffers of a rule that turned out not to apply."""
+    for name in list(b.buffers)[buffers:]:
+        del b.buffers[name]
+    del b.steps[steps:]
+
+
+def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
+    if node.target in EXTERNS:
+        raise NoRule("")
+    if node.target != "getitem":  # taking one of several results computes nothing
+        rules = _for_operands(b, node, rules)
+    return rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
+
+
+def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
+    """Return the rules for the node's operands and results: those of complex numbers if one is complex.
+
+    Raises:
+        NoRule: they are not on the CPU, or there is no rule for complex ones.
+    """
+    kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
+    if any(k.device != "cpu" for k in kinds):
+        raise NoRule("not on the CPU")
+    operands = [v.dtype for ref in _refs((node.args, node.kwargs)) for v in _flat(b.values[ref.name]) if _is_tensor(v)]
+    if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+        rules, missing = COMPLEX, "complex numbers"
+    else:
+        missing = "no rule"
+    if node.target not in rules:
+        raise NoRule(missing)
+    return rules
+
+
+def checked(node: Node, value: Any) -> Any:
+    """Return a rule's result, after checking it against the graph.
+
+    Raises:
+        WrongResult: its type is not that of the node's result.
+    """
+    if len(_flat(value)) != len(_flat(node.result)):
+        raise WrongResult(f"the rule gives {len(_flat(value))} results, the operator {len(_flat(node.result))}")
+    for found, kind in zip(_flat(value), _flat(node.result), strict=True):
+        if isinstance(found, Tensor) and isinstance(kind, TensorType):
+            if (found.dtype, found.shape) != (kind.dtype, kind.shape):
+                raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
+        elif isinstance(kind, TensorType) or isinstance(found, Tensor):
+            raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor | TensorType):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _resolved(b: Builder, argument: Any) -> Any:
+    """Replace references by values, dtypes by names, and known sizes by numbers in an argument."""
+    if isinstance(argument, Ref):
+        return b.values[argument.name]
+    if isinstance(argument, Index):
+        return argument if argument.constant is None else argument.constant
+    if isinstance(argument, TypeName):
+        return argument.name
+    if isinstance(argument, dict):
+        return {key: _resolved(b, a) for key, a in argument.items()}
+    if isinstance(argument, list | tuple) and not isinstance(argument, OpaqueValue):
+        return type(argument)(_resolved(b, a) for a in argument)
+    return argument
+
+
+# ---- writes ----------------------------------------------------------------------------------------------------------
+
+
+def _mutated(b: Builder, node: Node) -> list[str]:
+    """Return the buffers that an in-place node writes to: those of its first argument if its name ends in an underscore.
+
+    That may be a list of tensors; the fused steps of optimisers write to several lists.
+    """
+    operator = node.target.split(".")[1] if node.target.count(".") >= 1 else node.target
+    if not operator.endswith("_") or operator.endswith("__") or not node.args:
+        return []
+    lists = node.args if operator.startswith("_fused") else node.args[:1]
+    values = [b.values[ref.name] for ref in _refs(lists)]
+    return list(dict.fromkeys(name for v in values if isinstance(v, Tensor) for name in memories(v)))
+
+
+def _kept_before_write(b: Builder, buffer: str) -> None:
+    """Copy the values that eager mode has in memory of their own, while here they are views of the buffer."""
+    for name, value in b.values.items():
+        if isinstance(value, Tensor) and reads_buffer(value, buffer) and _is_copy(value):
+            b.values[name] = b.materialised(value)
+
+
+def _is_copy(tensor: Tensor) -> bool:
+    return any(isinstance(leaf.source, Stored) and leaf.source.copied for leaf in tensor.leaves)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def _outputs(b: Builder) -> list[Any]:
+    types = {node.name: node for node in b.graph.nodes}
+    shared = _shared(b)
+    outputs: list[Any] = []
+    for number, output in enumerate(b.graph.outputs):
+        if not isinstance(output, Ref):
+            outputs.append(output)
+            continue
+        b.node = types[output.name]
+        value = b.values[output.name]
+        fixed = b.graph.fixed is None or number < b.graph.fixed
+        outputs.append(_output(b, value, fixed, shared) if isinstance(value, Tensor) else value)
+    return outputs
+
+
+def _shared(b: Builder) -> frozenset[str]:
+    """Return the buffers in whose memory several results lie: a write to one result changes the others."""
+    results = [b.values[output.name] for output in b.graph.outputs if isinstance(output, Ref)]
+    tensors = {id(value): value for value in results if isinstance(value, Tensor)}
+    found = collections.Counter(name for tensor in tensors.values() for name in memories(tensor))
+    return frozenset(name for name, count in found.items() if count > 1)
+
+
+def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> Strided:
+    """Return a result as the graph describes it: with its strides if they are fixed, and copied if eager mode copies it."""
+    kind = b.node.result if fixed and isinstance(b.node.result, TensorType) else None
+    if kind is not None and not is_dense(kind.shape, kind.strides):
+        shared |= frozenset(memories(tensor))  # it is a view of a larger memory, which its strides show
+    strided = tensor.strided()
+    if strided is None and (found := viewed(b, tensor, shared)) is not None:
+        strided = found.strided()
+    if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
+        return strided
+    natural = b.node.result.strides if isinstance(b.node.result, TensorType) else None
+    found = b.materialised(tensor, natural) if kind is None else _laid_out(b, tensor, kind)
+    return b.strided(found)
+
+
+def _laid_out(b: Builder, tensor: Tensor, kind: TensorType) -> Tensor:
+    """Copy the tensor to memory of its own, with these strides: dimensions of stride 0 hold one element."""
+    repeated = [s == 0 and n != 1 for n, s in zip(kind.shape, kind.strides, strict=True)]
+    if not any(repeated) or any(n == 0 for n in kind.shape):
+        return b.materialised(tensor, kind.strides)
+    shape = [index(1) if again else n for n, again in zip(kind.shape, repeated, strict=True)]
+    return b.materialised(tensor.mapped(shape, formal(shape)), kind.strides).expanded(kind.shape)
+
+
+def _same_layout(strided: Strided, kind: Any) -> bool:
+    if not isinstance(kind, TensorType) or any(n == 0 for n in kind.shape):
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(kind.shape, strided.strides, kind.strides, strict=True))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _refs(argument: Any) -> Iterable[Ref]:
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from _refs(list(argument.values()))
+    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | OpaqueValue):
+        for a in argument:
+            yield from _refs(a)

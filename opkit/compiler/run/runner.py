@@ -1,0 +1,197 @@
+"""This module turns a plan and its compiled segments into a function of tensors.
+
+Everything that a call needs, apart from its inputs, is created once and cached: a frame for each arena and each set of sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.program import Strided
+from opkit.compiler.run import arena, driver, driver_program, library, openmp, torch_operators
+from opkit.compiler.run.arena import Arena
+from opkit.compiler.run.driver_program import DriverProgram
+from opkit.compiler.run.graph_constants import GraphConstants
+from opkit.compiler.run.library import LoadedSegments
+from opkit.compiler.run.plan import ExecutionPlan, Segment
+from opkit.compiler.run.sizing import binding, spelled
+from opkit.errors import CompileError
+
+_MAX_FRAMES = 16  # for one arena; a frame for new sizes replaces the oldest one
+
+
+@dataclasses.dataclass(frozen=True)
+class CallFrame:
+    """The function for one arena and one set of sizes, with the state of segments and of the driver, which live as long."""
+
+    run: driver.Boxed
+    prepare: Callable[[list[Any]], None] | None
+    state: driver.DriverFrame
+    runtime: library.Runtime
+
+
+class Runner:
+    """A compiled graph: takes a list of its inputs, empties it, and returns the list of its outputs."""
+
+    def __init__(self, plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSegments) -> None:
+        self._boxed_call = (
+            True  # torch hands over the only references to the inputs; of the object, for torch copies that
+        )
+        self.plan, self.constants, self.segments = plan, constants, segments
+        single = functools.partial(torch_operators.single, targets=constants.targets)
+        self.code = driver_program.write(plan, single, constants.resolved)
+        self._python = compile(self.code.python, f"<opkit {plan.name}>", "exec")
+        self._bind, self._bytes, self._values = _size_functions(plan, constants.computed, self.code)
+        self._callees = library.function_table(plan.functions)
+        self._names = self._fixed_names()
+        self._words = self._fixed_words()
+        self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], CallFrame]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        sizes = self._bind(inputs)
+        block = arena.take(self._bytes(*sizes))
+        try:
+            frame = self._frame(block, sizes)
+            frame.runtime.threads = openmp.threads()
+            frame.state.by_python = private.is_observed()
+            if frame.prepare is not None:
+                frame.prepare(inputs)
+            return frame.run(inputs)
+        finally:
+            arena.give(block)
+
+    def sizes(self, inputs: list[Any]) -> tuple[int, ...]:
+        """Return the plan's sizes for these inputs."""
+        return self._bind(inputs)
+
+    # ---- frames ------------------------------------------------------------------------------------------------------
+
+    def _frame(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
+        frames = self._frames.get(block)
+        if frames is None:
+            frames = self._frames.setdefault(block, {})
+        frame = frames.get(sizes)
+        if frame is None:
+            if len(frames) >= _MAX_FRAMES:
+                del frames[next(iter(frames))]
+            frame = frames[sizes] = self._create(block, sizes)
+        return frame
+
+    def _create(self, block: Arena, sizes: tuple[int, ...]) -> CallFrame:
+        values = dict(zip(self.plan.sizes, sizes, strict=True))
+        with torch.inference_mode(False), torch.no_grad():
+            views = [self._view(tensor, block, values) for tensor in self.code.names.views]
+        numbers = dict(zip(self.code.names.numbers, self._values(*sizes), strict=True))
+        python = {**self._names, **numbers, **{f"view{number}": view for number, view in enumerate(views)}}
+        exec(self._python, python)
+        runtime = library.runtime(ctypes.addressof(self._callees) if self.plan.functions else None)
+        words = [word if isinstance(word, int) else (self._words | numbers)[word] for word in self.code.words]
+        run, state = driver.function(
+            words, self.code.slots, self.code.taken, views, self._tables(block, values, runtime),
+            self._calls(python, words, runtime),
+        )  # fmt: skip
+        return CallFrame(run, python.get("prepare"), state, runtime)
+
+    def _tables(self, block: Arena, values: Mapping[str, int], runtime: library.Runtime) -> dict[str, Any]:
+        pointers = (ctypes.c_void_p * max(1, len(self.plan.table)))(*self._addresses(block, values))
+        sizes = (ctypes.c_int64 * max(1, len(values)))(*values.values())
+        return {"pointers": pointers, "sizes": sizes, "runtime": runtime}
+
+    def _calls(self, python: dict[str, Any], words: list[int], runtime: library.Runtime) -> dict[str, Any]:
+        """Return the Python functions that the driver calls; none refers to the frame, which would be a cycle."""
+        functions = tuple(
+            python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
+        )
+        failed = functools.partial(torch_operators.failed, words, runtime, self._origins(), self.plan.name)
+        return {"functions": functions, "finished": python.get("finish"), "failed": failed}
+
+    def _product(self, target: str) -> Callable[[list[Any]], None]:
+        return functools.partial(torch_operators.into, torch_operators.function(target, self.constants.targets, True))
+
+    def _fixed_words(self) -> dict[str, int]:
+        """Return the words of programs that are the same for all frames."""
+        dtypes = {word for word in self.code.words if isinstance(word, str)} & {row.torch for row in DTYPES.values()}
+        segments = {f"segment{n}": address for n, address in enumerate(self.segments.addresses)}
+        return {**segments, **driver.products(), **{name: driver.dtype(name) for name in dtypes}}
+
+    def _fixed_names(self) -> dict[str, Any]:
+        """Return the names of Python functions that are the same for all frames."""
+        constants, names = self.constants, self.code.names
+        functions = {
+            name: torch_operators.function(target, constants.targets, out)
+            for name, (target, out) in names.targets.items()
+        }
+        return {
+            **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
+            **functions,
+            **{name: constants.opaques[text] for name, text in names.opaques.items() if text in constants.opaques},
+            "fit": torch_operators.fit,
+            "as_tuple": torch_operators.as_tuple,
+        }
+
+    def _origins(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(step.origins for step in self.plan.steps if isinstance(step, Segment))
+
+    def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:
+        shape, strides = (tuple(_value(each, values) for each in of) for of in (tensor.shape, tensor.strides))
+        offset = _value(tensor.offset, values)
+        constant = self.constants.tensors.get(tensor.buffer)
+        if tensor.buffer not in self.plan.places and constant is not None:
+            return constant.as_strided(shape, strides, constant.storage_offset() + offset)
+        row = DTYPES[self.plan.buffers[tensor.buffer].dtype]
+        begin = _value(self.plan.places[tensor.buffer], values) // row.bytes
+        empty = torch.empty(0, dtype=getattr(torch, row.torch))
+        return empty.set_(block.memory.untyped_storage(), begin + offset, shape, strides)
+
+    def _addresses(self, block: Arena, values: Mapping[str, int]) -> list[int]:
+        """Return the address of each buffer of the table that has a place or is a constant; a call fills in the others."""
+        begin = block.memory.data_ptr()
+        return [self._address(name, begin, values) for name in self.plan.table]
+
+    def _address(self, name: str, begin: int, values: Mapping[str, int]) -> int:
+        if name in self.plan.places:
+            return begin + _value(self.plan.places[name], values)
+        constant = self.constants.tensors.get(name)
+        return 0 if constant is None else constant.data_ptr()
+
+
+def _value(at: Index, values: Mapping[str, int]) -> int:
+    constant = at.constant
+    return eval(spelled(at), {}, dict(values)) if constant is None else constant
+
+
+def _size_functions(
+    plan: ExecutionPlan, computed: Mapping[str, str], program: DriverProgram
+) -> tuple[Callable[..., Any], ...]:
+    """Return functions for the sizes of a call, the bytes of its arena, and the numbers that the program has names for."""
+    names: dict[str, Any] = {"math": __import__("math")}
+    try:
+        exec(binding(plan, computed), names)
+    except LookupError as error:
+        raise CompileError(f"{plan.name}: {error}") from error
+    parameters = ", ".join(plan.sizes)
+    size = eval(f"lambda {parameters}: {spelled(plan.arena)}", names)
+    values = eval(f"lambda {parameters}: ({''.join(f'{text}, ' for text in program.names.numbers.values())})", names)
+    return names["bind"], size, values
+
+
+def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSegments) -> Runner:
+    """Return the function that runs a plan.
+
+    Raises:
+        ToolchainError: there is no C compiler for the driver.
+        CompileError: no input determines a size, or a library that kernels call is gone.
+        AttributeError: the plan calls an operator that does not exist.
+    """
+    driver.library()
+    return Runner(plan, constants, segments)

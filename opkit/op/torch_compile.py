@@ -1,0 +1,89 @@
+"""Find out what torch.compile is doing at the moment, and add guards to the programs that it traces.
+
+The private torch names are those of torch 2.13; torch 2.11 and 2.14 have them too.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def in_compilation() -> bool:
+    """Return whether torch.compile, AOTInductor or export is tracing."""
+    return torch._guards.TracingContext.try_get() is not None or ahead_of_time()
+
+
+def ahead_of_time() -> bool:
+    """Return whether AOTInductor is compiling."""
+    virtualized: Any = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def in_guarded_compilation() -> bool:
+    """Return whether torch.compile is tracing a program that it guards, unlike one that is exported or compiled ahead."""
+    return in_compilation() and not (ahead_of_time() or torch.compiler.is_exporting())
+
+
+def compiling() -> bool:
+    """Return whether torch.compile or AOTInductor is tracing, and not export."""
+    if ahead_of_time():  # its AOTAutograd calls itself an export, and has no tracing context
+        return True
+    return torch._guards.TracingContext.try_get() is not None and not torch.compiler.is_exporting()
+
+
+def functionalizing() -> bool:
+    """Return whether AOTAutograd (or export) is functionalising the program that calls us."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def fake_mode_in_force() -> Any:
+    """Return the active fake mode if it refuses real tensors; else None."""
+    mode: Any = torch._guards.detect_fake_mode()
+    return None if mode is None or mode.allow_non_fake_inputs else mode
+
+
+def without_functional_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that functionalisation wraps; any other one as it is."""
+    return torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def guards_left_out() -> str:
+    """Return the name of an active setting by which torch leaves out guards on symbolic sizes; empty where none is."""
+    from torch.fx.experimental import _config
+
+    names = ("backed_size_oblivious", "aggressive_guard_free_semantics")
+    return next((name for name in names if getattr(_config, name, False)), "")
+
+
+def inductor_widens_floats() -> bool:
+    """Return whether Inductor passes floats to the user's kernels as float64, where Triton itself takes them as float32."""
+    from torch._inductor import config as inductor  # slow to import, and the caller is about to compile
+
+    return bool(getattr(inductor, "_use_fp64_for_unbacked_floats", False))
+
+
+def add_guard(create: Callable[[Any, Any], None]) -> None:
+    """Let ``create(builder, guard)`` add a test (:func:`add_test`) to the program that torch.compile is tracing."""
+    from torch._dynamo.source import GlobalStateSource
+
+    context = torch._guards.TracingContext.get()
+    context.guards_context.dynamo_guards.add(torch._guards.Guard(GlobalStateSource(), create))
+
+
+def add_test(builder: Any, guard: Any, test: Callable[[], bool], text: str) -> None:
+    """Guard a compiled program on ``test``; ``text`` describes it in torch's logs."""
+    guard.set_export_info(guard.inner_create_fn().__name__, None, [text], None)
+
+    def check(_: object) -> bool:
+        return test()
+
+    builder.guard_manager.root.add_lambda_guard(check, [text], guard.user_stack)

@@ -1,0 +1,85 @@
+"""The public names, and the parameters of the functions that users call. Both change only on purpose."""
+
+import importlib
+import inspect
+
+import pytest
+
+import opkit
+
+NAMES = {
+    "opkit": """
+        CustomOp append_kv attention batch_invariant c_kernel check cpp_kernel cuda_kernel custom_op errors explain
+        from_library get masks merge_attention nn operators paged_attention register_transformers remove
+        runtime_library sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
+    """,
+    "opkit.testing": """
+        Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
+        contract interpret layouts load make_call make_tensor replay shapes sizes tensor tensors
+    """,
+    "opkit.masks": """
+        ALiBi And Blocks Causal Dense KeyPadding Mask Not Or PrefixLM RelativePosition ScoreMods Segments
+        SlidingWindow Softcap VarLen
+    """,
+    "opkit.lowering": """
+        Builder DTYPES Index NoRule Scalar Tensor TensorType absolute cast cos element equal erf exp expm1 floor index
+        log log1p maximum minimum number pointwise power product sin sqrt tanh where
+    """,
+    "opkit.nn": """
+        MultiheadAttention RMSNorm SwiGLU cross_entropy rms_norm rotary_embedding swiglu
+    """,
+    "opkit.errors": """
+        AliasError ArgumentError ArgumentTypeError BuildCacheWarning CacheError CompileError CompilerError ConfigError
+        ContractError DeclarationError DefinitionError DemoError DeviceArgumentError DtypeError InterpreterError
+        KernelError KeywordTensorError MutationError MutationUnknownError NameClashError NoCompilerWarning
+        NoKernelError OpkitError OutputError PackageError RedefinitionWarning ResourceError RuleError SanitizerError
+        ShapeError StrideWarning ToolchainError TuningWarning UnknownOperatorError UnsupportedTorchError
+        UntestedTorchWarning
+    """,
+}
+
+METHODS = """
+    describe lowering name reference register_autocast register_autograd register_effect
+    register_fake register_kernel register_lowering register_torch_dispatch register_vmap schema select
+    set_kernel_enabled
+"""
+
+PARAMETERS = {
+    "custom_op": "name fn mutates_args device_types schema tags opaque reference inline autocast",
+    "check": "op args kwargs reference max_examples seed properties exclude budget device database progress",
+    "c_kernel": "source dtypes name flags bind libraries isa debug elementwise",
+    "cpp_kernel": "source dtypes name flags bind sources include_dirs library_dirs libraries isa debug elementwise",
+    "cuda_kernel": "source dtypes name flags bind sources include_dirs library_dirs libraries",
+    "triton_kernel": "function grid outputs bind configs prune reset_to_zero pre_hook targets examples values",
+    "from_library": "name library declaration reference bind preamble returns dtypes variants parallel flags options",
+    "attention": "q k v mask bias scale softcap sinks dropout_p descales return_lse layout kernel",
+    "paged_attention": (
+        "q k_pages v_pages page_table lengths cu_seqlens_q causal window scale softcap sinks k_scale v_scale return_lse kernel"
+    ),
+    "append_kv": "k v k_pages v_pages page_table lengths_before cu_seqlens k_scale v_scale",
+    "merge_attention": "parts",
+    "explain": "model args kwargs",
+    "use_kernel": "op name",
+    "get": "name",
+    "remove": "name",
+    "runtime_library": "",
+    "sdpa_override": "",
+    "set_sdpa_override": "enabled",
+    "tensor_descriptor": "tensor block shape layout padding",
+    "register_transformers": "name",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names(module):
+    found = importlib.import_module(module)
+    assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+def test_methods_of_operators():
+    assert set(METHODS.split()) <= set(dir(opkit.CustomOp))
+
+
+@pytest.mark.parametrize("function", PARAMETERS)
+def test_parameters(function):
+    assert list(inspect.signature(getattr(opkit, function)).parameters) == PARAMETERS[function].split()
