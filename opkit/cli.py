@@ -23,7 +23,7 @@ from opkit.kernels.cc.progress import printable
 if TYPE_CHECKING:
     from opkit.doctor import Finding
     from opkit.kernels.aot.package import Library
-    from opkit.kernels.store.cache import Entry
+    from opkit.kernels.store.cache import CacheEntry
     from opkit.op.aot.package import BuildReport
 
 app = typer.Typer(
@@ -180,18 +180,14 @@ def build(
 
 @app.command()
 def bridge() -> None:
-    """Build the bridge to this torch now, with which calls of C kernels that need no gradient skip Python."""
+    """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
     from opkit.kernels import bridge as bridges
     from opkit.op.torch_private import torch_paths
 
     paths = torch_paths()
     with terminal.bad_input(errors.OpkitError):
         path = bridges.build(paths)
-    status = bridges.status(paths)
-    took = "" if status.seconds is None else f", built in {status.seconds:.1f} s"
-    terminal.console().print(
-        escape(f"The bridge to torch {paths.version} is {path}{took}"), soft_wrap=True, highlight=False
-    )
+    terminal.console().print(escape(f"The bridge to torch {paths.version} is {path}"), soft_wrap=True, highlight=False)
 
 
 @cache_app.command("list")
@@ -205,14 +201,17 @@ def cache_list() -> None:
         headings = ("kernel", "size", "age", "compiler", "key")
         terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
     terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
-    if compiled := stored.files():
+    if compiled := stored.binary_files():
         size = _bytes(sum(path.stat().st_size for path in compiled))
         terminal.console().print(f"{_triton(len(compiled))}, {size}, in {escape(printable(str(stored.root())))}")
 
 
 @cache_app.command("clear")
 def cache_clear() -> None:
-    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed."""
+    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed.
+
+    The bridge to torch goes too: `opkit bridge` builds it again.
+    """
     from opkit.kernels.store import cache
     from opkit.kernels.triton import stored
 
@@ -297,12 +296,12 @@ def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
     return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
 
 
-def _entry(entry: Entry) -> tuple[str, ...]:
+def _entry(entry: CacheEntry) -> tuple[str, ...]:
     cells = (entry.label, _bytes(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
     return tuple(escape(printable(cell)) for cell in cells)
 
 
-def _amount(entries: list[Entry]) -> str:
+def _amount(entries: list[CacheEntry]) -> str:
     kernels = "1 kernel" if len(entries) == 1 else f"{len(entries)} kernels"
     return f"{kernels}, {_bytes(sum(entry.size for entry in entries))}"
 

@@ -15,8 +15,8 @@ from opkit import errors, terminal
 from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
-    from opkit.kernels.triton.observation import Choice
-    from opkit.kernels.triton.record_format import Entry, Identity, Record
+    from opkit.kernels.tuning.observation import Choice
+    from opkit.kernels.tuning.record_format import Identity, Record, TuningEntry
     from opkit.op.aot.tuning import TuningResult
     from opkit.op.examples.arguments import ExampleCall
 
@@ -65,7 +65,7 @@ def tune(
 
 
 def _keep(show: bool, export: Path | None, import_: Path | None, operators: Sequence[str] | None) -> None:
-    from opkit.kernels.triton import records
+    from opkit.kernels.tuning import records
 
     if import_ is not None:
         _say(f"Took {_results(records.import_from(import_))} from {import_} into {records.root()}")
@@ -76,7 +76,7 @@ def _keep(show: bool, export: Path | None, import_: Path | None, operators: Sequ
 
 
 def _show(listed: Sequence[Record]) -> None:
-    from opkit.kernels.triton import records
+    from opkit.kernels.tuning import records
     from opkit.op.aot import tuning
 
     hashes = tuning.identities()
@@ -90,7 +90,7 @@ def _show(listed: Sequence[Record]) -> None:
     _say(f"{_results(len(rows))} in {records.root()}")
 
 
-def _row(record: Record, entry: Entry, stale: str) -> tuple[str, ...]:
+def _row(record: Record, entry: TuningEntry, stale: str) -> tuple[str, ...]:
     time = "" if entry.best.ms is None else f"{entry.best.ms:.4g}"
     date = entry.when.strftime("%Y-%m-%d %H:%M")
     cells = (record.operator, record.kernel, entry.device, entry.bucket, entry.best.label, time, date, stale or "no")

@@ -12,7 +12,7 @@ variable                default  meaning
 ``OPKIT_NVCC``          (found)  the CUDA compiler
 ``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, avx512_bf16, amx, neon
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
-``OPKIT_BRIDGE``        ``1``    build, once for each torch, what lets C kernels skip Python's autograd rules
+``OPKIT_BRIDGE``        ``1``    use the bridge, if ``opkit bridge`` built it: calls of C kernels skip Python's autograd rules
 ``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
 ``OPKIT_STRICT``        ``0``    the compiler raises where it fails, rather than running the graph in eager mode
 ``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code

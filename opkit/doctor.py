@@ -152,12 +152,11 @@ def _bridge() -> Iterator[Finding]:
     from opkit.op.torch_private import torch_paths
 
     found = bridge.status(torch_paths())
-    took = "" if found.seconds is None else f" in {found.seconds:.1f} s"
-    reason = f": {found.log.strip().splitlines()[0]}" if found.log.strip() else ""
-    ready = found.state in ("built", "off", "building")
+    reason = f": {found.reason.splitlines()[0]}" if found.reason else ""
+    ready = found.state != "absent"
     status: Status = "ok" if ready else "note"
     fix = None if ready else "opkit bridge    (C kernels run without it, slower)"
-    yield Finding("compilers", "bridge to torch", f"{found.state}{took}{reason}", status, fix)
+    yield Finding("compilers", "bridge to torch", f"{found.state}{reason}", status, fix)
 
 
 def _headers() -> Finding:

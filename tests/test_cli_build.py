@@ -183,14 +183,14 @@ def test_a_disk_that_fills_up_leaves_the_old_package(folder, monkeypatch):
     old = snapshot(folder / "_opkit_single")
     forget(before)
     (folder / "single.py").write_text(HEAD + operator("good").replace("2 * x", "3 * x"))
-    from opkit.kernels.aot import package
+    from opkit.kernels.store import files
 
-    def full(path, content, write=package._replace):
+    def full(path, content, mode, write=files.write_atomically):
         if path.name == "manifest.json":
             raise OSError(28, "No space left on device")
-        write(path, content)
+        write(path, content, mode)
 
-    monkeypatch.setattr(package, "_replace", full)
+    monkeypatch.setattr(files, "write_atomically", full)
     result = run("single", "--isa", "avx2")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr

@@ -12,7 +12,7 @@ from opkit import cli
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
 from opkit.kernels.store import cache
-from opkit.kernels.store.cache import Entry
+from opkit.kernels.store.cache import CacheEntry
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
@@ -99,7 +99,7 @@ def test_sizes_and_ages(place, monkeypatch):
         (1500000, 8000),
         (3 * 2**30, 90000 * 3),
     ]  # a build's time may lie ahead of this clock
-    made = [Entry("k" * 64, "a::a", size, time.time() - age, place, "gcc 12", ()) for size, age in kept]
+    made = [CacheEntry("k" * 64, "a::a", size, time.time() - age, place, "gcc 12", ()) for size, age in kept]
     monkeypatch.setattr(cache, "entries", lambda: made)
     shown = [re.split("  +", line)[1:3] for line in run("list").stdout.splitlines()[1:5]]
     assert shown == [["12 B", "0 s"], ["2 KiB", "1 min"], ["1.431 MiB", "2 h"], ["3 GiB", "3 days"]]

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import opkit
 from opkit import cli, terminal
-from opkit.kernels.triton import records, tuning
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.aot import tuning as op_tuning
 
 RUNNER = CliRunner()
@@ -22,10 +22,10 @@ import torch
 import opkit
 from jaxtyping import Float
 from torch import Tensor
-from opkit.kernels.triton import tuning
-from opkit.kernels.triton.buckets import bucket_of
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import tuning
+from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 
 CONFIGS = [Config({"BLOCK": block}, {"num_warps": 4}) for block in (64, 128, 256)]
 TIMES = {64: 0.5, 128: 0.25}

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 import row_kernels as k
 
-from opkit.kernels.triton import compiling, configs, resources
+from opkit.kernels.triton import compiling, resources
+from opkit.kernels.tuning import configs
 from opkit.op.examples import typical as typical_calls
 from opkit.op.triton import testing
 

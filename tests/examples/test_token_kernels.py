@@ -271,7 +271,7 @@ def by_hand(n: int, classes: int, **others: Any) -> dict[str, dict[str, Any]]:
 def test_what_is_launched_by_hand_compiles_without_spills(name, target):
     given = by_hand(8192, 32000)[name]
     kinds = {key: launch._kind(getattr(k.linear_cross_entropy, name), key, value) for key, value in given.items()}
-    bound = launch.Form(getattr(k.linear_cross_entropy, name), kinds).bound
+    bound = launch.LaunchForm(getattr(k.linear_cross_entropy, name), kinds).bound
     values = Values(bound, list(given.values()), ())
     named = evaluate(bound.where, bound.formulas, {**values.named(), **bound.constants})
     seen = [examples._seen(values.of(source)) for source in bound.sources]

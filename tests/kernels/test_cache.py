@@ -146,7 +146,7 @@ def test_old_leftovers_are_swept_and_new_ones_stay(place):
 
 
 def test_few_failures_are_kept(place, monkeypatch):
-    monkeypatch.setattr(storing, "_FAILED_KEPT", 2)
+    monkeypatch.setattr(storing, "_MAX_FAILED", 2)
     for number in range(4):
         with pytest.raises(errors.CompileError):
             build(make(text=f"oops {number}"))

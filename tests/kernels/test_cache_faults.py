@@ -22,7 +22,7 @@ import opkit
 from opkit import errors
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
-from opkit.kernels.store import cache, storing
+from opkit.kernels.store import cache, files, storing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -396,7 +396,7 @@ def test_a_lock_that_is_held_for_ever_is_done_without(settings, monkeypatch):
     settings(build_timeout=100)
     minutes = itertools.count(step=60)  # the time that a builder waits is over soon, and that of the compiler is not
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(minutes))
-    monkeypatch.setattr(storing, "time", clock)
+    monkeypatch.setattr(files, "time", clock)
     name = key(make())
     (cache.root() / name[:2]).mkdir(parents=True, mode=0o700)
     with filelock.FileLock(cache.root() / name[:2] / f"{name}.lock"):

@@ -56,15 +56,12 @@ def bridge() -> None:
 
 
 @pytest.fixture(params=["bridge", pytest.param("python", marks=pytest.mark.exhaustive)])
-def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., None]) -> None:
+def planned(request: pytest.FixtureRequest, settings: Callable[..., None]) -> None:
     """With the bridge, and as with ``OPKIT_BRIDGE=0``: every call is planned in Python."""
     if request.param == "bridge":
         request.getfixturevalue("bridge")
         return
-    from opkit.op.native import bridged
-
     settings(bridge=0)
-    monkeypatch.setattr(bridged, "running_bridge", bridged._Bridge())
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 import opkit
-from opkit.op.native import bridged
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -148,19 +147,3 @@ def test_a_kernel_registered_again_is_the_new_one(doubled):
     for _ in range(3):
         assert both(doubled, torch.ones(2)).tolist() == [5.0, 5.0]
     assert [kernel.name for kernel in doubled.describe().kernels] == ["twice"]
-
-
-def test_a_bridge_that_is_ready_later_is_taken(name, monkeypatch):
-    late = bridged._Bridge()
-    late.tried = True  # as while it is being built
-    monkeypatch.setattr(bridged, "running_bridge", late)
-    op = opkit.custom_op(name, lambda x: x * 2, schema="(Tensor x) -> Tensor")
-    op.register_kernel("cpu", opkit.c_kernel(TWICE, dtypes=["float32"], bind={"n": "x_numel"}))
-    x = torch.ones(4)
-    for _ in range(5):
-        assert both(op, x).tolist() == [2.0] * 4
-    assert not serving(op)
-    late.built("somewhere")
-    for _ in range(3):
-        assert both(op, x).tolist() == [2.0] * 4
-    assert serving(op)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import KernelError, NoKernelError, OutputError
+from opkit.kernels.tuning import records
 
 Vector = Float[Tensor, "*batch n"]
 
@@ -204,26 +205,29 @@ def test_autotuning_picks_the_faster_once_a_bucket_and_remembers(cache: Path) ->
     op.register_kernel("cpu", slow(0.003, 1), name="slow", autotune=True)
     op.register_kernel("cpu", slow(0.0, 2), name="quick", autotune=True)
     assert op(torch.ones(100))[0].item() == 2
-    (record,) = (cache / "autotune").glob("*.json")
-    assert list(json.loads(record.read_text()).values()) == ["quick"]
-    assert (cache / "autotune").stat().st_mode & 0o777 == 0o700
-
-    record.write_text(record.read_text().replace("quick", "slow"))
-    assert op(torch.ones(101))[0].item() == 1  # the same bucket: as recorded
+    (file,) = (cache / "triton_tuning").glob("*.json")
+    (record,) = json.loads(file.read_text())["records"]
+    assert [entry["config"]["constexprs"] for entry in record["entries"]] == [{"kernel": "quick"}]
+    assert (cache / "triton_tuning").stat().st_mode & 0o777 == 0o700
+    before = file.stat().st_mtime_ns
+    assert op(torch.ones(101))[0].item() == 2  # the same bucket: as recorded
+    assert file.stat().st_mtime_ns == before
     assert op(torch.ones(200))[0].item() == 2
+    assert file.stat().st_mtime_ns > before
     assert "quick was measured to be faster" in op.select(torch.ones(200)).refused["slow"]
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"key": 3}', "\x00\xff"])
 def test_a_damaged_record_is_timed_again(cache: Path, damage: str) -> None:
     op = fresh(f"damaged_{abs(hash(damage))}")
-    path = cache / "autotune" / f"{op.name.replace('::', '.')}.json"
+    path = records.file_of(op.name, "(kernels)")
     path.parent.mkdir(parents=True)
     path.write_text(damage)
     op.register_kernel("cpu", slow(0.002, 1), name="slow", autotune=True)
     op.register_kernel("cpu", slow(0.0, 2), name="quick", autotune=True)
-    assert op(torch.ones(4))[0].item() == 2
-    assert "quick" in json.loads(path.read_text()).values()
+    with pytest.warns(opkit.errors.TuningWarning, match="it is measured again"):
+        assert op(torch.ones(4))[0].item() == 2
+    assert json.loads(path.read_text())["records"]
 
 
 def test_an_edited_kernel_is_timed_afresh(cache: Path) -> None:

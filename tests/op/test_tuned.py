@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import opkit
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.aot import tuning
 from opkit.op.dispatch.prepared import TunedKernel
 

@@ -17,7 +17,7 @@ from opkit.attn.gpu.candidates import Kernel
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.gpu.search import Question, Tiles
 from opkit.attn.masks.program import Grid
-from opkit.kernels.triton.configs import Config
+from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 

@@ -1,6 +1,6 @@
 """Tiles by search: where no table is shipped for a GPU, the fastest candidates are found by timing a call, and kept.
 
-It is the tuning of Triton kernels that have ``configs=`` (:mod:`opkit.kernels.triton.tuning`), asked before a launch is
+It is the tuning of Triton kernels that have ``configs=`` (:mod:`opkit.kernels.tuning.tuning`), asked before a launch is
 prepared, since lists of tiles and constants follow from the tiles. A search is of a class of calls, which lengths and batches
 do not make (but for calls of few queries), and of a GPU model, a release of Triton and the kernel's source.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from opkit import config
 from opkit.errors import CompileError
-from opkit.kernels.triton import records, tuning
-from opkit.kernels.triton.buckets import bucket_of
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.observation import Choice, add_launcher
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.observation import Choice, add_launcher
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op import torch_private as private
 from opkit.op.dispatch import autotune
 from opkit.op.trace.contract_hash import contract_hash

@@ -9,7 +9,7 @@ from typing import Any
 from opkit.attn.calls import BiasCall, Call, Float8Call, GradientCall
 from opkit.attn.gpu import candidates, examples, search
 from opkit.attn.gpu.candidates import Kernel
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.dispatch.prepared import TunedKernel
 
 Prepare = Callable[..., Callable[..., Any]]

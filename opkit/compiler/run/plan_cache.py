@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, Segment
-from opkit.kernels.store import storing
+from opkit.kernels.store import files
 
 # ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
 
@@ -132,11 +131,7 @@ def _path(identity: str) -> Path:
 def read(identity: str) -> Any:
     """Return an entry's content, or None if there is none that can be trusted."""
     try:
-        path = _path(identity)
-        status = path.stat()
-        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return None
-        noted, content = path.read_text(encoding="utf-8").split("\n", 1)
+        noted, content = files.read_private(_path(identity)).decode().split("\n", 1)
         if noted != hashlib.sha256(content.encode()).hexdigest():
             return None
         return json.loads(content)
@@ -149,8 +144,8 @@ def write(identity: str, content: Any) -> None:
     path = _path(identity)
     with contextlib.suppress(OSError):
         text = json.dumps(content).encode()
-        storing.prepare_own(path.parent)
-        storing.write_whole(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        files.make_private_folder(path.parent)
+        files.write_atomically(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:

@@ -26,6 +26,7 @@ from opkit.kernels.binding.binding import Bound
 from opkit.kernels.cc import build_key
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.store import files
 from opkit.kernels.triton.shipping import FOLDER as BINARIES
 from opkit.kernels.triton.shipping import TritonBinary
 
@@ -269,7 +270,7 @@ def write(
         for binary, image in compiled:
             binaries.append(_put_binary(folder, binary, image))
         manifest = Manifest(folder, build_key.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
-        _replace(folder / MANIFEST, _text(manifest).encode("ascii"))
+        files.write_atomically(folder / MANIFEST, _text(manifest).encode("ascii"), 0o644)
     except OSError as error:
         _remove(folder, {each.file for each in (*libraries, *binaries)} - before)
         raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
@@ -298,7 +299,7 @@ def _put(folder: Path, library: Library, path: Path) -> Library:
     sha256 = hashlib.sha256(content).hexdigest()
     parts = (*library.operator.split("::"), library.kernel, library.isa, sha256[:8])
     file = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts) + ".so"
-    _replace(folder / file, content)
+    files.write_atomically(folder / file, content, 0o644)
     return dataclasses.replace(library, file=file, sha256=sha256, size=len(content))
 
 
@@ -306,18 +307,8 @@ def _put_binary(folder: Path, binary: TritonBinary, image: bytes) -> TritonBinar
     placed = binary.placed(image)
     path = folder / placed.file
     path.parent.mkdir(exist_ok=True)
-    _replace(path, image)
+    files.write_atomically(path, image, 0o644)
     return placed
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file under another name, then rename it; whoever may read the folder may read it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _text(manifest: Manifest) -> str:

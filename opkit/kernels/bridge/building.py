@@ -1,35 +1,23 @@
-"""Building the bridge, once for each torch, into ``<cache_dir>/bridge/<key>/``."""
+"""Build the bridge to one torch, as an entry of the build cache, and look it up there."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Literal
 
 from opkit import config
-from opkit.errors import CompileError, ToolchainError
-from opkit.kernels.bridge.entry import Entry
+from opkit.errors import CacheError, ToolchainError
+from opkit.kernels.cc import compilation
+from opkit.kernels.cc.compilation import Request, Unit
+from opkit.kernels.store import cache
 
 _SOURCE = Path(__file__).with_name("bridge.cpp")
-_HEADER = Path(__file__).parents[1] / "include" / "opkit.h"
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_INCLUDE = Path(__file__).parents[1] / "include"
 # not the compiler's own C++ runtime, which may be another than torch's, or static: two in one process crash
-_LIBRARIES = ("-nodefaultlibs", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-lc", "-lgcc")
-_COMPILERS = ("g++", "clang++", "c++")
-
-ABI_VERSION = int(re.findall(r"#define OPK_ABI_VERSION (\d+)", _HEADER.read_text())[0])
-"""What the bridge must say it was built for."""
+_FLAGS = ("-std=c++20", "-O2", "-w", "-nodefaultlibs", "-Wl,--no-as-needed")
+_LIBRARIES = ("torch_cpu", "c10", "c", "gcc")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,134 +39,59 @@ class TorchPaths:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """How the bridge to one torch stands.
+    """Whether the bridge to one torch is ready, and where it is ``absent``, why it cannot be built, if it cannot."""
 
-    Attributes:
-        state: "built", "building", "failed", "absent" or "off".
-        seconds: that the build took, where it is built.
-        log: why it failed, or why it cannot be built.
-    """
-
-    state: str
-    seconds: float | None = None
-    log: str = ""
+    state: Literal["built", "absent", "off"]
+    reason: str = ""
 
 
-def entry(paths: TorchPaths) -> Entry:
-    """Where the cache has, or would have, the bridge to this torch.
-
-    Raises:
-        ToolchainError: there is no C++ compiler.
-    """
-    compiler = _compiler()
-    found = compiler.stat()
-    parts = {
-        "torch": [str(value) for value in dataclasses.astuple(paths)],
-        "compiler": [str(compiler), found.st_size, found.st_mtime_ns],
-        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (_SOURCE, _HEADER)],
-        "flags": _FLAGS + _LIBRARIES,
-    }
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return Entry(config.get().cache_dir / "bridge" / key)
+def request_for(paths: TorchPaths) -> Request:
+    """Return the request for the bridge to this torch."""
+    # the comment makes the torch part of the cache's key, and stands at the end so that lines keep their numbers
+    identity = json.dumps([paths.version, paths.git_version])
+    return Request(
+        label=f"bridge to torch {paths.version}",
+        units=(Unit(_SOURCE.name, f"{_SOURCE.read_text(encoding='utf-8')}\n// {identity}\n", "c++"),),
+        flags=(*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(paths.cxx11_abi)}", f"-isystem{paths.include_dir}"),
+        include_dirs=(_INCLUDE,),
+        library_dirs=(paths.library_dir,),
+        libraries=_LIBRARIES,
+        isa="baseline",
+    )
 
 
 def cached(paths: TorchPaths) -> Path | None:
-    """The library if it was built before, is whole, and is wanted."""
+    """Return the library if the cache has it and ``OPKIT_BRIDGE`` is on; never build it."""
     if not config.get().bridge:
         return None
-    with contextlib.suppress(ToolchainError, OSError):
-        return entry(paths).found()
-    return None
+    try:
+        return compilation.find(request_for(paths))
+    except ToolchainError:  # the compiler is part of the key
+        return None
 
 
 def status(paths: TorchPaths) -> Status:
-    """How the bridge to this torch stands."""
+    """Return the state of the bridge to this torch."""
     if not config.get().bridge:
-        return Status("off", log="OPKIT_BRIDGE=0")
+        return Status("off", "OPKIT_BRIDGE=0")
     try:
-        place = entry(paths)
+        found = compilation.find(request_for(paths))
     except ToolchainError as error:
-        return Status("absent", log=str(error))
-    if place.found() is not None:
-        return Status("built", place.record()["seconds"])
-    if place.locked():
-        return Status("building")
-    failure = place.failure()
-    return Status("absent", log=paths.missing) if failure is None else Status("failed", log=failure)
+        return Status("absent", str(error))
+    return Status("absent", paths.missing) if found is None else Status("built")
 
 
 def build(paths: TorchPaths) -> Path:
-    """The library, compiled here and now unless the cache has it; says how long it took.
+    """Return the library; compile it now unless the cache has it.
 
     Raises:
         ToolchainError: there is no C++ compiler, or there are no headers.
         CompileError: the compiler refused the source, or did not finish in time.
         CacheError: the cache cannot be written to.
     """
-    place = entry(paths)
-    place.make()
-    with place.lock():
-        found = place.found()
-        return _build(paths, place) if found is None else found
-
-
-def _build(paths: TorchPaths, place: Entry) -> Path:
     if paths.missing:
         raise ToolchainError(f"The bridge cannot be built: {paths.missing}")
-    place.sweep()
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=place.folder) as folder:
-        output = Path(folder) / "bridge.so"
-        try:
-            _compile(_SOURCE, output, paths)
-        except CompileError as error:
-            place.fail(str(error))
-            raise
-        seconds = round(time.perf_counter() - start, 2)
-        library = place.keep(output, {"seconds": seconds, "torch": paths.version, "compiler": str(_compiler())})
-    print(f"opkit: built the bridge to torch {paths.version} in {seconds:.1f} s", file=sys.stderr)
-    return library
-
-
-# ---- the compiler ---------------------------------------------------------------------------------------------------
-
-
-def _compiler() -> Path:
-    named = config.get().cxx
-    names = (named,) if named else (os.environ.get("CXX", ""), *_COMPILERS)
-    found = [path for path in map(shutil.which, filter(None, names)) if path]
-    if found:
-        return Path(found[0]).resolve()
-    tried = ", ".join(filter(None, names))
-    raise ToolchainError(f"There is no C++ compiler to build the bridge with (tried: {tried}). Set OPKIT_CXX to one.")
-
-
-def _compile(source: Path, output: Path, paths: TorchPaths) -> None:
-    command = [
-        str(_compiler()), *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(paths.cxx11_abi)}",
-        "-isystem", str(paths.include_dir), "-I", str(_HEADER.parent), str(source), "-o", str(output),
-        "-L", str(paths.library_dir), *_LIBRARIES,
-    ]  # fmt: skip
-    log = output.with_suffix(".log")
-    with log.open("wb") as file:
-        code = _run(command, file)
-    if code != 0 or not output.is_file():
-        raise CompileError(f"The bridge to torch {paths.version} does not compile: {command}\n{_tail(log)}")
-
-
-def _run(command: list[str], log: BinaryIO) -> int:
-    limit = config.get().build_timeout
-    # a session of its own, so that the compiler's own children can be stopped with it
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        _ = process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        raise CompileError(f"The bridge did not compile within {limit:g} s (OPKIT_BUILD_TIMEOUT): {command}") from None
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-20_000:]
+    path = compilation.build(request_for(paths))
+    if not path.is_relative_to(cache.root()):
+        raise CacheError(f"The bridge was built, but cannot be stored in the build cache {cache.root()}.")
+    return path

@@ -1,14 +1,18 @@
-"""The compiled bridge, called through ctypes."""
+"""Call the compiled bridge through ctypes."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from pathlib import Path
 
 from opkit.errors import KernelError
 from opkit.kernels.bridge import building
-from opkit.kernels.bridge.building import ABI_VERSION, TorchPaths
+from opkit.kernels.bridge.building import TorchPaths
+from opkit.kernels.cc.inputs import abi_version
+
+_logger = logging.getLogger("opkit.bridge")
 
 DEVICES = {"cpu": 0, "cuda": 1}
 """The devices that the bridge has dispatch keys for."""
@@ -61,14 +65,14 @@ class Bridge:
         version = ctypes.c_char_p()
         abi = self._library.opkit_bridge_abi(ctypes.byref(version))
         self.torch_version = (version.value or b"").decode()  # of the headers
-        if abi != ABI_VERSION:
-            raise OSError(f"{path} is of ABI {abi}; this opkit needs {ABI_VERSION}")
+        if abi != abi_version():
+            raise OSError(f"{path} is of ABI {abi}; this opkit needs {abi_version()}")
 
     def install(self, name: str, overload: str, device: str, kernel_address: int) -> Installed:
         """Run calls of an operator on ``device`` in C wherever they are plain and the runtime does not refuse them.
 
         Every other call goes to the kernels that the operator has in the dispatcher now, so register those first, and
-        remove this before the operator goes.
+        remove this before the operator is removed.
 
         Args:
             name: "namespace::name" of an operator whose Python kernels are registered already.
@@ -93,16 +97,19 @@ class Bridge:
 
 
 def load(paths: TorchPaths, runtime_address: int) -> Bridge | None:
-    """The bridge to this very torch if the cache has it; None where it is absent, damaged or switched off."""
+    """Return the bridge to this very torch if the cache has it; None, with a line in the log, if it is absent or damaged."""
     path = building.cached(paths)
     if path is None:
+        _logger.info(
+            "There is no bridge to torch %s, so calls go through Python. Run `opkit bridge` once.", paths.version
+        )
         return None
     try:
         bridge = Bridge(path, runtime_address)
         if not paths.version.startswith(bridge.torch_version):
             raise OSError(f"{paths.include_dir} has the headers of torch {bridge.torch_version}, not {paths.version}")
     except OSError as error:
-        building.entry(paths).fail(f"The bridge was built and cannot be used.\n{error}\n")
+        _logger.warning("The bridge to torch %s cannot be used: %s", paths.version, error)
         return None
     return bridge
 

@@ -49,6 +49,15 @@ def key(request: Request) -> str:
     return build_key.key(request, plan(request))
 
 
+def find(request: Request) -> Path | None:
+    """Return the built file if the cache has it; never build it.
+
+    Raises:
+        ToolchainError: the compiler, which is part of the key, was not found.
+    """
+    return _look_up(key(request))
+
+
 def build(request: Request) -> Path:
     """Return the built file: a checked one from the cache, or, if it has none, a new one.
 
@@ -252,7 +261,7 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
     again = tuple(_outside(argument, failed) for argument in wrong.command)
     texts = [(unit.name, unit.text) for unit in job.request.units]
     message = diagnostics.failure(job.request.label, wrong, again, folder, texts)
-    storing.keep_failed(place, job.key, folder)
+    storing.store_failed(place, job.key, folder)
     return diagnostics.error(message, wrong.log, again)
 
 

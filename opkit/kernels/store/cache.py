@@ -1,7 +1,8 @@
-"""The build cache: ``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it.
+"""Find, list and check entries of the build cache.
 
-A file is trusted only if it and the folders above it, up to ``native``, belong to this user, nobody else may write to
-them, and the file's sha256 is the one noted. Entries appear by one rename, so they are whole or absent.
+``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it. A file is trusted only if it and
+the folders above it, up to ``native``, belong to this user, nobody else may write to them, and the file's sha256 is the one
+noted. Entries appear by one rename, so they are whole or absent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from opkit import config
 from opkit.errors import CacheError
+from opkit.kernels.store import files
 
 ENTRY = "entry.json"
 FILES = ("kernel.so", "kernel")
@@ -33,16 +35,16 @@ _FIELDS = {"key": str, "label": str, "file": str, "sha256": str, "size": int, "c
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One built file.
 
     Attributes:
-        key: what it is kept under.
+        key: what it is stored under.
         label: what people know it by.
         size: of the file, in bytes.
         created: when it was built, in seconds since 1970.
         path: the file.
-        compiler: what the compiler said of its version.
+        compiler: the compiler's version, as it prints it.
         flags: the compiler's command.
     """
 
@@ -56,12 +58,12 @@ class Entry:
 
 
 def root() -> Path:
-    """Where entries are kept."""
+    """Return the folder of the build cache."""
     return Path(os.path.abspath(config.get().cache_dir)) / "native"
 
 
 def folder(place: Path, key: str) -> Path:
-    """The folder of one entry, whether there is one or not."""
+    """Return the folder of one entry, whether there is one or not."""
     return place / key[:2] / key
 
 
@@ -69,17 +71,17 @@ def folder(place: Path, key: str) -> Path:
 
 
 def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """What an entry says of itself, and what is wrong with it: None where it can be used."""
+    """Return what an entry says of itself, and what is wrong with it: None where it can be used."""
     try:
         for place in (directory.parent.parent, directory.parent):
-            check_private(place, os.stat(place))
-        check_private(directory, os.lstat(directory), stat.S_ISDIR)
+            files.check_private(place, os.stat(place))
+        files.check_private(directory, os.lstat(directory), stat.S_ISDIR)
         noted = _noted(directory)
-        content = read_private(directory / noted["file"])
+        content = files.read_private(directory / noted["file"])
     except (OSError, ValueError) as error:
         return {}, _reason(error)
     if len(content) != noted["size"]:
-        return noted, f"{noted['file']} has {len(content)} bytes; it had {noted['size']} when it was built"
+        return noted, f"{noted['file']} has {len(content)} bytes; {noted['size']} were built"
     if hashlib.sha256(content).hexdigest() != noted["sha256"]:
         return noted, f"{noted['file']} is not what was built: its sha256 differs"
     return noted, None
@@ -91,35 +93,9 @@ def _reason(error: OSError | ValueError) -> str:
     return f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def check_private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
-    """Nobody but this user may have written to it.
-
-    Raises:
-        ValueError: somebody may have; or it is no file or folder as it should be.
-    """
-    if not right_kind(status.st_mode):
-        raise ValueError(f"{path.name} is not a file or folder as it was built")
-    if status.st_uid != os.geteuid():
-        raise ValueError(f"{path.name} belongs to another user")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"{path.name} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})")
-
-
-def read_private(path: Path) -> bytes:
-    """The bytes of a plain file of this user's; the check and the reading are of one and the same file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: others may have written to it.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-        check_private(path, os.fstat(file.fileno()), stat.S_ISREG)
-        return file.read()
-
-
 def _noted(directory: Path) -> dict[str, Any]:
     try:
-        noted = json.loads(read_private(directory / ENTRY))
+        noted = json.loads(files.read_private(directory / ENTRY))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{ENTRY} cannot be read as JSON") from None
     wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())
@@ -131,7 +107,7 @@ def _noted(directory: Path) -> dict[str, Any]:
 
 
 def find(place: Path, key: str) -> tuple[Path | None, str | None]:
-    """The file of an entry that can be used, or what is wrong with it; neither, where there is none."""
+    """Return the file of an entry that can be used, or what is wrong with it; neither, where there is none."""
     directory = folder(place, key)
     if not os.path.lexists(directory):
         return None, None
@@ -143,13 +119,13 @@ def find(place: Path, key: str) -> tuple[Path | None, str | None]:
 
 
 def _folders(place: Path) -> Iterator[Path]:
-    """The folders of entries, and what is damaged of them."""
+    """Yield the folders of entries, and what is damaged of them."""
     for above in _listed(place, r"[0-9a-f]{2}"):
         yield from _listed(above, _KEY.pattern)
 
 
 def _listed(directory: Path, pattern: str) -> list[Path]:
-    """What a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
+    """Return what a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
     try:
         inside = [] if directory.is_symlink() else directory.iterdir()
         return sorted(path for path in inside if re.fullmatch(pattern, path.name))
@@ -157,10 +133,10 @@ def _listed(directory: Path, pattern: str) -> list[Path]:
         return []
 
 
-def _entry(directory: Path, noted: dict[str, Any]) -> Entry:
-    """An entry as far as it is known; a damaged one may not say more than its key."""
+def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
+    """Return an entry as far as it is known; a damaged one may not say more than its key."""
     compiler, command = noted.get("compiler"), noted.get("flags")
-    return Entry(
+    return CacheEntry(
         key=directory.name,
         label=noted.get("label", "?"),
         size=noted.get("size", 0),
@@ -171,8 +147,8 @@ def _entry(directory: Path, noted: dict[str, Any]) -> Entry:
     )
 
 
-def entries() -> list[Entry]:
-    """What the cache holds, by label. Files are not looked into: see :func:`verify`."""
+def entries() -> list[CacheEntry]:
+    """Return what the cache holds, by label. Files are not looked into: see :func:`verify`."""
     found = []
     for directory in _folders(root()):
         with contextlib.suppress(OSError, ValueError):
@@ -180,8 +156,8 @@ def entries() -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.label, entry.created, entry.key))
 
 
-def verify() -> list[tuple[Entry, str]]:
-    """The entries that cannot be used, each with what is wrong with it."""
+def verify() -> list[tuple[CacheEntry, str]]:
+    """Return the entries that cannot be used, each with what is wrong with it."""
     examined = [(directory, *examine(directory)) for directory in _folders(root())]
     return [(_entry(directory, noted), problem) for directory, noted, problem in examined if problem is not None]
 

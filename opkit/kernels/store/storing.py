@@ -1,4 +1,4 @@
-"""The writing side of the build cache: locks, private folders to build in, and what is done where it cannot be written.
+"""Write entries of the build cache: locks, private folders to build in, and a temporary cache if the cache is read-only.
 
 A process that cannot write to the cache (a full disk, a read-only one) builds into a temporary folder of its own, laid
 out like the cache and removed when the process ends.
@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -23,11 +22,10 @@ from typing import Any
 
 from opkit import config
 from opkit.errors import BuildCacheWarning, CacheError
-from opkit.kernels.store import cache
+from opkit.kernels.store import cache, files
 
 _HOUR = 3600.0
-_PATIENCE, _POLL = 0.2, 0.01
-_FAILED_KEPT = 20
+_MAX_FAILED = 20
 
 _instead: dict[Path, Path] = {}  # the temporary folders that stand in for caches, by the cache
 _swept: set[Path] = set()
@@ -38,13 +36,13 @@ _changing = threading.Lock()
 
 
 def place() -> Path:
-    """Where to build now: the cache, or what stands in for it."""
+    """Return where to build now: the cache, or what stands in for it."""
     main = cache.root()
     return _instead.get(main, main)
 
 
 def places() -> list[Path]:
-    """Where to look for what is built: the cache, and what stands in for it if anything does."""
+    """Return where to look for what is built: the cache, and what stands in for it if anything does."""
     main = cache.root()
     return [main, _instead[main]] if main in _instead else [main]
 
@@ -64,7 +62,7 @@ def give_up(failed: Path, error: OSError) -> None:
         _instead[main] = _temporary(main, error)
     warnings.warn(
         f"The build cache {main} cannot be used ({error.strerror or error}). Kernels of this process are built into "
-        f"{_instead[main]}, which is removed when it ends. Free space, mend the folder, or set OPKIT_CACHE_DIR.",
+        f"{_instead[main]}, which is removed when it ends. Free space, repair the folder, or set OPKIT_CACHE_DIR.",
         BuildCacheWarning,
         stacklevel=3,
     )
@@ -86,54 +84,15 @@ def _remove_own(folder: Path, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepare(directory: Path) -> None:
-    """Make a folder that only this user may enter, and those above it if need be."""
-    if not directory.parent.is_dir():
-        _prepare(directory.parent)
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-        return
-    if not directory.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-
-
-def prepare_own(directory: Path) -> None:
-    """Make a folder of a cache's, which must be this user's and closed to writing by others; and those above it.
-
-    Raises:
-        OSError: it cannot be made, is no folder, or belongs to another user.
-    """
-    _prepare(directory)
-    status = directory.stat()
-    if status.st_uid != os.geteuid():
-        raise PermissionError(errno.EACCES, "it belongs to another user", str(directory))
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        directory.chmod(0o700)
-
-
 # ---- building in a place ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
-    """One builder of a key at a time, among threads and processes; ``tick`` is called while others are waited for.
-
-    One that cannot be had, because the file system knows no locks or its holder was suspended, is done without: that
-    costs a second build and nothing else.
-    """
-    import filelock  # imported here: most processes find all they need in the cache
-
+    """Let one thread of one process at a time build a key; see :func:`opkit.kernels.store.files.lock`."""
     above = cache.folder(place, key).parent
-    prepare_own(place)
-    prepare_own(above)
-    held = filelock.FileLock(above / f"{key}.lock")
-    deadline = time.monotonic() + 2 * config.get().build_timeout
-    with contextlib.ExitStack() as stack, contextlib.suppress(NotImplementedError):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(filelock.Timeout):
-                stack.enter_context(held.acquire(timeout=_PATIENCE, poll_interval=_POLL))
-                break
-            tick()
+    files.make_private_folder(above, above=1)
+    with files.lock(above / f"{key}.lock", tick):
         yield
 
 
@@ -141,7 +100,7 @@ def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
 def workspace(place: Path, key: str) -> Iterator[Path]:
     """An empty folder on the cache's file system, removed at the end if it is still there."""
     above = place / cache.TEMPORARY
-    prepare_own(above)
+    files.make_private_folder(above)
     if place not in _swept:
         _swept.add(place)
         cache.sweep(place, max(_HOUR, 2 * config.get().build_timeout))
@@ -153,7 +112,7 @@ def workspace(place: Path, key: str) -> Iterator[Path]:
 
 
 def find(place: Path, key: str) -> Path | None:
-    """What is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
+    """Return what is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
     path, problem = cache.find(place, key)
     if problem is None:
         return path
@@ -169,20 +128,20 @@ def find(place: Path, key: str) -> Path | None:
 def discard(place: Path, key: str) -> None:
     """Take an entry out of the way by one rename, so that nobody sees half of it; then remove it."""
     above = place / cache.TEMPORARY
-    prepare_own(above)
+    files.make_private_folder(above)
     away = Path(tempfile.mkdtemp(prefix=f"{key[:8]}-", dir=above))
     with contextlib.suppress(FileNotFoundError):
         os.rename(cache.folder(place, key), away / "entry")
     shutil.rmtree(away, ignore_errors=True)
 
 
-def store(place: Path, key: str, made: Path, noted: dict[str, Any]) -> Path:
+def store(place: Path, key: str, built: Path, noted: dict[str, Any]) -> Path:
     """Put a built file under its key; where another process has put the same there meanwhile, that one stays."""
-    folder = made.parent / "entry"
+    folder = built.parent / "entry"
     folder.mkdir(mode=0o700)
-    made.chmod(0o700)
-    os.rename(made, folder / made.name)
-    noted = {"key": key, "file": made.name, "created": time.time(), **noted}
+    built.chmod(0o700)
+    os.rename(built, folder / built.name)
+    noted = {"key": key, "file": built.name, "created": time.time(), **noted}
     with open(
         os.open(folder / cache.ENTRY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
     ) as file:
@@ -205,34 +164,18 @@ def _move(folder: Path, place: Path, key: str) -> Path:
     raise OSError(errno.EIO, "what is written there cannot be read back", str(target))
 
 
-def keep_failed(place: Path, key: str, workspace: Path) -> None:
-    """Keep what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
+def store_failed(place: Path, key: str, workspace: Path) -> None:
+    """Store what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
     failed = failed_folder(place, key)
     with contextlib.suppress(OSError):
-        prepare_own(failed.parent)
+        files.make_private_folder(failed.parent)
         cache.remove_tree(failed)
         os.rename(workspace, failed)
         by_age = sorted(failed.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in by_age[_FAILED_KEPT:]:
+        for old in by_age[_MAX_FAILED:]:
             cache.remove_tree(old)
 
 
 def failed_folder(place: Path, key: str) -> Path:
-    """Where the sources of a build that failed are kept."""
+    """Return the folder of the sources of a build that failed."""
     return place / cache.FAILED / key[:16]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, which appears whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:8]}-", dir=path.parent)
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -1,1 +1,1 @@
-"""Triton kernels, without torch: compiled for any architecture, timed, and their results kept."""
+"""Compile Triton kernels for any architecture, and cache the binaries. Nothing here imports torch."""

@@ -88,7 +88,7 @@ class Binary:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], image: bytes) -> Binary:
-        """What ``to_json`` described, with its image.
+        """Return what ``to_json`` described, with its image.
 
         Raises:
             KeyError, TypeError, ValueError: it was not written by ``to_json``.

@@ -1,4 +1,4 @@
-"""From a Triton function and the class of a call to machine code for one architecture; no GPU is needed.
+"""Compile a Triton function for a class of calls to machine code for one architecture; no GPU is needed.
 
 binary = build(Request(function, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128}, target="sm_90"))
 """
@@ -27,7 +27,7 @@ _NOT_OPTIONS = ("arch", "backend_name", "warp_size")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """One Triton function for one class of arguments. ``function`` may be :class:`~opkit.kernels.triton.named.Named`.
 
     ``signature`` has every parameter, in order: "*bf16", "i32", "i64", "u1", "fp32", "constexpr",
@@ -44,7 +44,7 @@ class Request:
     offsets: bool = False
 
 
-def build(request: Request) -> Binary:
+def build(request: CompileRequest) -> Binary:
     """Compile, or take the result from a cache: opkit's, or Triton's.
 
     Raises:
@@ -58,31 +58,31 @@ def build(request: Request) -> Binary:
     return _built(request, name) if found is None else _checked(request, found)
 
 
-def _built(request: Request, name: str | None) -> Binary:
-    """What is found or compiled with Triton; noted under the key by which it is found without."""
+def _built(request: CompileRequest, name: str | None) -> Binary:
+    """Return what is found or compiled with Triton; noted under the key by which it is found without."""
     key = stored.key(identity(request))
     found = None if key is None else stored.find(key)
     built = _checked(request, _binary(request, lowered(request)) if found is None else found)
     if key is not None and found is None:
-        stored.keep(key, built)
+        stored.store(key, built)
     if name is not None and key is not None and origins.untouched(request.function.module):
         stored.note(name, key)
     return built
 
 
-def _named_key(request: Request) -> str | None:
-    """The key of a request of a named function, told without Triton; None where it cannot be."""
+def _named_key(request: CompileRequest) -> str | None:
+    """Return the key of a request of a named function, found without Triton; None where that cannot be."""
     if not isinstance(request.function, named.Named):
         return None
     origin = request.function.origin
     if origin is None:
         return None
-    parts = [origin, request.function, *_asked(request)]
+    parts = [origin, request.function, *_key_parts(request)]
     return stored.named_key(hashlib.sha256(repr(parts).encode()).hexdigest())
 
 
-def loaded(request: Request) -> Request:
-    """The request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
+def loaded(request: CompileRequest) -> CompileRequest:
+    """Return the request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
 
     Raises:
         DeclarationError: the function cannot be loaded.
@@ -91,12 +91,12 @@ def loaded(request: Request) -> Request:
     if not isinstance(request.function, named.Named):
         return request
     signature = {name: symbols.written_out(kind) for name, kind in request.signature.items()}
-    constexprs = {name: symbols.made(value) for name, value in request.constexprs.items()}
+    constexprs = {name: symbols.resolved(value) for name, value in request.constexprs.items()}
     function = request.function.loaded()
     return dataclasses.replace(request, function=function, signature=signature, constexprs=constexprs)
 
 
-def lowered(request: Request) -> Any:
+def lowered(request: CompileRequest) -> Any:
     """Triton's ``CompiledKernel`` for a request: its ``asm`` has the text of each stage, as "ttir", "ptx", "amdgcn".
 
     Raises:
@@ -109,17 +109,17 @@ def lowered(request: Request) -> Any:
     return _compiled(request, _source(request, _backend(target)), target, options)
 
 
-def identity(request: Request) -> str:
+def identity(request: CompileRequest) -> str:
     """sha256 over everything that decides the result: source with callees and globals, types, options, Triton's release."""
     import triton
 
     request = loaded(request)
     _check(request)
-    parts = [triton.__version__, parsing.cache_key(request.function), *_asked(request)]
+    parts = [triton.__version__, parsing.cache_key(request.function), *_key_parts(request)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _asked(request: Request) -> list[Any]:
+def _key_parts(request: CompileRequest) -> list[Any]:
     """All of a request but its function, as text."""
     return [
         sorted(request.signature.items()),
@@ -132,31 +132,31 @@ def _asked(request: Request) -> list[Any]:
 
 
 def value_text(value: Any) -> str:
-    """A constant as text that is the same in each process, and for equal values alone."""
+    """Return a constant as text that is the same in each process, and for equal values alone."""
     return parsing.cache_key(value) if hasattr(value, "cache_key") else f"{type(value).__name__} {value}"
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- checks of a request ---------------------------------------------------------------------------------------------
 
 
 def name_of(function: Any) -> str:
-    """How errors name a Triton function."""
+    """Return how errors name a Triton function."""
     return str(getattr(function, "__name__", None) or repr(function))
 
 
-def _check(request: Request) -> None:
+def _check(request: CompileRequest) -> None:
     from triton.runtime.jit import JITFunction
 
     function, name = request.function, name_of(request.function)
     if not isinstance(function, JITFunction):
         raise KernelError(f"{name} is a {type(function).__name__}; expected what @triton.jit or @gluon.jit gives.")
     if list(request.signature) != function.arg_names:
-        given, expected = ", ".join(request.signature), ", ".join(function.arg_names)
-        raise KernelError(f"{name}: the signature has the parameters {given}; the function has {expected}.")
+        passed, expected = ", ".join(request.signature), ", ".join(function.arg_names)
+        raise KernelError(f"{name}: the signature has the parameters {passed}; the function has {expected}.")
     constants = {parameter for parameter, kind in request.signature.items() if kind == "constexpr"}
     if constants != set(request.constexprs):
         odd = ", ".join(sorted(constants ^ set(request.constexprs)))
-        raise KernelError(f"{name}: its constants and the values given for them differ in {odd}.")
+        raise KernelError(f"{name}: its constants and their values differ in {odd}.")
 
 
 @functools.cache
@@ -168,14 +168,14 @@ def _backend(target: Any) -> Any:
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The compile options that Triton has for one backend or another, such as num_warps, maxnreg, waves_per_eu."""
+    """Return the compile options that Triton has for one backend or another, such as num_warps, maxnreg, waves_per_eu."""
     names = set[str]()
     for target in _ONE_OF_EACH:
         names |= set(vars(_backend(targets.parse(target)).parse_options({})))
     return frozenset(names.difference(_NOT_OPTIONS))
 
 
-def _options(request: Request, target: Any) -> dict[str, Any]:
+def _options(request: CompileRequest, target: Any) -> dict[str, Any]:
     """Triton's options, with its defaults; what another backend alone has, such as waves_per_eu, is left out."""
     unknown = sorted(set(request.options) - option_names())
     if unknown:
@@ -183,13 +183,13 @@ def _options(request: Request, target: Any) -> dict[str, Any]:
     try:
         return vars(_backend(target).parse_options(_defaults(request.function) | dict(request.options)))
     except (AssertionError, TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in request.options.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in request.options.items())
         raise KernelError(
-            f"{name_of(request.function)}: Triton refuses {given} for {request.target}: {error}"
+            f"{name_of(request.function)}: Triton refuses {options} for {request.target}: {error}"
         ) from None
 
 
-def _unknown(option: str, request: Request) -> str:
+def _unknown(option: str, request: CompileRequest) -> str:
     known = [*request.signature, *option_names()]
     near = difflib.get_close_matches(option, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"its parameters are {', '.join(request.signature)}."
@@ -203,19 +203,19 @@ def _defaults(function: Any) -> dict[str, Any]:
     return {"debug": debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
 
 
-# ---- what is made of it ----------------------------------------------------------------------------------------------
+# ---- compilation -----------------------------------------------------------------------------------------------------
 
 
-def _source(request: Request, backend: Any) -> Any:
+def _source(request: CompileRequest, backend: Any) -> Any:
     names = request.function.arg_names
-    divisible = sorted(names.index(name) for name in request.divisible)  # Triton's cache is asked by their order too
+    divisible = sorted(names.index(name) for name in request.divisible)  # their order is part of Triton's key too
     attributes = {(place,): backend.parse_attr("D") for place in divisible}
     source = sources.source(request.function, dict(request.signature), dict(request.constexprs), attributes)
     source.wide, source.offsets = request.wide, request.offsets
     return source
 
 
-def _compiled(request: Request, source: Any, target: Any, options: dict[str, Any]) -> Any:
+def _compiled(request: CompileRequest, source: Any, target: Any, options: dict[str, Any]) -> Any:
     from triton.compiler.compiler import compile as compile_source
 
     try:
@@ -226,19 +226,19 @@ def _compiled(request: Request, source: Any, target: Any, options: dict[str, Any
         raise _refused(request, source.place, error) from error
 
 
-def _refused(request: Request, place: sources.Place | None, error: Exception) -> CompileError:
-    """The error for the author: where, which of their lines, and what Triton says of it."""
+def _refused(request: CompileRequest, place: sources.SourceLine | None, error: Exception) -> CompileError:
+    """Return the error for the author: where, which of their lines, and what Triton says of it."""
     kernel = f"Triton kernel {name_of(request.function)}"
-    where = place or sources.Place(*_defined(request.function))
+    where = place or sources.SourceLine(*_defined(request.function))
     line = linecache.getline(*where).strip() if place else ""
     variant = ", with 64-bit indexing," if request.wide else ""
     shown = f"\n    {line}" if line else ""
     message = f"{kernel} could not be compiled{variant} for {request.target}: {where.file}:{where.line}: {_said(error)}"
-    made = CompileError(message + shown)
-    made.log = "\n".join(str(cause) for cause in _chain(error))
-    command = _COMMAND.search(made.log)
-    made.command = tuple(shlex.split(command[1])) if command else ()
-    return made
+    compile_error = CompileError(message + shown)
+    compile_error.log = "\n".join(str(cause) for cause in _chain(error))
+    command = _COMMAND.search(compile_error.log)
+    compile_error.command = tuple(shlex.split(command[1])) if command else ()
+    return compile_error
 
 
 def _defined(function: Any) -> tuple[str, int]:
@@ -251,14 +251,14 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _said(error: Exception) -> str:
-    """What the innermost of the errors says, without the listing that Triton puts before it."""
+    """Return what the innermost of the errors says, without the listing that Triton puts before it."""
     inner = _chain(error)[-1]
     message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
     return _COMMAND.sub("", str(message)).strip() or type(inner).__name__
 
 
-def _checked(request: Request, binary: Binary) -> Binary:
-    """Another release of Triton could pass something else on: better told here than by what a kernel then reads."""
+def _checked(request: CompileRequest, binary: Binary) -> Binary:
+    """Another release of Triton could pass something else on: better refused here than found by what a kernel reads."""
     expected, found = [param.size for param in binary.params], resources.parameter_sizes(binary)
     if expected != found:
         raise KernelError(
@@ -268,7 +268,7 @@ def _checked(request: Request, binary: Binary) -> Binary:
     return binary
 
 
-def _binary(request: Request, compiled: Any) -> Binary:
+def _binary(request: CompileRequest, compiled: Any) -> Binary:
     about = compiled.metadata._asdict()
     described = about.get("tensordesc_meta") or ()
     descriptors = [name for name, kind in request.signature.items() if kind.startswith("tensordesc")]

@@ -1,6 +1,6 @@
-"""What decides how Triton compiles beside what it is asked, found without importing it: its release, variables, settings.
+"""Read what else decides how Triton compiles, without importing it: its release, variables and settings.
 
-Where it was imported its settings (``triton.knobs``) are asked, which a program may have changed; else the environment, from
+If Triton was imported, its settings (``triton.knobs``) are read, which a program may have changed; else the environment, from
 which they come.
 """
 
@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_HEEDED = re.compile(
+_READ = re.compile(
     r"(TRITON|LLVM|MLIR|AMDGCN|AMDGPU|NVPTX|PTXAS|GLUON|PROTON|DISABLE|ENABLE|ALLOW)_\w*|USE_IR_LOC", re.ASCII
 )
-"""The names of variables that Triton, LLVM or ptxas may heed; more than do."""
+"""The names of variables that Triton, LLVM or ptxas may read; more than they do."""
 
 _COMPILES = ("TRITON_ALWAYS_COMPILE", "TRITON_KERNEL_OVERRIDE", "TRITON_KERNEL_DUMP")
 _VERSION = re.compile(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
 def watched() -> bool:
-    """Whether Triton is told to compile whatever it has, or someone wants to see it compile."""
+    """Return whether Triton compiles what it has already, or something inspects how it compiles."""
     knobs = _knobs()
     if knobs is None:
         return any(map(_is_on, _COMPILES))
@@ -37,30 +37,30 @@ def watched() -> bool:
 
 
 def interprets() -> bool:
-    """Whether functions that are decorated now are for Triton's interpreter."""
+    """Return whether functions that are decorated now are for Triton's interpreter."""
     knobs = _knobs()
     return _is_on("TRITON_INTERPRET") if knobs is None else bool(knobs.runtime.interpret)
 
 
 def defaults() -> tuple[bool, str]:
-    """What Triton compiles with where a kernel does not say: whether for debugging, and how instrumented."""
+    """Return what Triton compiles with where a kernel does not say: whether for debugging, and how instrumented."""
     knobs = _knobs()
     if knobs is None:
         return _is_on("TRITON_DEBUG"), os.environ.get("TRITON_INSTRUMENTATION_MODE", "")
     return bool(knobs.runtime.debug), str(knobs.compilation.instrumentation_mode)
 
 
-def told() -> list[tuple[str, str, tuple[int, int] | None]]:
-    """The variables that may be heeded; of one that names a file, such as another ptxas, the file's size and time too."""
-    named = sorted((name, value) for name, value in os.environ.items() if _HEEDED.fullmatch(name))
+def variables() -> list[tuple[str, str, tuple[int, int] | None]]:
+    """Return the variables that Triton may read; of one that names a file, such as another ptxas, its size and time too."""
+    named = sorted((name, value) for name, value in os.environ.items() if _READ.fullmatch(name))
     return [(name, value, _stamp(value) if os.path.isfile(value) else None) for name, value in named]
 
 
 def knows_all() -> bool:
-    """Whether :func:`told` has every variable by which Triton, which has been imported, says that results differ."""
+    """Return whether :func:`variables` has every variable by which Triton, which has been imported, says that results differ."""
     from triton._C import libtriton
 
-    return all(map(_HEEDED.fullmatch, libtriton.get_cache_invalidating_env_vars()))
+    return all(map(_READ.fullmatch, libtriton.get_cache_invalidating_env_vars()))
 
 
 @functools.cache
@@ -76,12 +76,12 @@ def compiler() -> tuple[str, tuple[int, int]] | None:
 
 
 def runtime() -> tuple[str, str]:
-    """The releases of Python, and of torch where it is there: what modules import beside Triton and those of their package."""
+    """Return the releases of Python, and of torch if it is imported, which modules import in addition to Triton."""
     return sys.version, str(getattr(sys.modules.get("torch"), "__version__", ""))
 
 
 def _folder() -> Path | None:
-    """Where the package ``triton`` is."""
+    """Return where the package ``triton`` is."""
     try:
         found = importlib.util.find_spec("triton")
     except (ImportError, ValueError):

@@ -1,7 +1,7 @@
-"""What a Triton kernel is compiled for, as plain text that a package can hold; and which calls that serves.
+"""Describe what a Triton kernel is compiled for as plain text that a package can hold, and find which calls that serves.
 
-Triton compiles in what it is told of a call: that an int is 1, that 16 divides an int or an address. What was compiled
-with less of that serves every call of which more is known; never the other way round.
+Triton compiles in facts of a call: that an int is 1, that 16 divides an int or an address. What was compiled
+with fewer of them serves every call of which more is known; never the other way round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.kernels.triton import parsing, signatures, targets
-from opkit.kernels.triton.compiling import Request, loaded, value_text
+from opkit.kernels.triton.compiling import CompileRequest, loaded, value_text
 
 _CONSTANT = "constexpr"
 _ONE = "int 1"
@@ -43,7 +43,7 @@ class Form:
     offsets: bool = False
 
     def __str__(self) -> str:
-        """The values that decide it, as a person reads them."""
+        """Return the values that decide it, as a person reads them."""
         constants = {name: text.partition(" ")[2] for name, text in self.constexprs.items()}
         types = [f"{name}: {kind}" for name, kind in self.signature.items() if kind != _CONSTANT]
         values = [f"{name}={value}" for name, value in {**constants, **self.options}.items()]
@@ -51,8 +51,8 @@ class Form:
         return ", ".join([*types, *values, *large, *(["a grid in pieces"] if self.offsets else [])])
 
 
-def form_of(request: Request) -> Form:
-    """A request as a form. Neither a compiler nor a GPU is needed."""
+def form_of(request: CompileRequest) -> Form:
+    """Return a request as a form. Neither a compiler nor a GPU is needed."""
     request = loaded(request)
     return Form(
         source=source_of(request.function),
@@ -67,12 +67,12 @@ def form_of(request: Request) -> Form:
 
 
 def source_of(function: Any) -> str:
-    """The identity of a Triton function: its text, where it stands in its file, what it calls, and its constants."""
+    """Return the identity of a Triton function: its text, where it stands in its file, what it calls, and its constants."""
     return hashlib.sha256(f"{parsing.cache_key(function)} {bool(function.debug)}".encode()).hexdigest()
 
 
 def serves(built: Form, wanted: Form) -> bool:
-    """Whether what was compiled for one form computes what is wanted in another.
+    """Return whether what was compiled for one form computes what is wanted in another.
 
     >>> general = Form("a", "sm_90", {"x": "*fp32", "n": "i32"}, {}, (), {})
     >>> call = Form("a", "sm_90", {"x": "*fp32", "n": "constexpr"}, {"n": "int 1"}, ("x",), {})
@@ -91,34 +91,34 @@ def serves(built: Form, wanted: Form) -> bool:
 
 
 def _takes(built: Form, wanted: Form, name: str) -> bool:
-    has, given = built.signature[name], wanted.signature[name]
-    if has == given:
+    has, wanted_type = built.signature[name], wanted.signature[name]
+    if has == wanted_type:
         return has != _CONSTANT or built.constexprs[name] == wanted.constexprs[name]
-    return given == _CONSTANT and has in ("i32", "i64") and wanted.constexprs[name] == _ONE
+    return wanted_type == _CONSTANT and has in ("i32", "i64") and wanted.constexprs[name] == _ONE
 
 
 def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
-    """Orders the forms that serve one call: the more a binary was told of it, the faster it is."""
+    """Return a key to order the forms that serve one call: the more facts a binary was compiled with, the faster it is."""
     constants = sum(kind == _CONSTANT for kind in built.signature.values())
     return built.target == wanted.target, constants, len(built.divisible)
 
 
-def relaxed(request: Request) -> list[Request]:
+def relaxed(request: CompileRequest) -> list[CompileRequest]:
     """Requests that serve more calls than this one, the most general last.
 
-    The first is told only of aligned addresses and of ints that are 1, as sizes that 16 does not divide leave it. The last
-    is told nothing, and so serves each call with these types, constants and options. Those that would be the same as
+    The first assumes only aligned addresses and ints that are 1, as sizes that 16 does not divide leave it. The last
+    assumes nothing, and so serves each call with these types, constants and options. Those that would be the same as
     this one are left out.
     """
     addresses = frozenset(name for name in request.divisible if request.signature[name].startswith("*"))
-    listed: list[Request] = []
+    listed: list[CompileRequest] = []
     for form in (dataclasses.replace(request, divisible=addresses), _general(request)):
         if form_of(form) not in map(form_of, [request, *listed]):
             listed.append(form)
     return listed
 
 
-def _general(request: Request) -> Request:
+def _general(request: CompileRequest) -> CompileRequest:
     listed = signatures.parameters(request.function)
     ones = {p.name for p in listed if not p.constexpr and _is_one(request, p.name)}
     integer = "i64" if request.wide else "i32"
@@ -130,5 +130,5 @@ def _general(request: Request) -> Request:
     )
 
 
-def _is_one(request: Request, name: str) -> bool:
+def _is_one(request: CompileRequest, name: str) -> bool:
     return name in request.constexprs and value_text(request.constexprs[name]) == _ONE

@@ -1,4 +1,4 @@
-"""The parameters of a compiled kernel: in which order, and as what, Triton passes each of a function's on.
+"""List the parameters of a compiled kernel: the order and form in which Triton passes those of a function.
 
 The facts are those of Triton's launchers (``backends/nvidia/driver.py``, ``backends/amd/driver.py``).
 """
@@ -21,7 +21,7 @@ _ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 def params(signature: Mapping[str, str], maps: Sequence[Any], shifted: bool) -> tuple[Param, ...]:
-    """What the compiled kernel takes, in order.
+    """Return what the compiled kernel takes, in order.
 
     Raises:
         KernelError: a parameter is of a type that cannot be passed.
@@ -39,7 +39,7 @@ def params(signature: Mapping[str, str], maps: Sequence[Any], shifted: bool) -> 
 
 
 def _descriptor(name: str, kind: str, place: int | None) -> Iterator[Param]:
-    """A map and its sizes, or, where the hardware has none, the tensor's address and sizes, which then come twice."""
+    """Yield a map and its sizes, or, where the hardware has none, the tensor's address and sizes, which then come twice."""
     rank = _rank(name, kind)
     if place is not None:
         yield Param("map", name, place)
@@ -71,7 +71,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def maps(names: Sequence[str], described: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """What each descriptor's ``CUtensorMap`` is encoded with.
+    """Return what each descriptor's ``CUtensorMap`` is encoded with.
 
     ``block`` is in elements, outermost dimension first; ``elem_type`` and ``swizzle`` are numbers of the driver's enums.
 

@@ -1,4 +1,6 @@
-"""Triton functions that are named, not imported: what is in the cache of compiled kernels is found without Triton."""
+"""Name Triton functions in place of importing them, so that compiled kernels are found in the cache without Triton.
+
+:mod:`opkit.kernels.triton.headers` has the figures."""
 
 from __future__ import annotations
 
@@ -32,16 +34,16 @@ class Named:
 
     @property
     def header(self) -> Header | None:
-        """What its definition says; None where the file does not tell it."""
+        """What its definition says; None where the file alone does not say enough."""
         return headers.read(self.module, self.name)
 
     @property
     def origin(self) -> str | None:
-        """A digest of all that it is compiled from; None where the files do not tell it."""
+        """A digest of all that it is compiled from; None where the files alone do not decide it."""
         return origins.of(self.module)
 
     def loaded(self) -> Any:
-        """The function itself, of its module, which is imported.
+        """Return the function itself, of its module, which is imported.
 
         Raises:
             DeclarationError: the module cannot be imported, or has no such function.
@@ -54,11 +56,11 @@ class Named:
             ) from error
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what it computes."""
+        """Return what decides what it computes."""
         origin = self.origin or parsing.cache_key(self.loaded())
         return [("module", self.module), ("name", self.name), ("origin", origin)]
 
 
 def loaded(function: Any) -> Any:
-    """A function of Triton's: itself, or what a :class:`Named` one stands for."""
+    """Return a function of Triton's: itself, or what a :class:`Named` one stands for."""
     return function.loaded() if isinstance(function, Named) else function

@@ -1,7 +1,7 @@
-"""Grids larger than the hardware's: the same Triton function, told where in the whole grid its piece of it starts.
+"""Compile a Triton function for grids larger than the hardware's, which are launched in pieces.
 
-Such a grid is launched in pieces. Six int32 parameters are added at the end: the piece's start along x, y and z, which is
-added to each program id, and the whole grid's sizes, which take the place of ``tl.num_programs``. This is done to the
+ Six int32 parameters are added at the end: the piece's start along x, y and z, which is
+added to each program id, and the whole grid's sizes, which take the place of ``tl.num_programs``. This changes the
 text of Triton's IR, after the functions that the kernel calls have been inlined into it.
 """
 
@@ -20,15 +20,15 @@ _LISTED = re.compile(r"\)(?= attributes \{| \{)")
 _START = re.compile(r"^( *)(%[\w$.-]+) = tt\.get_program_id ([xyz]) : i32(.*)$", re.MULTILINE)
 _TOTAL = re.compile(r"^( *)(%[\w$.-]+) = tt\.get_num_programs ([xyz]) : i32(.*)$", re.MULTILINE)
 _CANNOT = "its grid is larger than the hardware's, and cannot be launched in pieces"
-_APART = "it asks for its program id in a part of it that runs in warps of its own. Ask for it in the kernel, and pass it on."
+_APART = "it takes its program id in a part that runs in warps of its own. Take it in the kernel, and pass it on."
 _LEFT = re.compile(r"tt\.(?:get_program_id|get_num_programs)")
 
 
 def shifted(module: Any, context: Any, kernel: str, gluon: bool = False) -> Any:
-    """The module of a kernel, with the six parameters, as ``Param`` calls them: "offset" and "total", axes 0 to 2.
+    """Return the module of a kernel, with the six parameters, as ``Param`` calls them: "offset" and "total", axes 0 to 2.
 
     Raises:
-        KernelError: a program id is asked for where the kernel's parameters cannot be seen.
+        KernelError: a program id is taken where the kernel's parameters cannot be seen.
     """
     _inline(module, context, gluon)
     text = rewritten(str(module), kernel)
@@ -36,10 +36,10 @@ def shifted(module: Any, context: Any, kernel: str, gluon: bool = False) -> Any:
 
 
 def rewritten(text: str, kernel: str) -> str:
-    """The IR as text, changed.
+    """Return the IR as text, changed.
 
     Raises:
-        KernelError: a program id is asked for where the kernel's parameters cannot be seen.
+        KernelError: a program id is taken where the kernel's parameters cannot be seen.
     """
     entry = _ENTRY.search(text)
     if entry is None:
@@ -47,7 +47,7 @@ def rewritten(text: str, kernel: str) -> str:
     end = _end(text, entry.end())
     if _LEFT.search(text[: entry.start()]) or _LEFT.search(text[end:]):
         raise KernelError(
-            f"{kernel}: {_CANNOT}: a function that is not inlined asks for its program id. "
+            f"{kernel}: {_CANNOT}: a function that is not inlined takes its program id. "
             "Pass the id to it as an argument, or leave noinline=True out."
         )
     body = _START.sub(_shift, _TOTAL.sub(_whole, text[entry.end() : end]))
@@ -55,7 +55,7 @@ def rewritten(text: str, kernel: str) -> str:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the entry function's body ends: at the brace that stands below its ``tt.func``."""
+    """Return where the entry function's body ends: at the brace that stands below its ``tt.func``."""
     return text.index("\n  }", start)
 
 
@@ -67,7 +67,7 @@ def _head(line: str) -> str:
 
 
 def _split(line: str) -> tuple[str, str]:
-    """The line of a function before and after the end of its parameters."""
+    """Return the line of a function before and after the end of its parameters."""
     found = list(_LISTED.finditer(line))[-1]
     return line[: found.start()], line[found.start() :]
 

@@ -1,6 +1,6 @@
-"""The files from which a module comes: its own, those of the modules of its package that it imports, and so on.
+"""Hash the files that a module comes from: its own, those of the modules of its package that it imports, and so on.
 
-With them a kernel that was compiled is found by the text of what it was compiled from, without importing any of it. The text
+With the hash a compiled kernel is found by the text of what it was compiled from, without importing any of it. The text
 decides the result only where modules are as their files say; :func:`of` gives nothing where they may not be.
 """
 
@@ -21,7 +21,7 @@ from opkit.kernels.triton import statements
 
 _STARTED = time.time_ns()
 _LIBRARIES = frozenset({"triton", "torch", "__future__", *sys.stdlib_module_names})
-"""What may be imported beside the package: Triton and torch, of which the releases count, and Python's own."""
+"""What may be imported in addition to the package: Triton and torch, of which the releases count, and Python's own."""
 
 _ABOUT_TRITON = re.compile(r"^[ \t]*(?:from|import)[ \t]+triton\b", re.MULTILINE)
 
@@ -44,7 +44,7 @@ _lock = threading.RLock()
 
 
 def of(module: str) -> str | None:
-    """sha256 over all files of a module; None where they do not tell what importing it gives in this process.
+    """sha256 over all files of a module; None where they do not decide what importing it gives in this process.
 
     They do not where one cannot be found, where it imports a library that is unknown here, where a module was imported before
     its file was written, and where one that imports Triton was imported by others, who may have changed it.
@@ -58,7 +58,7 @@ def of(module: str) -> str | None:
 
 
 def names(module: str) -> list[str]:
-    """The modules whose files count, in order; empty where one cannot be found."""
+    """Return the modules whose files count, in order; empty where one cannot be found."""
     with _lock:
         return sorted(_closure(module) or ())
 
@@ -88,16 +88,16 @@ def _read(module: str) -> File | None:
     if module not in _files:
         path = statements.file_of(module)
         try:
-            made = None if path is None else _made(module, path)
+            file = None if path is None else _file(module, path)
         except (OSError, UnicodeDecodeError):
-            made = None
-        if made is None:
+            file = None
+        if file is None:
             return None
-        _files[module] = made
+        _files[module] = file
     return _files[module]
 
 
-def _made(module: str, path: Path) -> File:
+def _file(module: str, path: Path) -> File:
     stamp, data = _stamp(path), path.read_bytes()
     text = data.decode("utf-8")
     own, others = set[str](), set[str]()
@@ -113,7 +113,7 @@ def _made(module: str, path: Path) -> File:
 
 
 def _meant(each: statements.Imported) -> str:
-    """The module that a statement imports: a name may be that of a module, or of something in one."""
+    """Return the module that a statement imports: a name may be that of a module, or of something in one."""
     inner = f"{each.module}.{each.name}"
     return inner if each.name and statements.file_of(inner) is not None else each.module
 
@@ -138,7 +138,7 @@ def load(module: str) -> Any:
 
 
 def untouched(module: str) -> bool:
-    """Whether an imported module, and those that it imports, are as their files, and as the import left them."""
+    """Return whether an imported module, and those that it imports, are as their files, and as the import left them."""
     with _lock:
         files = _closure(module)
         return files is not None and all(_usable(file) and _as_read(file) and _as_left(file) for file in files.values())

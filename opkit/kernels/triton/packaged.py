@@ -1,4 +1,4 @@
-"""Triton kernels that were compiled ahead of time: found in the package of their operator, checked, and loaded.
+"""Find, check and load Triton kernels that were compiled ahead of time, in the package of their operator.
 
 Neither a compiler nor ptxas is needed for what is found here.
 """
@@ -15,7 +15,7 @@ from opkit.errors import PackageError
 from opkit.kernels.aot import package, portable
 from opkit.kernels.triton import forms, targets
 from opkit.kernels.triton.binaries import Binary
-from opkit.kernels.triton.compiling import Request
+from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.forms import Form
 from opkit.kernels.triton.shipping import TritonBinary
 
@@ -33,8 +33,8 @@ _loaded: dict[Path, Binary] = {}
 _loading = threading.Lock()
 
 
-def find(wanted: Wanted, request: Request) -> Binary | None:
-    """The binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
+def find(wanted: Wanted, request: CompileRequest) -> Binary | None:
+    """Return the binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
 
     Where the package has the kernel, and nothing that can be used for this call, a warning says why, once for a kernel.
     """
@@ -56,7 +56,7 @@ def _listed(folder: Path, wanted: Wanted) -> list[TritonBinary]:
 
 
 def _chosen(listed: Sequence[TritonBinary], wanted: Wanted, form: Form) -> TritonBinary:
-    """The binary that was told the most of such a call."""
+    """Return the binary that was compiled with the most facts of such a call."""
     usable = [each for each in listed if forms.serves(each.form, form) and each.launch["shared"] <= wanted.shared]
     if not usable:
         raise PackageError(f"{wanted.operator}, kernel {wanted.kernel!r}, {_missing(listed, form)}")
@@ -64,13 +64,13 @@ def _chosen(listed: Sequence[TritonBinary], wanted: Wanted, form: Form) -> Trito
 
 
 def _missing(listed: Sequence[TritonBinary], form: Form) -> str:
-    """Why none of a kernel's binaries serves a call."""
+    """Return why none of a kernel's binaries serves a call."""
     same = [each for each in listed if each.form.source == form.source]
     if not same:
         return "was edited since it was built: the source of its Triton function differs"
-    there = sorted({each.form.target for each in same})
-    if not any(targets.runs(target, form.target) for target in there):
-        return f"was built for {', '.join(there)}, and this GPU is {form.target}"
+    built_for = sorted({each.form.target for each in same})
+    if not any(targets.runs(target, form.target) for target in built_for):
+        return f"was built for {', '.join(built_for)}, and this GPU is {form.target}"
     return f"was not built for a call like this one ({form}), which an entry of its examples= would cover"
 
 

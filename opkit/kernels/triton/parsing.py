@@ -1,4 +1,4 @@
-"""One thread at a time has Triton parse its functions.
+"""Let one thread at a time have Triton parse its functions.
 
 In Python 3.11, ``ast.parse`` counts its depth in a place that all threads share, and fails ("AST constructor recursion
 depth mismatch", python/cpython#106905) when the collector lets another thread parse halfway. Triton parses while it

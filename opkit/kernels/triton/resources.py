@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of the hardware, read from its machine code; no GPU and no tool of the vendor's is needed.
+"""Read what a compiled kernel takes of the hardware from its machine code; no GPU and no tool of the vendor's is needed.
 
 A cubin's ``.nv.info`` sections are lists of attributes (cuobjdump names them EIATTR); an hsaco has a note in msgpack,
 as https://llvm.org/docs/AMDGPUUsage.html#code-object-metadata describes it.
@@ -27,7 +27,7 @@ _METADATA = 32  # the note's type
 class Resources:
     """``registers`` of a thread (of AMD's, vector registers), ``shared`` bytes of a block, static and dynamic.
 
-    ``spills`` is the local memory of a thread in bytes: what its registers have no room for, and arrays of its own.
+    ``spills`` is the local memory of a thread in bytes: what does not fit its registers, and arrays of its own.
     """
 
     registers: int
@@ -38,7 +38,7 @@ class Resources:
 
 
 def of(binary: Binary) -> Resources:
-    """What a kernel takes.
+    """Return what a kernel takes.
 
     Raises:
         KernelError: the machine code is not as its compilers write it.
@@ -48,7 +48,7 @@ def of(binary: Binary) -> Resources:
 
 
 def parameter_sizes(binary: Binary) -> list[int]:
-    """The sizes in bytes of what a kernel takes, in order.
+    """Return the sizes in bytes of what a kernel takes, in order.
 
     Raises:
         KernelError: the machine code is not as its compilers write it.
@@ -76,7 +76,7 @@ def _cubin(sections: dict[str, elf.Section], name: str) -> tuple[int, int, int]:
 
 
 def _static(sections: dict[str, elf.Section], name: str) -> int:
-    """Static shared memory; from sm_90 on, the section begins with what the system has of each block's, beside its limit."""
+    """Return the static shared memory. From sm_90 on the section begins with the system's own, which the limit leaves out."""
     shared = sections.get(f".nv.shared.{name}")
     reserved = _RESERVED if ".nv.shared.reserved.0" in sections else 0
     return max(0, shared.size - reserved) if shared else 0
@@ -109,8 +109,8 @@ def _hsaco(sections: dict[str, elf.Section], name: str) -> tuple[int, int, int]:
 
 
 def _hsaco_sizes(sections: dict[str, elf.Section], name: str) -> list[int]:
-    given = _kernel(sections, name).get(".args", [])
-    return [argument[".size"] for argument in given if not argument[".value_kind"].startswith("hidden")]
+    arguments = _kernel(sections, name).get(".args", [])
+    return [argument[".size"] for argument in arguments if not argument[".value_kind"].startswith("hidden")]
 
 
 def _kernel(sections: dict[str, elf.Section], name: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ _SHORT = ((0x80, 0x8F, "map"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "text"))
 
 
 def _unpacked(data: bytes, place: int) -> tuple[Any, int]:
-    """The value that starts at a place, and where the next one does."""
+    """Return the value that starts at a place, and where the next one does."""
     first = data[place]
     if first in _PLAIN:
         return _PLAIN[first], place + 1

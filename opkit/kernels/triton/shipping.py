@@ -40,14 +40,14 @@ class TritonBinary:
     size: int = 0
 
     def placed(self, image: bytes) -> TritonBinary:
-        """The same with the file that is to hold ``image``; equal images of a kernel have one file."""
+        """Return the same with the file that is to hold ``image``; equal images of a kernel have one file."""
         sha256 = hashlib.sha256(image).hexdigest()
         parts = (*self.operator.split("::"), self.kernel, self.form.target, sha256[:8])
         name = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts)
         return dataclasses.replace(self, file=f"{FOLDER}/{name}.{self.launch['form']}", sha256=sha256, size=len(image))
 
     def binary(self, image: bytes) -> Binary:
-        """What to launch.
+        """Return what to launch.
 
         Raises:
             KeyError, TypeError, ValueError: the manifest is not what was written.
@@ -60,13 +60,13 @@ class TritonBinary:
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> TritonBinary:
-        """What ``to_json`` wrote.
+        """Return what ``to_json`` wrote.
 
         Raises:
             KeyError, TypeError, ValueError: it did not write this.
         """
         form = Form(**{**item["form"], "divisible": tuple(item["form"]["divisible"])})
-        made = cls(**{**item, "form": form})
-        if not _FILE.fullmatch(made.file):
-            raise ValueError(f"{made.file!r} is not the name of a binary")
-        return made
+        binary = cls(**{**item, "form": form})
+        if not _FILE.fullmatch(binary.file):
+            raise ValueError(f"{binary.file!r} is not the name of a binary")
+        return binary

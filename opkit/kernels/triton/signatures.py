@@ -1,6 +1,6 @@
 """What Triton's own launcher would make of a call's arguments: each parameter's type, the constants, the attributes.
 
-Triton compiles a kernel anew for each class of arguments: an int that is 1 becomes a constant, one that 16 divides says
+Triton compiles a kernel for each class of arguments: an int that is 1 becomes a constant, one that 16 divides says
 so, an int of more than 32 bits gets a wider type. Which class an argument is in, is decided here as it is there.
 """
 
@@ -52,7 +52,7 @@ def element_type(scalar_type: int) -> str:
 
 
 def pointer_type(scalar_type: int, const: bool = False) -> str:
-    """The type of a pointer to elements of a dtype, by its number in torch's ``ScalarType``.
+    """Return the type of a pointer to elements of a dtype, by its number in torch's ``ScalarType``.
 
     Raises:
         KernelError: Triton has no such type.
@@ -77,7 +77,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """What is told of a tensor: its dtype's number, and whether 16 divides its address."""
+    """What the compiler knows of a tensor: its dtype's number, and whether 16 divides its address."""
 
     scalar_type: int
     aligned: bool = True
@@ -100,7 +100,7 @@ class Specialised:
 
 
 def parameters(function: Any) -> tuple[Parameter, ...]:
-    """The parameters of a Triton function, in order; of a named one as its file says, if that says all."""
+    """Return the parameters of a Triton function, in order; of a named one as its file says, if that says all."""
     header = function.header if isinstance(function, Named) else None
     if header is not None:
         return tuple(
@@ -121,7 +121,7 @@ def parameters(function: Any) -> tuple[Parameter, ...]:
 
 
 def specialise(listed: tuple[Parameter, ...], values: Mapping[str, Any]) -> Specialised:
-    """The class of a call that gives these values: a :class:`Pointer` for a tensor, else the value itself.
+    """Return the class of a call that gives these values: a :class:`Pointer` for a tensor, else the value itself.
 
     The method is that of Triton's ``native_specialize_impl`` and of the binder that ``JITFunction`` generates.
 
@@ -139,7 +139,7 @@ def specialise(listed: tuple[Parameter, ...], values: Mapping[str, Any]) -> Spec
     divisible = set[str]()
     for parameter in listed:
         if parameter.name not in values:
-            raise KernelError(f"the Triton parameter {parameter.name} is given no value.")
+            raise KernelError(f"the Triton parameter {parameter.name} has no value.")
         value = values[parameter.name]
         types[parameter.name] = _type(parameter, value)
         if types[parameter.name] != "constexpr" and _divides(parameter, value):
@@ -170,13 +170,13 @@ def _scalar_type(parameter: Parameter, value: Any) -> str:
     if isinstance(value, int) and (value in _INT64 or value in _UINT64):
         return "i32" if value in _INT32 else "i64" if value in _INT64 else "u64"
     raise KernelError(
-        f"the Triton parameter {parameter.name} is given {value!r}, a {type(value).__name__}: Triton takes tensors, "
+        f"the Triton parameter {parameter.name} has the value {value!r}, a {type(value).__name__}: Triton takes tensors, "
         "ints of 64 bits, floats and bools, and anything in a parameter annotated with tl.constexpr."
     )
 
 
 def _divides(parameter: Parameter, value: Any) -> bool:
-    """Whether the compiler is told that 16 divides the value or address; an annotated float or bool is never asked."""
+    """Return whether the compiler may assume that 16 divides the value or address; never of an annotated float or bool."""
     if not (parameter.specialize and parameter.align) or parameter.annotation[:2] in ("u1", "fp", "bf"):
         return False
     if isinstance(value, Pointer):

@@ -1,4 +1,4 @@
-"""What is given to ``triton.compile``: its own sources, which can be compiled otherwise and say where they failed."""
+"""Make sources for ``triton.compile``: Triton's own, with variants, and with the line at which compiling failed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 
 from opkit.kernels.triton import offsets, parsing, wide
 
-_VERSION = 1  # of what the variants are: Triton's cache is asked for another entry when it changes
+_VERSION = 1  # of what the variants are: part of the key in Triton's cache
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of an author's."""
 
     file: str
     line: int
 
 
-class Variant:
+class SourceVariant:
     """Goes before Triton's ``ASTSource`` among the bases of a class."""
 
     wide = False
     offsets = False
-    place: Place | None = None
+    place: SourceLine | None = None
     fn: Any
     name: str
     constants: dict[tuple[int, ...], Any]
@@ -56,7 +56,7 @@ class Variant:
 
 
 def source(function: Any, signature: Any, constexprs: Any, attributes: Any) -> Any:
-    """A source of the function's kind: Triton's or Gluon's."""
+    """Return a source of the function's kind: Triton's or Gluon's."""
     return _class(function.is_gluon())(function, signature, constexprs, attributes)
 
 
@@ -66,11 +66,11 @@ def _class(gluon: bool) -> Any:
         from triton.experimental.gluon._runtime import GluonASTSource as base
     else:
         from triton.compiler.compiler import ASTSource as base
-    return type("Source", (Variant, base), {})
+    return type("Source", (SourceVariant, base), {})
 
 
-def place_of(error: BaseException) -> Place | None:
-    """The innermost line of the author's that Triton's code generator was at; None if it was at none."""
+def place_of(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the author's that Triton's code generator was at; None if it was at none."""
     import triton
 
     own = str(Path(triton.__file__).parent)
@@ -78,14 +78,14 @@ def place_of(error: BaseException) -> Place | None:
     return found[-1] if found else None
 
 
-def _places(error: BaseException) -> Iterator[Place]:
-    """Every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
+def _places(error: BaseException) -> Iterator[SourceLine]:
+    """Yield every line that a code generator was at, outermost first: each caller's generator runs its callee's."""
     trace = error.__traceback__
     while trace is not None:
         generator: Any = trace.tb_frame.f_locals.get("self")
         node = _node(generator)
         if hasattr(node, "lineno"):
-            yield Place(str(generator.file_name), generator.begin_line + node.lineno)
+            yield SourceLine(str(generator.file_name), generator.begin_line + node.lineno)
         trace = trace.tb_next
     if error.__cause__ is not None:
         yield from _places(error.__cause__)

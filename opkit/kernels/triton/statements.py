@@ -35,7 +35,7 @@ class Imported(NamedTuple):
 
 @functools.cache
 def file_of(module: str) -> Path | None:
-    """The file of a module in Python, found without importing it; None where there is none.
+    """Return the file of a module in Python, found without importing it; None where there is none.
 
     >>> file_of("opkit.errors").name, file_of("opkit.nothing")
     ('errors.py', None)
@@ -52,7 +52,7 @@ def file_of(module: str) -> Path | None:
 
 
 def _folders(module: str) -> list[Path]:
-    """Where the file of a module may be."""
+    """Return where the file of a module may be."""
     above, _, last = module.rpartition(".")
     if above:
         package = file_of(above)
@@ -66,7 +66,7 @@ def _folders(module: str) -> list[Path]:
 
 
 def imports(text: str, module: str, nested: bool = True) -> Iterator[Imported]:
-    """What the text of a module imports; without ``nested`` at its top alone.
+    """Yield what the text of a module imports; without ``nested`` at its top alone.
 
     >>> list(imports("from a.b import (  # both\\n  c as d,\\n)\\nimport e.f\\n", "m"))
     [Imported(module='a.b', name='c', bound='d'), Imported(module='e.f', name='', bound='e')]
@@ -99,7 +99,7 @@ class Definition(NamedTuple):
 
 
 def definition(text: str, name: str) -> Definition | None:
-    """The one function of this name at the top of a file; None where there is not one.
+    """Return the one function of this name at the top of a file; None where there is not one.
 
     >>> found = definition("import a\\n\\n@jit\\ndef f(x, y=1):\\n    return x\\n", "f")
     >>> ast.unparse(found.node.decorator_list[0]), found.above + found.node.lineno
@@ -115,7 +115,7 @@ def definition(text: str, name: str) -> Definition | None:
 
 
 def _starting(text: str, words: str) -> list[int]:
-    """Where the lines start that begin with these words."""
+    """Return where the lines start that begin with these words."""
     at = [-1] if text.startswith(words) else list[int]()
     while (found := text.find("\n" + words, at[-1] + 1 if at else 0)) >= 0:
         at.append(found)
@@ -123,7 +123,7 @@ def _starting(text: str, words: str) -> list[int]:
 
 
 def _statement(text: str, start: int) -> str:
-    """The statement at the top of a file that starts there, and what is indented below it."""
+    """Return the statement at the top of a file that starts there, and what is indented below it."""
     found = _CONTINUES.match(text, start)
     return text[start:] if found is None else found[0]
 
@@ -134,14 +134,14 @@ def _without_body(text: str) -> str:
 
 
 def assigned(text: str, name: str) -> ast.expr | None:
-    """What the one assignment to this name at the top of a file gives it; None where there is not one."""
+    """Return what the one assignment to this name at the top of a file gives it; None where there is not one."""
     found = [each for ends in (" =", "=", ":", " :") for each in _starting(text, name + ends)]
     node = _parsed(_statement(text, found[0])) if len(found) == 1 else None
     return node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
 
 
 def _parsed(text: str) -> ast.stmt | None:
-    """The last statement of a text; None of what is no Python."""
+    """Return the last statement of a text; None of what is no Python."""
     try:
         with parsing.ALONE:
             statements = ast.parse(text).body

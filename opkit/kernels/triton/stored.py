@@ -1,6 +1,6 @@
-"""Compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
+"""Store compiled Triton kernels on disk: ``<cache_dir>/triton/<key[:2]>/<key>`` is one file, a line of JSON and the binary.
 
-``<cache_dir>/triton/named/<key[:2]>/<key>`` says the key of the binary for a request that was told without Triton
+``<cache_dir>/triton/named/<key[:2]>/<key>`` holds the key of the binary for a request that was made without Triton
 (:mod:`opkit.kernels.triton.named`).
 
 Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import CacheError
-from opkit.kernels.store import cache, storing
+from opkit.kernels.store import files
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.binaries import Binary
 
@@ -30,57 +30,59 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def key(identity: str) -> str | None:
-    """What a kernel is kept under, given the identity of its request; None while Triton is told to compile, or is watched."""
+    """Return the key of a kernel, from the identity of its request; None while Triton compiles anyway, or is inspected."""
     from triton._C import libtriton
 
     if environment.watched():
         return None
     library = os.stat(str(libtriton.__file__))
-    told = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-    told.update(libtriton.get_cache_invalidating_env_vars())
-    parts = [_VERSION, identity, library.st_size, library.st_mtime_ns, sorted(told.items()), environment.defaults()]
+    variables = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+    variables.update(libtriton.get_cache_invalidating_env_vars())
+    parts = [
+        _VERSION,
+        identity,
+        library.st_size,
+        library.st_mtime_ns,
+        sorted(variables.items()),
+        environment.defaults(),
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def named_key(identity: str) -> str | None:
-    """What is noted of a kernel under the identity of a request that was told without Triton; None as for :func:`key`."""
+    """Return the key of a note for the identity of a request that was made without Triton; None as for :func:`key`."""
     compiler = environment.compiler()
     if compiler is None or environment.watched():
         return None
-    parts = [_VERSION, identity, compiler, environment.runtime(), environment.told(), environment.defaults()]
+    parts = [_VERSION, identity, compiler, environment.runtime(), environment.variables(), environment.defaults()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def find_named(name: str) -> Binary | None:
-    """The binary that is noted under such a key; None where there is none that can be trusted."""
+    """Return the binary that is noted under such a key; None where there is none that can be trusted."""
     path = _path(name, _NAMED)
     try:
-        for folder in (path.parents[2], path.parents[1], path.parent):
-            cache.check_private(folder, os.stat(folder))
-        noted = cache.read_private(path).decode()
+        noted = files.read_private(path, folders=3).decode()
     except (OSError, ValueError):
         return None
     return find(noted) if _KEY.fullmatch(noted) else None
 
 
-def note(name: str, kept: str) -> None:
-    """Note under such a key that of a binary, if that can be done, and if all that Triton heeds is part of it."""
+def note(name: str, binary_key: str) -> None:
+    """Note under such a key that of a binary, if that can be done, and if all that Triton reads is part of it."""
     if not environment.knows_all():
         return
     path = _path(name, _NAMED)
     with contextlib.suppress(OSError):
-        storing.prepare_own(path.parents[1])
-        storing.prepare_own(path.parent)
-        storing.write_whole(path, kept.encode())
+        files.make_private_folder(path.parent, above=1)
+        files.write_atomically(path, binary_key.encode())
 
 
 def find(name: str) -> Binary | None:
-    """The binary that is kept under this key; None where there is none that can be trusted."""
+    """Return the binary that is stored under this key; None where there is none that can be trusted."""
     path = _path(name)
     try:
-        for folder in (path.parent.parent, path.parent):
-            cache.check_private(folder, os.stat(folder))
-        line, _, image = cache.read_private(path).partition(b"\n")
+        line, _, image = files.read_private(path, folders=2).partition(b"\n")
         noted = json.loads(line)
         if noted["sha256"] != hashlib.sha256(image).hexdigest():
             return None
@@ -89,22 +91,22 @@ def find(name: str) -> Binary | None:
         return None
 
 
-def keep(name: str, binary: Binary) -> None:
-    """Keep a binary under this key, if that can be done."""
+def store(name: str, binary: Binary) -> None:
+    """Store a binary under this key, if that can be done."""
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
     with contextlib.suppress(OSError):
-        storing.prepare_own(path.parent)
-        storing.write_whole(path, json.dumps(noted).encode() + b"\n" + binary.image)
+        files.make_private_folder(path.parent)
+        files.write_atomically(path, json.dumps(noted).encode() + b"\n" + binary.image)
 
 
 def root() -> Path:
-    """Where binaries are kept."""
+    """Return the folder of binaries."""
     return Path(os.path.abspath(config.get().cache_dir)) / "triton"
 
 
-def files() -> list[Path]:
-    """The files of binaries, whether they can be trusted or not."""
+def binary_files() -> list[Path]:
+    """Return the files of binaries, whether they can be trusted or not."""
     try:
         return sorted(path for path in root().glob("[0-9a-f][0-9a-f]/*") if _KEY.fullmatch(path.name))
     except OSError:
@@ -117,7 +119,7 @@ def clear() -> int:
     Raises:
         CacheError: one could not be removed.
     """
-    found = files()
+    found = binary_files()
     try:
         for path in (*found, *_notes()):
             path.unlink(missing_ok=True)

@@ -32,10 +32,10 @@ class Layout:
         return hash(repr(self))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What a contract's hash covers."""
+        """Return what a contract's hash covers."""
         return [("layout", repr(self))]
 
-    def made(self) -> Any:
+    def resolved(self) -> Any:
         """Gluon's own.
 
         Raises:
@@ -65,23 +65,23 @@ class Element:
         return hash((Element, self.name))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What a contract's hash covers."""
+        """Return what a contract's hash covers."""
         return [("element", self.name)]
 
-    def made(self) -> Any:
+    def resolved(self) -> Any:
         """Triton's own."""
         import triton.language
 
         return getattr(triton.language, self.name)
 
 
-def made(value: Any) -> Any:
-    """A value with Triton's and Gluon's own in place of what stands for them here."""
-    return value.made() if isinstance(value, (Layout, Element)) else value
+def resolved(value: Any) -> Any:
+    """Return a value with Triton's and Gluon's own in place of what stands for them here."""
+    return value.resolved() if isinstance(value, (Layout, Element)) else value
 
 
 def written_out(kind: str) -> str:
-    """The type of a descriptor with its layout as Gluon writes it, which is what its compiler reads.
+    """Return the type of a descriptor with its layout as Gluon writes it, which is what its compiler reads.
 
     >>> written_out("tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)>")[:65]
     'tensordesc<bf16[64, 64],NVMMASharedLayout(swizzle_byte_width=128,'
@@ -90,11 +90,11 @@ def written_out(kind: str) -> str:
     """
     match = _DESCRIPTOR.fullmatch(kind)
     layout = None if match is None else _layout(match[2])
-    return kind if match is None or layout is None else f"{match[1]},{layout.made()!r}>"
+    return kind if match is None or layout is None else f"{match[1]},{layout.resolved()!r}>"
 
 
 def _layout(text: str) -> Layout | None:
-    """The layout that a text says; None of one that is not written so."""
+    """Return the layout that a text says; None of one that is not written so."""
     try:
         with parsing.ALONE:
             node = ast.parse(text, mode="eval").body

@@ -19,7 +19,7 @@ _EXAMPLES = "sm_80, sm_90, sm_100, sm_120, gfx942, gfx950, gfx1100"
 
 
 def parse(name: str) -> GPUTarget:
-    """The target of Triton's that an architecture's name stands for; "sm_90a" is "sm_90", which Triton means by it.
+    """Return the target of Triton's that an architecture's name stands for; "sm_90a" is "sm_90", which Triton means by it.
 
     Raises:
         ArgumentError: no such architecture.
@@ -33,7 +33,7 @@ def parse(name: str) -> GPUTarget:
 
 
 def _parts(name: str) -> tuple[str, int | str, int]:
-    """The backend, the architecture as Triton has it, and the threads of a warp."""
+    """Return the backend, the architecture as Triton has it, and the threads of a warp."""
     cuda, hip = _CUDA.fullmatch(name), _HIP.fullmatch(name)
     if cuda and int(cuda[1]) >= _OLDEST:
         return "cuda", int(cuda[1]), 32
@@ -43,7 +43,7 @@ def _parts(name: str) -> tuple[str, int | str, int]:
 
 
 def name_of(target: GPUTarget) -> str:
-    """The name of a target; ``parse`` gives the target back.
+    """Return the name of a target; ``parse`` gives the target back.
 
     >>> name_of(parse("sm_90a"))
     'sm_90'
@@ -56,7 +56,7 @@ def _spelled(backend: str, architecture: int | str) -> str:
 
 
 def canonical(name: str) -> str:
-    """One spelling of an architecture that may be spelled in many ways. Triton is not imported.
+    """Return one spelling of an architecture that may be spelled in many ways. Triton is not imported.
 
     Raises:
         ArgumentError: no such architecture.
@@ -68,7 +68,7 @@ def canonical(name: str) -> str:
 
 
 def runs(built: str, device: str) -> bool:
-    """Whether what was compiled for one architecture runs on another one's devices; both are canonical names.
+    """Return whether what was compiled for one architecture runs on another one's devices; both are canonical names.
 
     Up to 8.9, CUDA's binaries run on later devices of the same major version. From 9.0 on Triton uses what each
     architecture alone has.
@@ -84,7 +84,7 @@ def runs(built: str, device: str) -> bool:
 
 
 def of_device(major: int, minor: int) -> str:
-    """The architecture of a CUDA device, by its compute capability.
+    """Return the architecture of a CUDA device, by its compute capability.
 
     >>> of_device(9, 0), of_device(10, 3)
     ('sm_90', 'sm_103')
@@ -93,7 +93,7 @@ def of_device(major: int, minor: int) -> str:
 
 
 def of_architecture(name: str) -> str:
-    """The architecture of a HIP device, by the name that the driver gives it (``gcnArchName``).
+    """Return the architecture of a HIP device, by the name that the driver gives it (``gcnArchName``).
 
     >>> of_architecture("gfx942:sramecc+:xnack-")
     'gfx942'

@@ -1,10 +1,10 @@
-"""64-bit indexing: the same Triton function, compiled so that program ids, and what is reckoned from them, are int64.
+"""Compile a Triton function with 64-bit indexing: program ids, and what is computed from them, are int64.
 
 Triton's ``tl.program_id`` is an int32, so ``pid * BLOCK`` overflows for tensors of 2**31 elements and more. Here the
-function goes through a code generator of its own: a subclass of Triton's, with a subclass of its semantics. Nothing of
+function runs through a code generator of its own: a subclass of Triton's, with a subclass of its semantics. Nothing of
 Triton's is changed: the two functions of its that construct code generators run with other globals instead.
 
-Random numbers stay the same: Triton's Philox takes an offset's two halves apart. What is reckoned from ``tl.arange``,
+Random numbers stay the same: Triton's Philox takes an offset's two halves apart. What is computed from ``tl.arange``,
 constants and loops between constants alone stays int32, and overflows as it does in Triton where it leaves one tile.
 """
 
@@ -20,7 +20,7 @@ from opkit.errors import KernelError
 
 
 def widened(signature: Mapping[str, str]) -> dict[str, str]:
-    """A signature whose int32 parameters are int64.
+    """Return a signature whose int32 parameters are int64.
 
     >>> widened({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
     {'x': '*fp32', 'n': 'i64', 'BLOCK': 'constexpr'}
@@ -29,7 +29,7 @@ def widened(signature: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_ir(source: Any, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
-    """The IR of a source of Triton's, with program ids of 64 bits.
+    """Return the IR of a source of Triton's, with program ids of 64 bits.
 
     Variables that start as a literal, such as ``offset = 0``, stay int32 where they can; the second attempt makes them
     int64. Triton refuses a variable of two types, so some functions compile in one of the two ways alone.
@@ -84,15 +84,15 @@ def _triton(name: str) -> Any:
 
 
 def _with_globals(function: Any, **changed: Any) -> Any:
-    """The same function, for which some of its module's names stand for something else."""
+    """Return the same function, for which some of its module's names stand for something else."""
     names = {**function.__globals__, **changed}
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _gluon_module(target: Any, options: Any, context: Any) -> Any:
-    """An empty module with what Gluon's layouts are verified against."""
+    """Return an empty module with what Gluon's layouts are verified against."""
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -180,7 +180,7 @@ def _literal(node: Any) -> bool:
 
 
 def _grew(narrow: Any, wide: Any) -> bool:
-    """Whether one value is an int32 and the other an int64 of the same shape."""
+    """Return whether one value is an int32 and the other an int64 of the same shape."""
     from triton.language import core
 
     if not all(isinstance(value, core.tensor) for value in (narrow, wide)):

@@ -19,8 +19,8 @@ from opkit.kernels.cc import build_request, compilation
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.commands import Request
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import records
 from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private
 from opkit.op.examples.variations import example_calls, split_arguments

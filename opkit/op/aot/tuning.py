@@ -13,9 +13,9 @@ import torch
 
 from opkit import config
 from opkit.errors import ArgumentError
-from opkit.kernels.triton import observation
-from opkit.kernels.triton.observation import Choice, Report
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import observation
+from opkit.kernels.tuning.observation import Choice, Report
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op import registry
 from opkit.op.aot.package import operators_of
 from opkit.op.examples import typical as typical_calls

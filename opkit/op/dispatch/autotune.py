@@ -1,30 +1,29 @@
-"""Choose the fastest of several kernels for a bucket of shapes: time them once, and remember the result across processes.
+"""Choose the fastest of several kernels of an operator for a bucket of shapes.
 
-Each operator has one JSON file in the cache directory, replaced by atomic rename under a file lock. An entry
-is keyed by the kernels' hashes, the device, the dtypes and the sizes rounded up to powers of two, so an edited kernel or
-another machine is timed again. A file that cannot be read is never trusted: the kernels are timed again.
+Each kernel is one configuration of :mod:`opkit.kernels.tuning.tuning`, which times them once, records the result and finds it
+in later processes. The hash that a result is recorded with covers the kernels and torch's version, and the bucket has the
+sizes rounded up to powers of two, so that an edited kernel or another machine is timed afresh.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit import config
+from opkit.kernels.tuning import tuning
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.trace.contract_hash import contract_hash
 
+_RECORDED_AS = "(kernels)"
 _REPEATS = 5
 _SECONDS = 0.01
 
@@ -53,30 +52,34 @@ def device_name(device: str) -> str:
 
 
 def capturing() -> bool:
-    """Return whether a CUDA graph is being captured, so that nothing may be timed; False in a forked process without CUDA."""
+    """Return whether a CUDA graph is being captured, when nothing may be timed; False in a forked process, which has no CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def choose(
     operator: str, kernels: Sequence[RegisteredKernel], args: Sequence[Any], kwargs: dict[str, Any], device: str
 ) -> RegisteredKernel:
-    """Return the fastest of ``kernels`` for this call, from the record or by timing them now."""
-    if len(kernels) == 1 or capturing():
+    """Return the fastest of ``kernels`` for this call, from the record or by timing them now.
+
+    Raises:
+        KernelError: a kernel failed while it was timed, otherwise than for want of memory.
+    """
+    if len(kernels) == 1:
         return kernels[0]
-    identity = contract_hash([(k.name, k.function) for k in kernels])[:16]
-    key = f"{device_name(device)} | torch {torch.__version__} | {identity} | {bucket(args, kwargs)}"
-    path = config.get().cache_dir / "autotune" / f"{operator.replace('::', '.')}.json"
-    remembered = _read(path).get(key)
     by_name = {kernel.name: kernel for kernel in kernels}
-    if remembered not in by_name:
-        times: dict[str, float] = {}
-        for kernel in kernels:
-            function: Any = kernel.function
-            runnable = function.prepare(args, kwargs) if kernel.native else function
-            times[kernel.name] = measure(runnable, args, kwargs, device)
-        remembered = min(times, key=times.__getitem__)
-        _remember(path, key, remembered)
-    return by_name[remembered]
+    hashed = contract_hash([("torch", torch.__version__), *((kernel.name, kernel.function) for kernel in kernels)])
+
+    def milliseconds(config: Config) -> float:
+        kernel = by_name[config.constexprs["kernel"]]
+        function: Any = kernel.function
+        runnable = function.prepare(args, kwargs) if kernel.native else function
+        return 1e3 * measure(runnable, args, kwargs, device)
+
+    choice = tuning.decide(
+        Identity(operator, _RECORDED_AS, hashed), [Config({"kernel": name}) for name in by_name], device_name(device),
+        bucket(args, kwargs), milliseconds, capturing(),
+    )  # fmt: skip
+    return by_name[choice.config.constexprs["kernel"]]
 
 
 def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: str) -> float:
@@ -95,33 +98,3 @@ def measure(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     with torch.no_grad():
         calls = max(1, int(_SECONDS / max(once(1), once(1), 1e-6)))
         return statistics.median(once(calls) for _ in range(_REPEATS))
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # missing or damaged: timed again
-        return {}
-    if not isinstance(record, dict):
-        return {}
-    return {k: v for k, v in cast("dict[Any, Any]", record).items() if isinstance(k, str) and isinstance(v, str)}
-
-
-def _remember(path: Path, key: str, name: str) -> None:
-    import filelock  # imported here: only autotuned operators need it
-
-    with contextlib.suppress(OSError):  # a read-only cache directory costs a timing in the next process, nothing else
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with filelock.FileLock(f"{path}.lock"), _replacing(path) as file:
-            file.write_text(json.dumps({**_read(path), key: name}, indent=1, sort_keys=True), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Generator[Path]:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 
 
 class PreparedKernel:
@@ -34,7 +34,7 @@ class PreparedKernel:
 
 
 class TunedKernel(PreparedKernel):
-    """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.triton.tuning`.
+    """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.tuning.tuning`.
 
     Args:
         prepare: as for :class:`PreparedKernel`.

@@ -8,61 +8,39 @@ rule is registered or forced.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-import weakref
 from typing import Any
 
-from opkit import config
 from opkit.kernels import bridge
-from opkit.op.core import Operator
 from opkit.op.torch_private import torch_paths
 
+_log = logging.getLogger("opkit.bridge")
 lock = threading.RLock()
 
 
-class _Bridge:
-    """The bridge to the running torch: it is loaded once, and again when a background build has ended."""
+@functools.cache
+def loaded() -> bridge.Bridge | None:
+    """Return the bridge to the running torch; None, with a line in the log, if it is not built."""
+    from opkit import _core
 
-    def __init__(self) -> None:
-        self.loaded: bridge.Bridge | None = None
-        self.tried = False
-        self.ended = False
-        self.waiting: weakref.WeakSet[Operator] = weakref.WeakSet()
-
-    def get(self) -> bridge.Bridge | None:
-        if self.loaded is None and config.get().bridge and (self.ended or not self.tried):
-            self._look()
-        return self.loaded
-
-    def _look(self) -> None:
-        from opkit import _core
-
-        paths = torch_paths()
-        first, self.tried, self.ended = not self.tried, True, False
-        self.loaded = bridge.load(paths, _core.runtime_address())
-        if self.loaded is None and first:
-            bridge.ensure_in_background(paths, self.built)
-
-    def built(self, path: object) -> None:
-        """Let operators that would use the bridge plan their calls anew, because a build has ended with ``path``."""
-        with lock:
-            self.ended = path is not None
-            waiting = list(self.waiting) if self.ended else []
-        for operator in waiting:
-            with operator.lock:
-                operator.refreshed()
-
-
-running_bridge = _Bridge()
+    found = bridge.load(torch_paths(), _core.runtime_address())
+    if found is None:
+        _log.info(
+            "calls of compiled kernels go through Python; `opkit bridge` builds what saves 1 to 2 us a call, once"
+        )
+    return found
 
 
 def build() -> None:
-    """Build the bridge to the running torch now, unless it is built, and use it from now on.
+    """Build the bridge to the running torch now, unless it is built; kernels whose first call comes later use it.
 
     Raises:
         ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
     """
-    running_bridge.built(bridge.build(torch_paths()))
+    bridge.build(torch_paths())
+    loaded.cache_clear()
 
 
 class Bridged:

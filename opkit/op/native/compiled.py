@@ -199,9 +199,7 @@ def offer(function: CompiledFunction) -> None:
     """Let a kernel run its operator's calls without Python, if Python would choose it and the bridge is loaded."""
     operator = function.operator
     with bridged.lock:
-        loaded = bridged.running_bridge.get() if _may_take(operator, function) else None
-        if loaded is None:
-            bridged.running_bridge.waiting.add(operator)
+        loaded = bridged.loaded() if config.get().bridge and _may_take(operator, function) else None
     with operator.lock, bridged.lock:  # another thread may have forced a kernel before these were held: check again
         if loaded is not None and _may_take(operator, function) and _install(loaded, operator, function):
             operator.refreshed()

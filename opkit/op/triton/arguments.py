@@ -1,6 +1,6 @@
-"""What a bound kernel is given in one call, worked out in Python: on real, fake or symbolic tensors.
+"""Compute the arguments of one launch of a bound kernel in Python, on real, fake or symbolic tensors.
 
-The launcher in C does the same for the calls that it serves. This form is for Triton's interpreter, for kernels before
+The launcher in C does the same for the calls that it serves. This module is for Triton's interpreter, for kernels before
 whose launch Python runs, and for torch.compile.
 """
 
@@ -16,13 +16,13 @@ import torch
 
 from opkit.errors import KernelError
 from opkit.kernels.binding.facts import Facts, Shape
-from opkit.kernels.triton.symbols import made
-from opkit.op.triton.binding import Bound
+from opkit.kernels.triton.symbols import resolved
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import TensorInfo, as_grid, evaluate
 from opkit.op.triton.names import Source
 
 
-class Launch(NamedTuple):
+class LaunchArguments(NamedTuple):
     """One launch: every parameter by name, the compiler's options, and the grid."""
 
     arguments: dict[str, Any]
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
 
 def product(sizes: Sequence[Any]) -> Any:
-    """The product of sizes, symbolic ones too."""
+    """Return the product of sizes, symbolic ones too."""
     result: Any = 1
     for size in sizes:
         result = result * size
@@ -39,7 +39,7 @@ def product(sizes: Sequence[Any]) -> Any:
 
 
 def sizes_of(facts: Facts, operands: Sequence[Any]) -> dict[str, Any]:
-    """The value of each named size in a call."""
+    """Return the value of each named size in a call."""
     found: dict[str, Any] = {}
     for argument, value in zip(facts.arguments, operands, strict=True):
         if argument.shape is None or value is None:
@@ -63,27 +63,27 @@ class Values:
     ``operands`` has the value of each schema argument, ``outputs`` each output, ``device`` where the call is.
     """
 
-    def __init__(self, bound: Bound, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def __init__(self, bound: BoundKernel, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.bound = bound
         self.operands = operands
         self.outputs = outputs
         self.sizes = sizes_of(bound.facts, operands)
 
     def of(self, source: Source) -> Any:
-        """One source's value: a tensor, a number, a string, a list."""
+        """Return one source's value: a tensor, a number, a string, a list."""
         return _READERS[source.origin](self, source)
 
     def tensor(self, source: Source) -> Any:
-        """The tensor that a source is about."""
+        """Return the tensor that a source is about."""
         count = len(self.operands)
         return self.operands[source.argument] if source.argument < count else self.outputs[source.argument - count]
 
     def named(self) -> dict[str, Any]:
-        """Every source's value by name, as formulas see it."""
+        """Return every source's value by name, as formulas see it."""
         return {source.name: shown(self.of(source)) for source in self.bound.sources}
 
     def dimension(self, source: Source, of: Callable[[Any], Sequence[Any]], missing: int) -> Any:
-        """A size or stride of a tensor; ``missing`` of a leading dimension that it does not have."""
+        """Return a size or stride of a tensor; ``missing`` of a leading dimension that it does not have."""
         tensor = self.tensor(source)
         if tensor is None:
             return 0
@@ -96,7 +96,7 @@ class Values:
         return of(tensor)[source.detail]
 
     def size(self, source: Source) -> Any:
-        """A named size; 0 where no tensor that has it was given."""
+        """Return a named size; 0 where no tensor that has it was passed."""
         return self.sizes.get(self.bound.facts.sizes[source.detail], 0)
 
 
@@ -116,7 +116,7 @@ _READERS: Mapping[str, Callable[[Values, Source], Any]] = {
 
 
 def shown(value: Any) -> Any:
-    """A value as formulas see it."""
+    """Return a value as formulas see it."""
     if isinstance(value, torch.Tensor):
         return TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(value.stride()))
     if isinstance(value, torch.dtype):
@@ -124,7 +124,7 @@ def shown(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> Launch:
+def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> LaunchArguments:
     """Work out a launch.
 
     Raises:
@@ -133,27 +133,27 @@ def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> Launch
     bound = values.bound
     named = {**values.named(), **bound.constants, **(config or {})}
     evaluate(bound.where, bound.formulas, named)
-    arguments = {p.name: made(named[p.name]) for p in bound.kernel.parameters if p.name in named}
-    for name, number in bound.given.items():
+    arguments = {p.name: resolved(named[p.name]) for p in bound.kernel.parameters if p.name in named}
+    for name, number in bound.runtime.items():
         arguments[name] = values.of(bound.sources[number])
     for name in bound.descriptors:
         arguments[name] = descriptor(values, name, named)
     options = {name: value for name, value in named.items() if name in bound.options}
-    return Launch(arguments, options, as_grid(bound.where, named["grid"]))
+    return LaunchArguments(arguments, options, as_grid(bound.where, named["grid"]))
 
 
 def descriptor(values: Values, name: str, named: Mapping[str, Any]) -> Any:
     """Triton's tensor descriptor for a parameter."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    given = values.bound.descriptors[name]
-    source = next(s for s in values.bound.sources if s.name == given.tensor and s.kind == "tensor")
+    declared = values.bound.descriptors[name]
+    source = next(s for s in values.bound.sources if s.name == declared.tensor and s.kind == "tensor")
     tensor = values.tensor(source)
-    shape = named.get(f"{name}.shape", given.shape)
+    shape = named.get(f"{name}.shape", declared.shape)
     viewed = tensor if shape is None else tensor.view(tuple(shape))
-    block = list(named.get(f"{name}.block", given.block))
-    if given.layout is None:
-        return TensorDescriptor.from_tensor(viewed, block, padding=given.padding)
+    block = list(named.get(f"{name}.block", declared.block))
+    if declared.layout is None:
+        return TensorDescriptor.from_tensor(viewed, block, padding=declared.padding)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    return GluonDescriptor.from_tensor(viewed, block, made(given.layout), padding=given.padding)
+    return GluonDescriptor.from_tensor(viewed, block, resolved(declared.layout), padding=declared.padding)

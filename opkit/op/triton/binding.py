@@ -1,4 +1,4 @@
-"""What each parameter of a Triton function is given: names matched to an operator's arguments, outputs and sizes."""
+"""Match the parameters of a Triton function by name to an operator's arguments, outputs and sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Element
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
-from opkit.op.triton.names import Names, Source, measured
-from opkit.op.triton.parameters import Parameter
+from opkit.op.triton.names import KernelNames, Source, measured
+from opkit.op.triton.parameters import TritonParameter
 
 _LISTS = dict.fromkeys(("ints", "floats", "bools"), "ints")
 _ROLES = {"int": "int", "float": "float", "bool": "bool", "dtype": "exact", "str": "text", **_LISTS}
@@ -27,7 +27,7 @@ _GRID = "grid"
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class BoundKernel:
     """A Triton function whose every parameter is accounted for.
 
     Attributes:
@@ -36,7 +36,7 @@ class Bound:
         name: the kernel's name among those of its operator.
         sources: the values of a call that matter.
         roles: what of each of them decides which compiled kernel runs; as ``opkit._core.Launcher`` has them.
-        given: the source of each parameter that the call decides at run time.
+        runtime: the source of each parameter that the call decides at run time.
         constants: parameters and options whose values never change.
         formulas: the other ones, in the order of their evaluation, the grid among them.
         descriptors: the parameters that are tensor descriptors.
@@ -48,7 +48,7 @@ class Bound:
     name: str
     sources: tuple[Source, ...]
     roles: tuple[str, ...]
-    given: Mapping[str, int]
+    runtime: Mapping[str, int]
     constants: Mapping[str, Any]
     formulas: tuple[Formula, ...]
     descriptors: Mapping[str, Descriptor]
@@ -67,12 +67,12 @@ class Bound:
 
     @functools.cached_property
     def strided(self) -> dict[int, tuple[int, ...]]:
-        """The tensors whose strides the kernel is told, and for which dimensions."""
-        told: dict[int, tuple[int, ...]] = {}
+        """The tensors whose strides the kernel takes, and for which dimensions."""
+        dims: dict[int, tuple[int, ...]] = {}
         for source in self.sources:
             if source.origin == "STRIDE":
-                told[source.argument] = (*told.get(source.argument, ()), source.detail)
-        return told
+                dims[source.argument] = (*dims.get(source.argument, ()), source.detail)
+        return dims
 
     @property
     def varying(self) -> frozenset[str]:
@@ -100,7 +100,7 @@ class _Binder:
             raise self.error(
                 f"outputs= has {len(kernel.outputs)} names, and the operator has {len(facts.outputs)} outputs."
             )
-        self.names = Names(facts, kernel.outputs)
+        self.names = KernelNames(facts, kernel.outputs)
         self.parameters = kernel.parameters
         self.config_names = {name for config in kernel.configs for name in config.values}
         self.sources: dict[Source, None] = {}
@@ -109,8 +109,8 @@ class _Binder:
     def error(self, message: str) -> DeclarationError:
         return DeclarationError(f"{self.facts.operator}, kernel {self.name!r}: {message}")
 
-    def bind(self) -> Bound:
-        given: dict[str, Source] = {}
+    def bind(self) -> BoundKernel:
+        runtime: dict[str, Source] = {}
         constants: dict[str, Any] = {}
         formulas: list[Formula] = []
         descriptors: dict[str, Descriptor] = {}
@@ -125,12 +125,12 @@ class _Binder:
             if parameter.name in self.config_names:
                 self._check_configs(parameter, constants, [f.name for f in formulas])
             if not {parameter.name} & ({*constants, *descriptors, *self.config_names} | {f.name for f in formulas}):
-                self._take(parameter, given, constants, formulas)
+                self._take(parameter, runtime, constants, formulas)
         for f in formulas:
-            self._read_inputs(f, formulas, constants, given)
-        self._read_prune(given)
-        self._check_outputs([*given.values(), *self.read])
-        return self._bound(given, constants, formulas, descriptors)
+            self._read_inputs(f, formulas, constants, runtime)
+        self._read_prune(runtime)
+        self._check_outputs([*runtime.values(), *self.read])
+        return self._bound(runtime, constants, formulas, descriptors)
 
     def _settle(
         self,
@@ -153,22 +153,22 @@ class _Binder:
             constants[name] = self._constant(value)
 
     def _constant(self, value: Any) -> Any:
-        """A constant; of a dtype Triton's element type, or its name for a kernel that is named itself."""
+        """Return a constant; of a dtype Triton's element type, or its name for a kernel that is named itself."""
         if not isinstance(value, torch.dtype):
             return value
         return Element(triton_name(str(value))) if isinstance(self.kernel.function, Named) else triton_type(str(value))
 
     def _means(self, name: str) -> bool:
-        """Whether a function that asks for ``name`` can be given something."""
-        asked = self.kernel.bind.get(name, name)
-        told = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
-        return name in told or self.names.find(asked) is not None or any(p.name == name for p in self.parameters)
+        """Return whether ``name``, a parameter of a function, stands for something."""
+        wanted = self.kernel.bind.get(name, name)
+        known = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
+        return name in known or self.names.find(wanted) is not None or any(p.name == name for p in self.parameters)
 
-    def _check_configs(self, parameter: Parameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
+    def _check_configs(self, parameter: TritonParameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
         """A parameter that configs give: all of them do, or it has a value besides."""
         name = parameter.name
         if name in computed:
-            raise self.error(f"{name} is given by configs= and by a function. Take it out of one of them.")
+            raise self.error(f"{name} has a value in configs= and a function. Take it out of one of them.")
         lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
         if lacking and parameter.has_default:
             constants.setdefault(name, parameter.default)
@@ -184,7 +184,7 @@ class _Binder:
         return source
 
     def _take(
-        self, parameter: Parameter, given: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
+        self, parameter: TritonParameter, runtime: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
     ) -> None:
         """A parameter that is found by its name."""
         name = self.kernel.bind.get(parameter.name, parameter.name)
@@ -200,9 +200,9 @@ class _Binder:
         elif parameter.constexpr or source.kind in ("str", "ints", "floats", "bools", "dtype"):
             formulas.append(Formula(parameter.name, triton_type if source.kind == "dtype" else _itself, (name,)))
         else:
-            given[parameter.name] = source
+            runtime[parameter.name] = source
 
-    def _unknown(self, parameter: Parameter, name: str) -> DeclarationError:
+    def _unknown(self, parameter: TritonParameter, name: str) -> DeclarationError:
         known = self.names.known()
         tensors = ", ".join(self.names.tensors())
         derived = [
@@ -213,33 +213,33 @@ class _Binder:
         return self.error(
             f"{name!r} stands for nothing that the operator has. It could be {', '.join(known)}, or _numel, _rank, _size_<k> "
             f"and _stride_<k> of {tensors}.{hint} Rename the parameter, give it a value ({parameter.name}=...), or say what it "
-            f"is given: bind={{{parameter.name!r}: ...}}."
+            f"stands for: bind={{{parameter.name!r}: ...}}."
         )
 
     def _read_inputs(
-        self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any], given: Mapping[str, Source]
+        self, f: Formula, formulas: Iterable[Formula], constants: Mapping[str, Any], runtime: Mapping[str, Source]
     ) -> None:
         computed = {other.name for other in formulas} | {*constants} | self.config_names
         for name in f.inputs:
             if name in EVERYTHING:
-                self.read.update([*self._everything(), *_by_parameter(given)])
+                self.read.update([*self._everything(), *_by_parameter(runtime)])
             elif name not in computed or name == f.name:
                 source = self.names.find(self.kernel.bind.get(name, name))
                 if source is None:
                     raise self.error(
-                        f"the function for {f.name} asks for {name!r}, which stands for nothing. It could be "
+                        f"the function for {f.name} takes {name!r}, which stands for nothing. It could be "
                         f"{', '.join([*self.names.known(), *sorted(computed - {f.name, _GRID})])}."
                     )
                 self.read.add(dataclasses.replace(source, name=name))
 
-    def _read_prune(self, given: Mapping[str, Source]) -> None:
-        """What ``prune`` asks for: as formulas do, or everything, as Triton's functions are given it."""
+    def _read_prune(self, runtime: Mapping[str, Source]) -> None:
+        """Record what ``prune`` reads: its parameters, or everything for a function of Triton's with ``**kwargs``."""
         if self.kernel.prune is None or not self.kernel.configs:
             return
-        asked = list(inspect.signature(self.kernel.prune).parameters.values())[1:]
-        if any(p.kind is p.VAR_KEYWORD for p in asked):
-            self.read.update(_by_parameter(given))
-        for name in (p.name for p in asked):
+        wanted = list(inspect.signature(self.kernel.prune).parameters.values())[1:]
+        if any(p.kind is p.VAR_KEYWORD for p in wanted):
+            self.read.update(_by_parameter(runtime))
+        for name in (p.name for p in wanted):
             source = self.names.find(self.kernel.bind.get(name, name))
             if source is not None:
                 self.read.add(dataclasses.replace(source, name=name))
@@ -256,31 +256,31 @@ class _Binder:
                 raise self.error(f"no parameter receives the output {name}, which would be left unwritten. Add {name}.")
 
     def _bound(
-        self, given: Mapping[str, Source], constants: dict[str, Any], formulas: list[Formula],
+        self, runtime: Mapping[str, Source], constants: dict[str, Any], formulas: list[Formula],
         descriptors: Mapping[str, Descriptor],
-    ) -> Bound:  # fmt: skip
+    ) -> BoundKernel:  # fmt: skip
         if self.kernel.configs:  # the choice is by shapes, so these count
             self.read.update(source for source in self._everything() if source.origin in ("TENSOR", "NAMED_SIZE"))
-        sources = tuple(dict.fromkeys([*given.values(), *sorted(self.read, key=lambda s: s.name)]))
+        sources = tuple(dict.fromkeys([*runtime.values(), *sorted(self.read, key=lambda s: s.name)]))
         by_name = {p.name: p for p in self.parameters}
-        users = {source: by_name[name] for name, source in given.items()}
+        users = {source: by_name[name] for name, source in runtime.items()}
         roles = tuple(_role(source, source in self.read, users.get(source)) for source in sources)
         numbers = {source: i for i, source in enumerate(sources)}
-        return Bound(
-            self.kernel, self.facts, self.name, sources, roles, {name: numbers[s] for name, s in given.items()}, constants,
-            ordered(formulas), descriptors, tuple(self._zeroed(name, given, constants) for name in self.kernel.reset_to_zero),
+        return BoundKernel(
+            self.kernel, self.facts, self.name, sources, roles, {name: numbers[s] for name, s in runtime.items()}, constants,
+            ordered(formulas), descriptors, tuple(self._zeroed(name, runtime, constants) for name in self.kernel.reset_to_zero),
         )  # fmt: skip
 
-    def _zeroed(self, name: str, given: Mapping[str, Source], constants: Mapping[str, Any]) -> str:
-        """The parameter that ``reset_to_zero`` means: by its own name, or by that of the tensor that it is given."""
+    def _zeroed(self, name: str, runtime: Mapping[str, Source], constants: Mapping[str, Any]) -> str:
+        """Return the parameter that ``reset_to_zero`` means: by its own name, or by that of its tensor."""
         meant = self.names.find(name)
-        found = [p for p, source in given.items() if source.kind == "tensor" and (p == name or source == meant)]
+        found = [p for p, source in runtime.items() if source.kind == "tensor" and (p == name or source == meant)]
         if not found and name not in constants:
             raise self.error(f"reset_to_zero names {name!r}; the tensors are {', '.join(self.names.tensors())}.")
         return found[0] if found else name
 
 
-def _role(source: Source, read: bool, user: Parameter | None) -> str:
+def _role(source: Source, read: bool, user: TritonParameter | None) -> str:
     if read:
         return _READ_ROLES.get(source.kind, _ROLES.get(source.kind, "exact"))
     if source.kind == "tensor":
@@ -292,9 +292,9 @@ def _role(source: Source, read: bool, user: Parameter | None) -> str:
     return _ROLES[source.kind]
 
 
-def _by_parameter(given: Mapping[str, Source]) -> list[Source]:
-    """The sources of parameters, called as these are."""
-    return [dataclasses.replace(source, name=name) for name, source in given.items()]
+def _by_parameter(runtime: Mapping[str, Source]) -> list[Source]:
+    """Return the sources of parameters, called as these are."""
+    return [dataclasses.replace(source, name=name) for name, source in runtime.items()]
 
 
 def _itself(value: Any) -> Any:
@@ -325,7 +325,7 @@ def triton_type(name: str | None) -> Any:
 
 
 def triton_name(name: str) -> str:
-    """What ``triton.language`` calls a dtype, by its name in torch.
+    """Return what ``triton.language`` calls a dtype, by its name in torch.
 
     >>> triton_name("torch.bfloat16"), triton_name("bool")
     ('bfloat16', 'int1')
@@ -335,16 +335,16 @@ def triton_name(name: str) -> str:
 
 
 def _is_triton(value: Callable[..., Any]) -> bool:
-    """Whether a value is of Triton's own: a function that the kernel calls, or an element type."""
+    """Return whether a value is of Triton's own: a function that the kernel calls, or an element type."""
     return type(value).__module__.startswith("triton")
 
 
-def bind(kernel: TritonKernel, facts: Facts, name: str = "", absent: Mapping[str, Any] | None = None) -> Bound:
-    """What each parameter of a kernel is given when it serves the operator of ``facts``.
+def bind(kernel: TritonKernel, facts: Facts, name: str = "", absent: Mapping[str, Any] | None = None) -> BoundKernel:
+    """Return a kernel bound to the operator of ``facts``.
 
     ``absent`` are values of parameters of which nothing is said elsewhere.
 
     Raises:
-        DeclarationError: a parameter, or something that a function asks for, stands for nothing that there is.
+        DeclarationError: a parameter, or of a function that computes a value, stands for nothing.
     """
     return _Binder(kernel, facts, name or kernel.name, absent or {}).bind()

@@ -1,4 +1,4 @@
-"""Triton kernels compiled ahead of time, for ``opkit build``: each example, config and architecture."""
+"""Compile Triton kernels ahead of time, for ``opkit build``: each example, config and architecture."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from opkit.errors import OpkitError, PackageError
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import compiling, forms, records, targets
+from opkit.kernels.triton import compiling, forms, targets
 from opkit.kernels.triton.shipping import TritonBinary
-from opkit.op.triton.binding import Bound
+from opkit.kernels.tuning import records
+from opkit.op.triton.binding import BoundKernel
+from opkit.op.triton.example_launches import ExampleLaunch, OfOperator, launches, unmade
 from opkit.op.triton.examples import configs_for, request_for
-from opkit.op.triton.launches import Launch, OfOperator, launches, unmade
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-"""What kernels are built for that do not say it themselves, unless something else is asked for."""
+"""The architectures for kernels without ``targets=``, where the caller names none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Built:
 class _Item:
     """One binary to compile. Of the items of one ``group`` some must succeed; ``relaxed`` ones need not."""
 
-    bound: Bound
+    bound: BoundKernel
     label: str
     group: tuple[str, ...]
-    request: compiling.Request
+    request: compiling.CompileRequest
     relaxed: bool = False
 
     @property
@@ -72,14 +73,14 @@ def build(kernels: Sequence[OfOperator], architectures: Sequence[str], jobs: int
     done = [(item, results[item.key]) for item in items]
     _check([(item, result) for item, result in done if not item.relaxed])
     notes += [f"{item.label}: {_first_line(result)}" for item, result in done if isinstance(result, OpkitError)]
-    made = {item.key: _entry(item, result) for item, result in done if isinstance(result, compiling.Binary)}
-    return Built(tuple(made.values()), tuple(dict.fromkeys(notes)))
+    succeeded = {item.key: _entry(item, result) for item, result in done if isinstance(result, compiling.Binary)}
+    return Built(tuple(succeeded.values()), tuple(dict.fromkeys(notes)))
 
 
 # ---- what is to be compiled ------------------------------------------------------------------------------------------
 
 
-def _listed(launch: Launch, chosen: Sequence[str], notes: list[str]) -> list[_Item]:
+def _listed(launch: ExampleLaunch, chosen: Sequence[str], notes: list[str]) -> list[_Item]:
     own = list(map(targets.canonical, launch.values.bound.kernel.targets))
     wanted = [each for each in chosen or own or ARCHITECTURES if each in (own or chosen or ARCHITECTURES)]
     if not wanted:
@@ -90,8 +91,8 @@ def _listed(launch: Launch, chosen: Sequence[str], notes: list[str]) -> list[_It
         raise unmade(launch.label, error) from error
 
 
-def _items(launch: Launch, target: str, asked_for: bool) -> Iterator[_Item]:
-    values, group = launch.values, (launch.label, launch.example, target if asked_for else "")
+def _items(launch: ExampleLaunch, target: str, chosen_by_user: bool) -> Iterator[_Item]:
+    values, group = launch.values, (launch.label, launch.example, target if chosen_by_user else "")
     for config in configs_for(values):
         request = request_for(values, config, target)
         label = f"{launch.label}, {launch.call}{'' if config is None else f', {config.label}'}, {target}"
@@ -103,7 +104,7 @@ def _items(launch: Launch, target: str, asked_for: bool) -> Iterator[_Item]:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def _all(requests: Sequence[compiling.Request], jobs: int | None) -> list[compiling.Binary | OpkitError]:
+def _all(requests: Sequence[compiling.CompileRequest], jobs: int | None) -> list[compiling.Binary | OpkitError]:
     """Compile several at once; each result, or what went wrong, in order."""
     done = 0
     progress = Progress(lambda: f"compiled {done} of {len(requests)} binaries of Triton kernels")
@@ -123,7 +124,7 @@ def _cores() -> int:
     return len(list(counted(0))) if counted is not None else os.cpu_count() or 1
 
 
-def _attempt(request: compiling.Request) -> compiling.Binary | OpkitError:
+def _attempt(request: compiling.CompileRequest) -> compiling.Binary | OpkitError:
     try:
         return compiling.build(request)
     except OpkitError as error:
@@ -135,10 +136,10 @@ def _attempt(request: compiling.Request) -> compiling.Binary | OpkitError:
 
 def _check(done: Sequence[tuple[_Item, compiling.Binary | OpkitError]]) -> None:
     """Refuse the build if nothing of a group could be compiled."""
-    made = {item.group for item, result in done if not isinstance(result, OpkitError)}
+    succeeded = {item.group for item, result in done if not isinstance(result, OpkitError)}
     first: dict[tuple[str, ...], str] = {}
     for item, result in done:
-        if isinstance(result, OpkitError) and item.group not in made:
+        if isinstance(result, OpkitError) and item.group not in succeeded:
             first.setdefault(item.group, f"{item.label}: {result}")
     if first:
         messages = "\n\n".join(first.values())

@@ -1,4 +1,4 @@
-"""Which config a kernel runs with: what a question to ``opkit.kernels.triton.tuning`` is made of."""
+"""Choose the config that a kernel runs with, by ``opkit.kernels.tuning.tuning``."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opkit.kernels.triton import records, tuning
-from opkit.kernels.triton.buckets import bucket_of
-from opkit.kernels.triton.configs import Config, prune
-from opkit.kernels.triton.observation import Choice
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.configs import Config, prune
+from opkit.kernels.tuning.observation import Choice
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.trace.contract_hash import contract_hash
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import TensorInfo
 from opkit.op.triton.machine import Machine
 
@@ -23,7 +23,7 @@ from opkit.op.triton.machine import Machine
 class Chooser:
     """Chooses among the configs of a bound kernel. ``module`` defines its operator, and may bring results along."""
 
-    def __init__(self, bound: Bound, machine: Machine, module: str) -> None:
+    def __init__(self, bound: BoundKernel, machine: Machine, module: str) -> None:
         self.bound = bound
         self.machine = machine
         self.module = module
@@ -42,22 +42,22 @@ class Chooser:
     def choose(
         self, named: Mapping[str, Any], device: int, measure: Callable[[Config], float], capturing: bool
     ) -> Choice:
-        """The config for a call with these values."""
+        """Return the config for a call with these values."""
         configs = self.candidates(named)
         model = self.machine.model(device)
         return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders)
 
     def candidates(self, named: Mapping[str, Any]) -> list[Config]:
-        """The configs that the author's ``prune`` leaves for a call."""
+        """Return the configs that the author's ``prune`` leaves for a call."""
         return prune(self.bound.kernel.configs, self.bound.kernel.prune, named)
 
     def recorded(self, named: Mapping[str, Any], device: int) -> Config | None:
-        """The config that was found to be the fastest for such a call, if that is known."""
+        """Return the config that was found to be the fastest for such a call, if that is known."""
         model, configs = self.machine.model(device), self.candidates(named)
         return records.lookup(self.identity, configs, model, self.bucket(named), self.folders).config
 
     def bucket(self, named: Mapping[str, Any]) -> str:
-        """The bucket of a call: by its named sizes, or the tensors' where none have names, and integers that formulas ask for."""
+        """The bucket of a call: by its named sizes, or the tensors' where none have names, and integers that formulas read."""
         count = len(self.bound.facts.arguments)
         by_number = {s.argument: s for s in reversed(self.bound.sources) if s.kind == "tensor" and s.argument < count}
         tensors = sorted(by_number.values(), key=self.bound.sources.index)

@@ -12,8 +12,8 @@ from typing import Any
 
 from opkit.errors import DeclarationError
 from opkit.kernels.triton import environment
-from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.named import Named
+from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import launch
 from opkit.op.triton.parameters import parameters_of
@@ -43,16 +43,16 @@ def triton_kernel(
     examples: Sequence[Mapping[str, Any]] = (),
     **values: Any,
 ) -> TritonKernel:
-    """A kernel written in Triton or Gluon, to be given to ``register_kernel``.
+    """Return a kernel written in Triton or Gluon, for ``register_kernel``.
 
     The function's parameters are bound by name: to the operator's arguments (``x`` or ``x_ptr``), to its output ``out``
     (``out0``, ``out1``, ... where there are several), to the sizes that its annotations name, and to ``x_numel``,
     ``x_rank``, ``x_size_0``, ``x_stride_0`` (``x_stride_m1`` counts from the end) of a tensor ``x``. A tensor whose strides
     the kernel takes may lie in memory anyhow; any other is made contiguous.
 
-    Grid, constexprs and options are constants, or functions that ask for the same things by their parameters' names: named
+    Grid, constexprs and options are constants, or functions that take the same things by their parameters' names: named
     sizes, scalars, tensors (as :class:`~opkit.op.triton.evaluation.TensorInfo`), other constexprs, or ``meta``, all of
-    them in a dict. They are called once for each set of values that they ask for.
+    them in a dict. They are called once for each set of values that they take.
 
     Args:
         function: decorated with ``@triton.jit``, ``@triton.autotune``, ``@triton.heuristics`` or Gluon's ``@gluon.jit``; or
@@ -61,7 +61,7 @@ def triton_kernel(
         outputs: the names by which the kernel knows the operator's outputs.
         bind: other names for parameters: ``{"x_ptr": "input"}``.
         configs: choices of constexprs and options, such as ``{"BLOCK": 128, "num_warps": 4}`` or ``triton.Config``; the
-            fastest is found once for each device and bucket of shapes, and kept.
+            fastest is found once for each device and bucket of shapes, and recorded.
         prune: takes the configs as dicts and the named values, returns those worth timing.
         reset_to_zero: tensors that are zeroed before each launch.
         pre_hook: is called with the kernel's arguments by name before each launch.
@@ -108,14 +108,14 @@ def _parsed(function: Any, configs: Sequence[Any]) -> tuple[Config, ...]:
 
 
 def _settled(function: Any) -> Any:
-    """A named function where its file says all that is asked of it here and nothing is interpreted; else the function."""
+    """Return a named function as it is if its file says enough and nothing is interpreted; else import the function."""
     if not isinstance(function, Named):
         return function
     return function.loaded() if function.header is None or environment.interprets() else function
 
 
 def _unwound(function: Any) -> tuple[Any, dict[str, Any]]:
-    """The ``triton.jit`` object under ``triton.autotune`` and ``triton.heuristics``, and what those say."""
+    """Return the ``triton.jit`` object under ``triton.autotune`` and ``triton.heuristics``, and what those say."""
     said: dict[str, Any] = {}
     while (reader := _DECORATORS.get(type(function).__name__)) is not None:
         for name, value in reader(function).items():
@@ -155,8 +155,8 @@ _DECORATORS = {"Autotuner": _autotuner, "Heuristics": _heuristics}
 
 def _check(kernel: TritonKernel) -> None:
     names = [parameter.name for parameter in kernel.parameters]
-    for what, given in (("", kernel.values), ("bind=: ", kernel.bind)):
-        for name in given:
+    for what, passed in (("", kernel.values), ("bind=: ", kernel.bind)):
+        for name in passed:
             if name not in names:
                 near = difflib.get_close_matches(name, [*names, *OPTIONS], 3)
                 hint = f" Nearest: {', '.join(near)}." if near else ""
@@ -169,9 +169,9 @@ def _check(kernel: TritonKernel) -> None:
 
 
 def _check_configs(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
-    """A value beside configs is for those that do not give it; there must be one."""
+    """Check that a value next to configs is used: some config must leave it out."""
     for name in values:
         if kernel.configs and all(name in config.constexprs for config in kernel.configs):
             raise DeclarationError(
-                f"{kernel!r}: {name} is given a value, and by the config {kernel.configs[0].label} another."
+                f"{kernel!r}: {name} has a value, and the config {kernel.configs[0].label} gives it another."
             )

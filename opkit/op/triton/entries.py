@@ -1,4 +1,4 @@
-"""How a compiled Triton kernel is launched: its parameters, in the order and the forms in which it takes them."""
+"""Pack the parameters of a compiled Triton kernel for a launch, in the order and forms in which it takes them."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from opkit.kernels.triton.binaries import Binary, Param
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.machine import Machine
 
 if TYPE_CHECKING:
     from opkit import _core
 
-MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+MAX_PROGRAMS = (2**31 - 1, 65535, 65535)
 """The largest grid that the hardware takes."""
 
 
@@ -33,21 +33,21 @@ class Memory(NamedTuple):
     large: bool = False  # an int32 cannot count the offsets in it
 
 
-class Variant:
+class CompiledVariant:
     """One compiled form of a kernel on one kind of device."""
 
-    def __init__(self, bound: Bound, machine: Machine, built: Binary, chunked: bool) -> None:
+    def __init__(self, bound: BoundKernel, machine: Machine, built: Binary, chunked: bool) -> None:
         from opkit import _core
 
         self.bound = bound
         self.built = built
-        self._chunk = MOST_PROGRAMS if chunked else None
-        self._zero = [source_of(bound, name) for name in bound.zeroed if name in bound.given]
+        self._chunk = MAX_PROGRAMS if chunked else None
+        self._zero = [source_of(bound, name) for name in bound.zeroed if name in bound.runtime]
         self._computed = [
-            (i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.given
+            (i, p.kind, p.name) for i, p in enumerate(built.params) if p.name and p.name not in bound.runtime
         ]
         self._described = bool(bound.descriptors)
-        self._made: _core.Entry | None = None
+        self._entry: _core.Entry | None = None
         self._binary = _core.Binary(
             machine.driver(), built.image, built.name, threads=built.threads, shared=built.shared, cluster=built.cluster,
             cooperative=built.cooperative, pdl=built.pdl, scratch=built.scratch, scratch_align=built.scratch_align,
@@ -55,23 +55,23 @@ class Variant:
         )  # fmt: skip
 
     def entry(self, values: Sequence[Any], named: Mapping[str, Any], grid: tuple[int, int, int]) -> _core.Entry:
-        """What the launcher is to do for these values."""
+        """Return what the launcher is to do for these values."""
         from opkit import _core
 
-        if self._made is not None:
-            return self._made.again(grid, [(i, bits(kind, named[name])) for i, kind, name in self._computed])
+        if self._entry is not None:
+            return self._entry.again(grid, [(i, bits(kind, named[name])) for i, kind, name in self._computed])
         params = [self._parameter(param, values, named) for param in self.built.params]
-        maps = [self._map(made, values, named) for made in self.built.maps]
+        maps = [self._map(tensor_map, values, named) for tensor_map in self.built.maps]
         entry = _core.Entry(self._binary, grid, params, maps=maps, zero=self._zero, chunk=self._chunk)
-        self._made = None if self._described or self._chunk is not None else entry
+        self._entry = None if self._described or self._chunk is not None else entry
         return entry
 
     def _parameter(self, param: Param, values: Sequence[Any], named: Mapping[str, Any]) -> tuple[str, int, int]:
-        """A parameter as the launcher packs it: from a source of the call, or the same at each launch."""
+        """Return a parameter as the launcher packs it: from a source of the call, or the same at each launch."""
         kind, name, detail = param.kind, param.name, param.detail
         if not name or kind == "map":
             return kind, detail if kind == "map" else 0, detail
-        if name in self.bound.given or (name in self.bound.descriptors and kind == "ptr"):
+        if name in self.bound.runtime or (name in self.bound.descriptors and kind == "ptr"):
             return kind, source_of(self.bound, name), detail
         if name in self.bound.descriptors:
             return "const", 0, self._of_descriptor(param, values, named)
@@ -88,7 +88,7 @@ class Variant:
     def _view(
         self, name: str, values: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The sizes and strides that a descriptor describes: the tensor's, or those of a shape that the author gave."""
+        """Return the sizes and strides that a descriptor describes: the tensor's, or those of a shape that the author gave."""
         shape = named.get(f"{name}.shape", self.bound.descriptors[name].shape)
         memory = values[source_of(self.bound, name)]
         if shape is None:
@@ -96,26 +96,26 @@ class Variant:
         sizes = tuple(int(size) for size in shape)
         return sizes, _row_major(sizes)
 
-    def _map(self, made: Mapping[str, Any], values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """How the launcher encodes a descriptor: of the tensor as it lies, or as a shape that the author gave."""
-        name = made["name"]
+    def _map(self, tensor_map: Mapping[str, Any], values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return how the launcher encodes a descriptor: of the tensor as it lies, or as a shape that the author gave."""
+        name = tensor_map["name"]
         sizes, strides = self._view(name, values, named)
-        rest = {key: value for key, value in made.items() if key != "name"}
+        rest = {key: value for key, value in tensor_map.items() if key != "name"}
         padding = self.bound.descriptors[name].padding == "nan"
         source = source_of(self.bound, name)
         return {**rest, "source": source, "sizes": sizes, "strides": strides, "padding_nan": padding, "tf32": False}
 
 
-def source_of(bound: Bound, name: str) -> int:
-    """The source of a parameter's tensor."""
-    if name in bound.given:
-        return bound.given[name]
+def source_of(bound: BoundKernel, name: str) -> int:
+    """Return the source of a parameter's tensor."""
+    if name in bound.runtime:
+        return bound.runtime[name]
     tensor = bound.descriptors[name].tensor
     return next(i for i, s in enumerate(bound.sources) if s.name == tensor and s.kind == "tensor")
 
 
 def bits(kind: str, value: Any) -> int:
-    """A number as the 64 bits that a launch copies its parameter from.
+    """Return a number as the 64 bits that a launch copies its parameter from.
 
     >>> bits("fp32", 1.0) == 0x3F800000, bits("bf16", 1.0) == 0x3F80, bits("i32", -1)
     (True, True, -1)

@@ -1,4 +1,4 @@
-"""Grids, constexprs and options: what the functions that an author gave yield for one call."""
+"""Evaluate grids, constexprs and options: the author's functions of a call's values."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
 
-_MOST_KNOWN = 4096
+_MAX_RESULTS = 4096
 EVERYTHING = ("meta", "META")
-"""The parameter by which a function asks for all that is known, as Triton's grid functions do."""
+"""The parameter that receives every known value, as in Triton's grid functions."""
 
 
 class TensorInfo(NamedTuple):
@@ -40,7 +40,7 @@ class TensorInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """A function of named values, whose results are kept. ``inputs`` are its parameters."""
+    """A function of named values, with a cache of its results. ``inputs`` are its parameters."""
 
     name: str
     function: Callable[..., Any]
@@ -48,14 +48,14 @@ class Formula:
     known: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict[tuple[Any, ...], Any], compare=False)
 
     def __call__(self, named: Mapping[str, Any]) -> Any:
-        given = [named[name] if name in named else self._everything(name, named) for name in self.inputs]
-        key = exact(given)
+        values = [named[name] if name in named else self._everything(name, named) for name in self.inputs]
+        key = exact(values)
         try:
             return self.known[key]
         except TypeError:  # symbolic sizes, which stand for many and have no hash
-            return self.function(*given)
+            return self.function(*values)
         except KeyError:
-            return self._kept(key, self.function(*given))
+            return self._store(key, self.function(*values))
 
     @staticmethod
     def _everything(name: str, named: Mapping[str, Any]) -> Any:
@@ -63,14 +63,14 @@ class Formula:
             raise KeyError(name)
         return named
 
-    def _kept(self, key: tuple[Any, ...], value: Any) -> Any:
-        if len(self.known) >= _MOST_KNOWN:
+    def _store(self, key: tuple[Any, ...], value: Any) -> Any:
+        if len(self.known) >= _MAX_RESULTS:
             self.known.clear()
         return self.known.setdefault(key, value)
 
 
 def exact(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Values as a key that tells apart what Python calls equal: 1, 1.0 and True, and the zeros of both signs.
+    """Return values as a key that distinguishes what Python calls equal: 1, 1.0 and True, and the zeros of both signs.
 
     >>> exact([1]) == exact([True]), exact([0.0]) == exact([-0.0]), exact([(2,)]) == exact([[2]])
     (False, False, True)
@@ -95,7 +95,7 @@ def formula(name: str, function: Callable[..., Any], means: Callable[[str], bool
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name what it asks for.")
+        raise DeclarationError(f"the function for {name} takes *args or **kwargs. It must name its parameters.")
     inputs = tuple(p.name for p in parameters if p.default is p.empty or means(p.name))
     positional = all(p.kind is not p.KEYWORD_ONLY for p in parameters) and len(inputs) == len(parameters)
     return Formula(name, function if positional else _by_name(function, inputs), inputs)
@@ -103,24 +103,24 @@ def formula(name: str, function: Callable[..., Any], means: Callable[[str], bool
 
 def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*given: Any) -> Any:
-        return function(**dict(zip(names, given, strict=True)))
+    def call(*values: Any) -> Any:
+        return function(**dict(zip(names, values, strict=True)))
 
     return call
 
 
 def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
-    """Formulas in an order in which each comes after those whose values it asks for; ``meta`` comes last.
+    """Formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
 
     Raises:
-        DeclarationError: some ask for each other.
+        DeclarationError: some take each other's values.
     """
     left, done = {f.name: f for f in formulas}, list[Formula]()
     while left:
         free = [f for f in left.values() if not any(name in left and name != f.name for name in f.inputs)]
         ready = [f for f in free if not any(name in EVERYTHING for name in f.inputs)] or free
         if not ready:
-            raise DeclarationError(f"the functions for {', '.join(left)} ask for each other's values.")
+            raise DeclarationError(f"the functions for {', '.join(left)} take each other's values.")
         for f in ready:
             done.append(left.pop(f.name))
     return tuple(done)
@@ -143,12 +143,12 @@ def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> 
 def _blamed(f: Formula, named: Mapping[str, Any]) -> str:
     code = getattr(inspect.unwrap(f.function), "__code__", None)
     at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-    given = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
-    return f"the function for {f.name}{at} failed on {given or 'no values'}:"
+    values = ", ".join(f"{name}={named.get(name)!r}" for name in f.inputs if name not in EVERYTHING)
+    return f"the function for {f.name}{at} failed on {values or 'no values'}:"
 
 
 def as_grid(where: str, value: Any) -> tuple[Any, Any, Any]:
-    """A grid's three sizes.
+    """Return a grid's three sizes.
 
     Raises:
         KernelError: it is no grid.

@@ -1,4 +1,4 @@
-"""A Triton kernel of an operator: launched from C, through a table that Python fills."""
+"""Register Triton kernels with operators: they are launched from C, through a table that Python fills."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,16 +11,16 @@ import torch
 
 from opkit.errors import KernelError
 from opkit.kernels.binding.facts import Facts
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
 from opkit.op.native.compiled import CompiledFunction
 from opkit.op.schema_facts import facts_of
 from opkit.op.triton import graph
-from opkit.op.triton.binding import Bound, bind
+from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 from opkit.op.triton.machine import Machine, machine_of
 from opkit.op.triton.python import PythonLaunch
 
@@ -35,7 +35,7 @@ class TritonFunction(CompiledFunction):
         super().__init__(operator, name)
         self.kernel = kernel
         self.machine = machine
-        self.bound: Bound = bind(kernel, facts_of(operator), name)
+        self.bound: BoundKernel = bind(kernel, facts_of(operator), name)
         self.launching = Launching(self.bound, machine, str(getattr(operator.function, "__module__", "")))
 
     @property
@@ -49,7 +49,7 @@ class TritonFunction(CompiledFunction):
         return self.bound.facts
 
     @property
-    def visible(self) -> Bound | None:
+    def visible(self) -> BoundKernel | None:
         """The kernel, if torch.compile can see its launch."""
         return None if graph.refusal(self.bound) else self.bound
 
@@ -59,15 +59,15 @@ class TritonFunction(CompiledFunction):
         return self.kernel.examples
 
     def identities(self) -> Sequence[Identity]:
-        """The kernel as its tuning results are recorded; nothing where there is nothing to choose."""
+        """Return the kernel as its tuning results are recorded; nothing where there is nothing to choose."""
         return [self.launching.chooser.identity] if self.kernel.configs else []
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
         return self.kernel.contract_parts()
 
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Why the kernel does not take a call; empty where it does."""
+        """Return why the kernel does not take a call; empty where it does."""
         for name, tensor in self.operator.named_tensors(args, kwargs):
             if tensor.layout is not torch.strided:
                 return f"{name} is {tensor.layout}; it takes dense tensors"
@@ -81,7 +81,7 @@ class TritonFunction(CompiledFunction):
         return True
 
     def open(self) -> _core.KernelLibrary:
-        """The kernel as the runtime has it: a description, and the launcher."""
+        """Return the kernel as the runtime has it: a description, and the launcher."""
         return self.launching.library()
 
 

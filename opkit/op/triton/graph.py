@@ -16,27 +16,27 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.kernels.triton.configs import Config, prune
+from opkit.kernels.tuning.configs import Config, prune
 from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
 from opkit.op.triton.arguments import Values, launch_of
-from opkit.op.triton.binding import Bound
-from opkit.op.triton.carried import left_out
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
+from opkit.op.triton.inductor_source import left_out
 from opkit.op.triton.machine import machine_of
 from opkit.op.triton.parameters import module_of, unwrapped
 from opkit.op.triton.python import checked, run
 
-_MOST_ELEMENTS = 2**31 - 1
+_MAX_ELEMENTS = 2**31 - 1
 _REPRESENTED = {"num_warps", "num_stages"}
 """The options that torch records with a launch."""
 
 
-def refusal(bound: Bound) -> str:
-    """Why torch cannot represent a kernel's launch; empty where it can."""
+def refusal(bound: BoundKernel) -> str:
+    """Return why torch cannot represent a kernel's launch; empty where it can."""
     kernel = bound.kernel
     if kernel.gluon:
         return "it is in Gluon"
@@ -44,9 +44,9 @@ def refusal(bound: Bound) -> str:
         return "something runs before its launch"
     if bound.descriptors:
         return "it takes tensor descriptors"
-    told = [p.name for p in kernel.parameters if not p.constexpr and p.name in bound.varying]
-    if told:
-        return f"its configs decide on {told[0]}, which is no constexpr"
+    varying = [p.name for p in kernel.parameters if not p.constexpr and p.name in bound.varying]
+    if varying:
+        return f"its configs decide on {varying[0]}, which is no constexpr"
     other = sorted(name for name in bound.options - _REPRESENTED if not _usual(bound, name))
     if other:
         return f"its option {other[0]} is not recorded by torch"
@@ -57,22 +57,22 @@ def refusal(bound: Bound) -> str:
     return f"Inductor would leave out {missing}" if missing else ""
 
 
-def _floats(bound: Bound) -> list[str]:
-    """The parameters that are given numbers, which Triton takes for float32."""
-    given = [name for name, source in bound.given.items() if bound.sources[source].kind == "float"]
+def _floats(bound: BoundKernel) -> list[str]:
+    """Return the parameters that receive Python floats, which Triton takes for float32."""
+    numbers = [name for name, source in bound.runtime.items() if bound.sources[source].kind == "float"]
     fixed = [name for name, value in bound.constants.items() if isinstance(value, float)]
     compiled = {parameter.name for parameter in bound.kernel.parameters if parameter.constexpr}
-    return [name for name in (*given, *fixed) if name not in compiled]
+    return [name for name in (*numbers, *fixed) if name not in compiled]
 
 
-def _usual(bound: Bound, name: str) -> bool:
-    """Whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
-    given = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
-    return name == "num_ctas" and all(value in (None, 1) for value in given)
+def _usual(bound: BoundKernel, name: str) -> bool:
+    """Return whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
+    values = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
+    return name == "num_ctas" and all(value in (None, 1) for value in values)
 
 
 def functional_rule(operator: Operator) -> Callable[..., Any]:
-    """The rule of ``operator`` for ``FunctionalTensorMode``."""
+    """Return the rule of ``operator`` for ``FunctionalTensorMode``."""
 
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         visible = _visible(operator, args, kwargs or {}) if torch_compile.compiling() else None
@@ -85,7 +85,7 @@ def functional_rule(operator: Operator) -> Callable[..., Any]:
 
 
 def _visible(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The chosen kernel of a call as a function to trace; None where the call stays a unit."""
+    """Return the chosen kernel of a call as a function to trace; None where the call stays a unit."""
     if operator.forced or any(kernel.autotune for kernel in operator.kernels.kernels):
         return None
     kernel, _ = choose(operator, args, kwargs)
@@ -111,10 +111,10 @@ def _beyond(values: Sequence[Any]) -> bool:
 
 def _large(tensor: torch.Tensor) -> bool:
     last: Any = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(tensor.numel() > _MOST_ELEMENTS) or bool(last >= _MOST_ELEMENTS)
+    return bool(tensor.numel() > _MAX_ELEMENTS) or bool(last >= _MAX_ELEMENTS)
 
 
-def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _traced(operator: Operator, bound: BoundKernel, shapes: Sequence[torch.Tensor]) -> Callable[..., Any]:
     def traced(*args: Any, **kwargs: Any) -> Any:
         new = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in shapes]
         return run(operator, bound, args, kwargs, new, wrapped)
@@ -123,7 +123,7 @@ def _traced(operator: Operator, bound: Bound, shapes: Sequence[torch.Tensor]) ->
 
 
 def _fake_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
+    """Return the new outputs' sizes and strides, symbolic ones too; what finds them leaves no trace in the program."""
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, torch_compile.without_functional_wrapper, (tuple(args), kwargs)
     )
@@ -149,7 +149,7 @@ def wrapped(values: Values) -> None:
 
 
 def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
-    """A kernel with its configs as ``triton.autotune`` has them: what differs between launches is the config's."""
+    """Return a kernel with its configs as ``triton.autotune`` has them: what differs between launches is the config's."""
     import triton
 
     kernel = values.bound.kernel
@@ -161,7 +161,7 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     configs: list[Any] = []
     for chosen, launch in zip(fixed, launches, strict=True):
         kwargs = {name: chosen[name] for name in varying}
-        if grids.setdefault(tuple(kwargs.values()), launch.grid) == launch.grid:  # else torch cannot tell them apart
+        if grids.setdefault(tuple(kwargs.values()), launch.grid) == launch.grid:  # else torch cannot distinguish them
             configs.append(triton.Config(kwargs, **launch.options))
     common = {name: value for name, value in launches[0].arguments.items() if name not in varying}
     return (
@@ -184,5 +184,5 @@ def _candidates(values: Values) -> list[Config]:
 
 
 def _specialised(value: Any) -> Any:
-    """A constexpr's value; the program is for this value alone where it was symbolic."""
+    """Return a constexpr's value; the program is for this value alone where it was symbolic."""
     return int(value) if isinstance(value, torch.SymInt) else value

@@ -63,7 +63,7 @@ def _call(request: dict[str, Any]) -> Any:
 
 
 def _checked(op: Any, result: Any, args: Any, kwargs: Any) -> Any:
-    """The result, unless it was the reference's: what is to be tested are kernels."""
+    """Return the result, unless it was the reference's: what is to be tested are kernels."""
     selection = op.select(*args, **kwargs)
     if selection.kernel == "reference":
         reasons = "; ".join(f"{name}: {reason}" for name, reason in selection.refused.items()) or "it has none"
@@ -72,7 +72,7 @@ def _checked(op: Any, result: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
-    """The result of a call, and the tensors among the arguments, by number, that it wrote to."""
+    """Return the result of a call, and the tensors among the arguments, by number, that it wrote to."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -85,7 +85,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differentiate(request: dict[str, Any]) -> Any:
-    """The result of a call, and the gradients of its tensors that require them, for given cotangents."""
+    """Return the result of a call, and the gradients of its tensors that require them, for given cotangents."""
     import torch
     from torch.utils import _pytree as pytree
 

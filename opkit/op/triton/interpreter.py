@@ -1,7 +1,7 @@
-"""Triton kernels on CPU tensors: their operators run in a process in which Triton interprets.
+"""Run Triton kernels on CPU tensors, in a process in which Triton interprets them.
 
 ``TRITON_INTERPRET=1`` works if it is set before the kernels are decorated, so each module of operators gets a process of
-its own with the variable set, which imports the module anew and is kept for further calls.
+its own with the variable set, which imports the module again and serves further calls.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -49,19 +49,19 @@ class Interpreter:
         )
         try:
             load = {"do": "load", "module": module, "file": None if file is None else str(file), "path": sys.path}
-            self._ask(load, module)
+            self._request(load, module)
         except BaseException:
             self.close()
             raise
 
     def __call__(self, op: Any, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-        """The result of one call of an operator (or its name), made by its Triton kernel; it records no gradients.
+        """Return the result of one call of an operator (or its name), made by its Triton kernel; it records no gradients.
 
         Raises:
             InterpreterError: the operator raised, no Triton kernel takes the call, or the process died.
         """
         request = {"do": "call", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}
-        answer = self._ask(request, _name(op))
+        answer = self._request(request, _name(op))
         leaves = pytree.tree_leaves((args, kwargs))
         with torch.no_grad():
             for number, written in answer["written"].items():
@@ -71,12 +71,12 @@ class Interpreter:
     def differentiate(
         self, op: Any, cotangents: Sequence[Any], *args: Any, kernel: str | None = None, **kwargs: Any
     ) -> Any:
-        """The result, and the gradient of each tensor argument that requires one, in order.
+        """Return the result, and the gradient of each tensor argument that requires one, in order.
 
         ``cotangents`` are those of the outputs that depend differentiably on such arguments.
         """
         request = {"do": "differentiate", "op": _name(op), "args": args, "kwargs": kwargs, "kernel": kernel}
-        return self._ask({**request, "cotangents": list(cotangents)}, _name(op))
+        return self._request({**request, "cotangents": list(cotangents)}, _name(op))
 
     def close(self) -> None:
         """End the process."""
@@ -93,7 +93,7 @@ class Interpreter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, request: dict[str, Any], about: str) -> Any:
+    def _request(self, request: dict[str, Any], about: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
@@ -147,8 +147,8 @@ def _name(op: Any) -> str:
     return op if isinstance(op, str) else str(op.name)
 
 
-_kept: dict[tuple[str, str], Interpreter] = {}
-_keeping = threading.Lock()
+_processes: dict[tuple[str, str], Interpreter] = {}
+_lock = threading.Lock()
 
 
 def interpreter_of(op: Any) -> Interpreter:
@@ -161,19 +161,19 @@ def interpreter_of(op: Any) -> Interpreter:
     module, file = str(function.__module__), function.__code__.co_filename
     if not os.path.isfile(file):
         raise ArgumentError(f"{op.name} is defined in {file}, which is no file that another process could import.")
-    with _keeping:
-        found = _kept.get((module, file))
+    with _lock:
+        found = _processes.get((module, file))
         if found is None or found._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
-            found = _kept[module, file] = Interpreter(module, file)
+            found = _processes[module, file] = Interpreter(module, file)
             atexit.register(found.close)
         return found
 
 
 def interpret(op: Any, *, kernel: str | None = None) -> Callable[..., Any]:
-    """The operator as a function that runs its Triton kernel in the interpreter, on CPU tensors.
+    """Return the operator as a function that runs its Triton kernel in the interpreter, on CPU tensors.
 
     It runs in a child process, in which ``TRITON_INTERPRET=1`` is set and the module that defines the operator is imported
-    anew; the process is kept for further calls. Gluon kernels cannot be interpreted.
+    again; the process serves further calls. Gluon kernels cannot be interpreted.
 
     Args:
         op: made by ``opkit.custom_op``, in a file.

@@ -1,4 +1,4 @@
-"""A Triton kernel as its author declared it: the function, and by what rules it is launched."""
+"""Declare a Triton kernel: the function, and the rules by which it is launched."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.errors import DeclarationError
-from opkit.kernels.triton.configs import Config
 from opkit.kernels.triton.named import loaded
-from opkit.op.triton.parameters import Parameter, is_gluon, is_interpreted, location, name_of, parameters_of
+from opkit.kernels.tuning.configs import Config
+from opkit.op.triton.parameters import TritonParameter, is_gluon, is_interpreted, location, name_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """A tensor descriptor (TMA) that a parameter is given; see :func:`tensor_descriptor`."""
+    """A tensor descriptor (TMA) for a parameter; see :func:`tensor_descriptor`."""
 
     tensor: str
     block: Any
@@ -53,13 +53,13 @@ class TritonKernel:
         return loaded(self.function)
 
     @functools.cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> tuple[TritonParameter, ...]:
         """The parameters of the Triton function."""
         return parameters_of(self.function)
 
     @functools.cached_property
     def forms(self) -> dict[Any, Any]:
-        """What launches by hand have made of it, by the kinds of the values given."""
+        """A cache of the kernel bound for launches by hand, by the kinds of their values."""
         return {}
 
     @property
@@ -85,19 +85,19 @@ class TritonKernel:
         return f"<Triton kernel {self.name} ({file}:{line})>"
 
     def __call__(self, **values: Any) -> None:
-        """Launch the kernel on tensors and numbers given by name, as a Python kernel does that launches several.
+        """Launch the kernel on tensors and numbers by name, as a Python kernel does that launches several.
 
-        Strides, sizes and numbers of elements follow from the tensors that are given; sizes that only a grid function
-        or a constexpr asks for are given by name too.
+        Strides, sizes and numbers of elements follow from the tensors; sizes that only a grid function
+        or a constexpr uses are passed by name too.
         """
         self.launcher(self, values)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what it computes, for the operator's contract hash."""
+        """Return what decides what it computes, for the operator's contract hash."""
         return [*self.launch_parts(), ("configs", self.configs), ("prune", self.prune)]
 
     def launch_parts(self) -> list[tuple[str, Any]]:
-        """What decides how long it takes, but for the choice of a config."""
+        """Return what decides how long it takes, but for the choice of a config."""
         return [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in _NOT_HASHED]
 
 
@@ -107,7 +107,7 @@ _NOT_HASHED = {"examples", "targets", "configs", "prune", "launcher"}
 def tensor_descriptor(
     tensor: str, *, block: Any, shape: Any = None, layout: Any = None, padding: str = "zero"
 ) -> Descriptor:
-    """A tensor descriptor, by which a kernel loads and stores whole blocks (TMA where the GPU has it).
+    """Return a tensor descriptor, by which a kernel loads and stores whole blocks (TMA where the GPU has it).
 
     Args:
         tensor: the operator's argument or output that it describes. Its last dimension must be contiguous, and its

@@ -25,7 +25,7 @@ from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import bind
 from opkit.op.triton.graph import wrapped
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 from opkit.op.triton.machine import MACHINES, machine_of
 from opkit.op.triton.parameters import module_of
 from opkit.op.triton.python import launched_by_triton
@@ -41,7 +41,7 @@ recorded: contextvars.ContextVar[list[Values] | None] = contextvars.ContextVar("
 _lock = threading.Lock()
 
 
-class Form:
+class LaunchForm:
     """A kernel for values of some kinds."""
 
     def __init__(self, kernel: TritonKernel, kinds: Mapping[str, str]) -> None:
@@ -57,48 +57,48 @@ class Form:
         self.names = tuple(argument.name for argument in arguments)
         self._check_used()
         self._overloads: dict[str, tuple[Callable[..., Any], Launching]] = {}
-        self._kept: list[Any] = []
+        self._registrations: list[Any] = []
 
     def _check_used(self) -> None:
-        asked = {self.names[source.argument] for source in self.bound.sources}
+        wanted = {self.names[source.argument] for source in self.bound.sources}
         for name in self.names:
-            if name not in asked:
+            if name not in wanted:
                 raise DeclarationError(
-                    f"{self.bound.kernel!r}: it was launched with {name}=, for which nothing asks. Its parameters are "
-                    f"{', '.join(p.name for p in self.bound.kernel.parameters)}; what triton_kernel() was given is settled."
+                    f"{self.bound.kernel!r}: it was launched with {name}=, which nothing uses. Its parameters are "
+                    f"{', '.join(p.name for p in self.bound.kernel.parameters)}; values in triton_kernel() are fixed."
                 )
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
-        given = [values[name] for name in self.names]
+        arguments = [values[name] for name in self.names]
         noted = recorded.get()
         if noted is not None:
-            noted.append(Values(self.bound, given, ()))
+            noted.append(Values(self.bound, arguments, ()))
         elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
-            launched_by_triton(Values(self.bound, given, ()))
+            launched_by_triton(Values(self.bound, arguments, ()))
         elif private.dispatch_modes():
-            wrapped(Values(self.bound, given, ()))
+            wrapped(Values(self.bound, arguments, ()))
         else:
-            self.overload(_first(self.bound.kernel, given).device.type)(*given)
+            self.overload(_first(self.bound.kernel, arguments).device.type)(*arguments)
 
     def overload(self, device: str) -> Callable[..., Any]:
-        """What launches the kernel on a device, given the values of :attr:`names`."""
+        """Return a function of the values of :attr:`names` that launches the kernel on a device."""
         return self._served(device)[0]
 
-    def repeated(self, device: str, given: Sequence[Any]) -> _core.Repeated | None:
-        """Launch the kernel on the values of :attr:`names`; then launches like this one, given the tensors' addresses."""
+    def repeated(self, device: str, arguments: Sequence[Any]) -> _core.Repeated | None:
+        """Launch the kernel on the values of :attr:`names`; return what repeats it on other addresses."""
         overload, launching = self._served(device)
         assert launching.launcher is not None
-        return launching.launcher.repeat(lambda: overload(*given))
+        return launching.launcher.repeat(lambda: overload(*arguments))
 
-    def time(self, device: str, given: Sequence[Any]) -> float:
-        """The median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
+    def time(self, device: str, arguments: Sequence[Any]) -> float:
+        """Return the median milliseconds of a launch on the values of :attr:`names`; see :meth:`Launching.time`."""
         overload, launching = self._served(device)
-        return launching.time(lambda: overload(*given))
+        return launching.time(lambda: overload(*arguments))
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` is to be given."""
+        """The places in :attr:`names` of the tensors whose addresses :meth:`repeated` takes."""
         return tuple(source.argument for source in self.bound.sources if source.kind == "tensor")
 
     def _served(self, device: str) -> tuple[Callable[..., Any], Launching]:
@@ -124,15 +124,15 @@ class Form:
             fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
             fragment.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
         key = private.dispatch_key_of(device)
-        self._kept += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
+        self._registrations += [fragment, library.register(f"{_NAMESPACE}::{name}", key, True)]
         overload = private.builtin(private.hidden_operator(f"{_NAMESPACE}::{name}"))
         self._overloads[device] = functools.partial(overload, opk_layout=[]), launching  # it has no outputs
         return self._overloads[device]
 
 
-def _first(kernel: TritonKernel, given: Sequence[Any]) -> torch.Tensor:
-    """The first tensor, which says on what device to run."""
-    for value in given:
+def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
+    """Return the first tensor, which says on what device to run."""
+    for value in arguments:
         if isinstance(value, torch.Tensor):
             return value
     raise ArgumentTypeError(
@@ -152,7 +152,7 @@ def recording() -> Generator[list[Values]]:
 
 
 def is_recorded() -> bool:
-    """Whether launches of this thread are noted in place of made."""
+    """Return whether launches of this thread are noted in place of made."""
     return recorded.get() is not None
 
 
@@ -161,17 +161,17 @@ def launch(kernel: TritonKernel, values: Mapping[str, Any]) -> None:
 
     Raises:
         ArgumentTypeError: a value is no tensor, number or None.
-        DeclarationError: a parameter is left without a value, or nothing asks for one of ``values``.
+        DeclarationError: a parameter is left without a value, or nothing uses one of ``values``.
     """
     _form(kernel, values).run(values)
 
 
-def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> Form:
-    """The kernel for values of these kinds."""
+def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> LaunchForm:
+    """Return the kernel for values of these kinds."""
     kinds = tuple((name, _kind(kernel, name, value)) for name, value in values.items())
     found = kernel.forms.get(kinds)
     if found is None:
-        found = kernel.forms[kinds] = Form(kernel, dict(kinds))
+        found = kernel.forms[kinds] = LaunchForm(kernel, dict(kinds))
     return found
 
 
@@ -179,11 +179,11 @@ class PreparedLaunch:
     """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
 
     Tensors, too, differ from launch to launch in nothing but where they lie: a launch of others that have the sizes, strides,
-    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` sees to that.
+    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` checks that.
 
     Args:
         kernel: what :func:`opkit.triton_kernel` gave.
-        names: of the tensors that are given with each launch, in the order in which they will be.
+        names: of the tensors of each launch, in order.
         numbers: all other values, by name.
 
     >>> # add = PreparedLaunch(kernel, ("x", "y", "out"), {"n": 1024})
@@ -200,10 +200,10 @@ class PreparedLaunch:
         if self._by_triton or recorded.get() is not None or private.dispatch_modes():
             launch(self.kernel, {**dict(zip(self.names, tensors, strict=True)), **self.numbers})
             return
-        there = tuple([tensor is not None for tensor in tensors])
-        found = self._launches.get(there)
+        present = tuple([tensor is not None for tensor in tensors])
+        found = self._launches.get(present)
         if found is None:
-            found = self._launches[there] = _Launch(self, tensors)
+            found = self._launches[present] = _Launch(self, tensors)
         found(tensors)
 
     def repeated(self, *tensors: torch.Tensor | None) -> tuple[_core.Repeated | None, list[str]]:
@@ -215,7 +215,7 @@ class PreparedLaunch:
         return (None, []) if found is None else (found.repeated, [self.names[place] for place in found.addressed])
 
     def time(self, *tensors: torch.Tensor | None) -> float:
-        """The median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
+        """Return the median milliseconds that a launch on these tensors takes, with cold caches; it waits for the GPU.
 
         The kernel is launched many times, and what it writes to is not restored.
 
@@ -233,10 +233,10 @@ class _Launch:
 
     def __init__(self, prepared: PreparedLaunch, tensors: Sequence[torch.Tensor | None]) -> None:
         names, numbers = prepared.names, prepared.numbers
-        there = {name: i for i, name in enumerate(names) if tensors[i] is not None}
+        present = {name: i for i, name in enumerate(names) if tensors[i] is not None}
         self._form = _form(prepared.kernel, {**dict(zip(names, tensors, strict=True)), **numbers})
-        self._given = [(there.get(name, -1), numbers.get(name)) for name in self._form.names]
-        self.addressed = [there[self._form.names[argument]] for argument in self._form.order]
+        self._arguments = [(present.get(name, -1), numbers.get(name)) for name in self._form.names]
+        self.addressed = [present[self._form.names[argument]] for argument in self._form.order]
         first = _first(prepared.kernel, tensors)
         self._device, self._index = first.device.type, first.get_device()
         self.repeated: _core.Repeated | None = None
@@ -252,7 +252,7 @@ class _Launch:
         return self._form.time(self._device, self._values(tensors))
 
     def _values(self, tensors: Sequence[Any]) -> list[Any]:
-        return [value if place < 0 else tensors[place] for place, value in self._given]
+        return [value if place < 0 else tensors[place] for place, value in self._arguments]
 
 
 def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
@@ -267,4 +267,4 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
     return kind
 
 
-__all__ = ["MACHINES", "Form", "PreparedLaunch", "launch"]
+__all__ = ["MACHINES", "LaunchForm", "PreparedLaunch", "launch"]

@@ -64,5 +64,5 @@ MACHINES = {"cuda": Machine("cuda", _driver, _target, _model, _shared)}
 
 
 def machine_of(device: str | None) -> Machine | None:
-    """What runs Triton kernels on a device type; None where nothing does."""
+    """Return what runs Triton kernels on a device type; None where nothing does."""
     return None if device is None else MACHINES.get(device)

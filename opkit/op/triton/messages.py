@@ -61,7 +61,7 @@ def _encoded(value: Any, blobs: list[bytes]) -> Any:
 
 
 def _tensor(value: torch.Tensor, blobs: list[bytes]) -> dict[str, Any]:
-    """A tensor's elements in order, and how it lies: what is between its elements is not sent."""
+    """Return a tensor's elements in order, and how it lies: what is between its elements is not sent."""
     dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     blobs.append(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
     described = {"shape": list(value.shape), "strides": list(value.stride()), "grad": value.requires_grad}
@@ -90,9 +90,9 @@ def _restored(content: dict[str, Any], data: bytes) -> torch.Tensor:
         content["offset"],
     )
     extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    room = torch.empty(max(extent, offset + 1), dtype=dtype)
-    made = torch.as_strided(room, shape, strides, offset)
+    storage = torch.empty(max(extent, offset + 1), dtype=dtype)
+    result = torch.as_strided(storage, shape, strides, offset)
     once = tuple(slice(0, 1 if stride == 0 else None) for stride in strides)  # of what is expanded, each element
     if data:
-        made[once].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)[once])
-    return made.requires_grad_(content["grad"])
+        result[once].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)[once])
+    return result.requires_grad_(content["grad"])

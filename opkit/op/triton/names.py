@@ -1,4 +1,4 @@
-"""What a name means to a Triton kernel: an argument, an output, a named size, or a measure of a tensor."""
+"""Resolve the names in a Triton kernel: an argument, an output, a named size, or a measure of a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTS = ("ints", "floats", "bools")
 
 
 def measured(name: str) -> str:
-    """The tensor of which a name is a measure, or "".
+    """Return the tensor of which a name is a measure, or "".
 
     >>> measured("x_stride_0"), measured("x")
     ('x', '')
@@ -41,7 +41,7 @@ class Source:
     detail: int = 0
 
 
-class Names:
+class KernelNames:
     """The names that an operator gives its kernels."""
 
     def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:
@@ -50,15 +50,15 @@ class Names:
         self._targets = _targets(facts, outputs)
 
     def find(self, name: str) -> Source | None:
-        """What ``name`` means; None where nothing has it."""
+        """Return what ``name`` means; None where nothing has it."""
         return self._target(name) or self._size(name) or self._measure(name) or self._pointer(name)
 
     def known(self) -> list[str]:
-        """What can be asked for, measures apart."""
+        """Return the known names without measures."""
         return [*self._targets, *self.sizes]
 
     def tensors(self) -> dict[str, int]:
-        """The numbers of the tensors among arguments and outputs."""
+        """Return the numbers of the tensors among arguments and outputs."""
         return {name: number for name, (number, kind) in self._targets.items() if kind == "tensor"}
 
     def _target(self, name: str) -> Source | None:

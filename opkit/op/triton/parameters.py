@@ -16,14 +16,14 @@ from opkit.kernels.triton.named import Named, loaded
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class TritonParameter:
     """One parameter of a Triton function.
 
     Attributes:
         name: as it is written.
         constexpr: it is known when the kernel is compiled.
         annotation: its annotation as text ("*bf16", "tl.int64"), or "".
-        default: what it is given where nothing stands for its name; ``inspect.Parameter.empty`` where there is none.
+        default: its value where nothing stands for its name; ``inspect.Parameter.empty`` where there is none.
         specialised: whether a value of 1, or one that 16 divides, may be compiled in.
         aligned: whether divisibility by 16 may be.
     """
@@ -42,7 +42,7 @@ class Parameter:
 
 
 def unwrapped(function: Any) -> Any:
-    """The function of a ``triton.jit`` object, as Python has it.
+    """Return the function of a ``triton.jit`` object, as Python has it.
 
     Raises:
         DeclarationError: it is no such object.
@@ -55,21 +55,22 @@ def unwrapped(function: Any) -> Any:
     return inner
 
 
-def parameters_of(function: Any) -> tuple[Parameter, ...]:
-    """The parameters of a ``triton.jit`` object, or of a named one, in order."""
+def parameters_of(function: Any) -> tuple[TritonParameter, ...]:
+    """Return the parameters of a ``triton.jit`` object, or of a named one, in order."""
     header = header_of(function)
     if header is not None:
         return tuple(
-            Parameter(p.name, p.constexpr, p.annotation, p.default, p.specialised, p.aligned) for p in header.parameters
+            TritonParameter(p.name, p.constexpr, p.annotation, p.default, p.specialised, p.aligned)
+            for p in header.parameters
         )
     function = loaded(function)
     known = {p.name: p for p in getattr(function, "params", ())}
     return tuple(_parameter(p, known.get(p.name)) for p in inspect.signature(unwrapped(function)).parameters.values())
 
 
-def _parameter(parameter: inspect.Parameter, known: Any) -> Parameter:
+def _parameter(parameter: inspect.Parameter, known: Any) -> TritonParameter:
     annotation = "" if parameter.annotation is inspect.Parameter.empty else _text(parameter.annotation)
-    return Parameter(
+    return TritonParameter(
         parameter.name,
         "constexpr" in annotation,
         annotation,
@@ -84,33 +85,33 @@ def _text(annotation: Any) -> str:
 
 
 def is_interpreted(function: Any) -> bool:
-    """Whether ``TRITON_INTERPRET=1`` was set when the function was decorated, so that it runs on CPU tensors."""
+    """Return whether ``TRITON_INTERPRET=1`` was set when the function was decorated, so that it runs on CPU tensors."""
     return type(function).__name__ == "InterpretedFunction"
 
 
 def is_gluon(function: Any) -> bool:
-    """Whether the function is in Gluon."""
+    """Return whether the function is in Gluon."""
     header = header_of(function)
     return bool(getattr(loaded(function), "is_gluon", bool)()) if header is None else header.gluon
 
 
 def name_of(function: Any) -> str:
-    """The name of the function."""
+    """Return the name of the function."""
     return function.name if isinstance(function, Named) else unwrapped(function).__name__
 
 
 def module_of(function: Any) -> str:
-    """The module that defines the function."""
+    """Return the module that defines the function."""
     return function.module if isinstance(function, Named) else unwrapped(function).__module__
 
 
 def header_of(function: Any) -> Header | None:
-    """What the file of a named function says of it; None of another, and where the file does not tell."""
+    """Return what the file of a named function says of it; None of another, and where the file does not say enough."""
     return function.header if isinstance(function, Named) else None
 
 
 def location(function: Any) -> tuple[str, int]:
-    """The file and line at which the function stands."""
+    """Return the file and line at which the function stands."""
     header = header_of(function)
     if header is not None:
         return header.file, header.line

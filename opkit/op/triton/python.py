@@ -1,4 +1,4 @@
-"""Launches through Python: in Triton's interpreter, by Triton's own launcher, or into a program that is being traced."""
+"""Launch kernels through Python: in Triton's interpreter, by Triton's own launcher, or into a traced program."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.configs import Config
+from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
 from opkit.op.dispatch.autotune import capturing
 from opkit.op.layout import outputs as layout
 from opkit.op.layout import program as p
 from opkit.op.schema_facts import facts_of
-from opkit.op.triton.arguments import Launch, Values, launch_of
-from opkit.op.triton.binding import Bound, bind
+from opkit.op.triton.arguments import LaunchArguments, Values, launch_of
+from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.machine import machine_of
@@ -42,13 +42,13 @@ class PythonLaunch:
         return run(self.operator, self.bound, args, kwargs, outputs, self.launcher)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """What decides what the kernel computes."""
+        """Return what decides what the kernel computes."""
         return self.bound.kernel.contract_parts()
 
 
 def run(
     operator: Operator,
-    bound: Bound,
+    bound: BoundKernel,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     new: Sequence[torch.Tensor],
@@ -72,14 +72,14 @@ def allocated(
     """New tensors as a layout (see ``opkit.h``) says."""
     device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
     dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
-    made: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     at = 0
     while at < len(words):
         rank = words[at + 1]
         sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
-        made.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
+        outputs.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
         at += 2 + 2 * rank
-    return made
+    return outputs
 
 
 def launched_by_triton(values: Values) -> None:
@@ -101,13 +101,13 @@ def _launch(values: Values, config: Config | None) -> None:
             kernel.jit[launch.grid](**launch.arguments, **launch.options)
 
 
-def _device_of(launch: Launch) -> Any:
+def _device_of(launch: LaunchArguments) -> Any:
     tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
     return next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext())
 
 
-def checked(values: Values, launch: Launch) -> Launch:
-    """The launch, unless it would leave an output unwritten.
+def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
+    """Return the launch, unless it would leave an output unwritten.
 
     Raises:
         KernelError: its grid is empty.
@@ -121,13 +121,13 @@ def checked(values: Values, launch: Launch) -> Launch:
     return launch
 
 
-def packed(tensor: torch.Tensor, told: Sequence[int]) -> bool:
-    """Whether a tensor's strides follow from its sizes and the strides that the kernel is told.
+def packed(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Return whether a tensor's strides follow from its sizes and the strides that the kernel takes.
 
-    ``told`` are the dimensions of those; every other one must lie around the one after it without gaps.
+    ``dims`` are the dimensions of those; every other one must lie around the one after it without gaps.
     """
     sizes, strides = tensor.shape, tensor.stride()
-    free = {d % len(sizes) for d in told if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
+    free = {d % len(sizes) for d in dims if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
     expected: Any = 1
     for d in reversed(range(len(sizes))):
         if d not in free and sizes[d] != 1 and strides[d] != expected:
@@ -136,25 +136,27 @@ def packed(tensor: torch.Tensor, told: Sequence[int]) -> bool:
     return True
 
 
-def _dense(bound: Bound, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The tensors as the kernel may be given them, and those that are to be copied back."""
-    told, facts, count = bound.strided, bound.facts, len(bound.facts.arguments)
+def _dense(bound: BoundKernel, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the tensors as the kernel may take them, and those to copy back."""
+    dims, facts, count = bound.strided, bound.facts, len(bound.facts.arguments)
     used = {source.argument for source in bound.sources if source.kind == "tensor"}
-    given, back = list(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
+    dense, back = list(tensors), list[tuple[torch.Tensor, torch.Tensor]]()
     for i, tensor in enumerate(tensors):
         alias = None if i < count else facts.outputs[i - count].alias
-        if i not in used or not isinstance(tensor, torch.Tensor) or packed(tensor, told.get(i, ())):
+        if i not in used or not isinstance(tensor, torch.Tensor) or packed(tensor, dims.get(i, ())):
             continue
         if alias is not None:
-            given[i] = given[alias]  # an argument that is returned
+            dense[i] = dense[alias]  # an argument that is returned
             continue
-        given[i] = tensor.clone(memory_format=torch.contiguous_format)  # contiguous() may keep strides that are told
+        dense[i] = tensor.clone(
+            memory_format=torch.contiguous_format
+        )  # contiguous() may return strides that the kernel takes
         if i >= count or facts.arguments[i].written:
-            back.append((tensor, given[i]))
-    return given, back
+            back.append((tensor, dense[i]))
+    return dense, back
 
 
-def _nothing_to_write(bound: Bound, operands: Sequence[Any], outputs: Sequence[Any]) -> bool:
+def _nothing_to_write(bound: BoundKernel, operands: Sequence[Any], outputs: Sequence[Any]) -> bool:
     written = [
         *outputs,
         *(v for v, a in zip(operands, bound.facts.arguments, strict=True) if a.written and v is not None),
@@ -163,7 +165,7 @@ def _nothing_to_write(bound: Bound, operands: Sequence[Any], outputs: Sequence[A
 
 
 def chosen(values: Values) -> Config:
-    """The config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
+    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
     tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
     machine = machine_of(tensors[0].device.type) if tensors else None
     bound = values.bound
@@ -176,7 +178,7 @@ def chosen(values: Values) -> Config:
 
 
 def _measured(values: Values, config: Config) -> float:
-    """The milliseconds of a launch with its hooks; tensors that the operator writes to are as before afterwards."""
+    """Return the milliseconds of a launch with its hooks; tensors that the operator writes to are as before afterwards."""
     from triton.testing import do_bench  # pyright: ignore[reportMissingTypeStubs]
 
     written = [values.tensor(values.bound.sources[i]) for i in values.bound.written]

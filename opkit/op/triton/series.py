@@ -1,4 +1,4 @@
-"""Several launches by hand, one after another, by one call: for Python kernels of small calls, whose time is the processor's."""
+"""Make several launches by hand by one call, for Python kernels of small calls, whose time is the processor's."""
 
 # pyright: reportPrivateUsage=false
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opkit import _core
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """A tensor that kernels pass one to another and nobody else sees: dense, not filled."""
 
     shape: tuple[int, ...]
@@ -33,15 +33,15 @@ class Room(NamedTuple):
 class PreparedSeries:
     """Prepared launches that are made one after another, each time the same ones.
 
-    Each takes its tensors by name: from those that a call is given, which are all there; from the results; or from the rooms,
+    Each takes its tensors by name: from those of the call, none of which is None; from the results; or from the scratch tensors,
     which are allocated for each call and last as long as the launches. A name that is among none of them is None. What is said
     of :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
 
     Args:
         launches: in order.
-        names: of the tensors that are given with each call, in the order in which they will be.
+        names: of the tensors of each call, in order.
         results: by name, each a function that makes a tensor, of the same sizes, strides and dtype each time, not filled.
-        rooms: by name.
+        scratch: by name.
         others: other names of these tensors, where a kernel has one tensor by two names.
 
     >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Room((1024,), torch.float32)})
@@ -53,12 +53,12 @@ class PreparedSeries:
         launches: Sequence[PreparedLaunch],
         names: Sequence[str],
         results: Mapping[str, Callable[[], torch.Tensor]],
-        rooms: Mapping[str, Room],
+        scratch: Mapping[str, Scratch],
         others: Mapping[str, str] | None = None,
     ) -> None:
         self.launches, self.names = list(launches), tuple(names)
-        self.results, self.rooms, self.others = dict(results), dict(rooms), dict(others or {})
-        self._made: _core.Series | None = None
+        self.results, self.scratch, self.others = dict(results), dict(scratch), dict(others or {})
+        self._series: _core.Series | None = None
         self._gpu = -1
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -66,47 +66,50 @@ class PreparedSeries:
         return self.at(tensors, [each.data_ptr() for each in tensors])
 
     def at(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The same for tensors whose addresses are known."""
-        made, gpu = self._made, self._gpu
-        if made is None or recorded.get() is not None or private.dispatch_modes() or fills():
+        """Return the same for tensors whose addresses are known."""
+        series, gpu = self._series, self._gpu
+        if series is None or recorded.get() is not None or private.dispatch_modes() or fills():
             return self._one_by_one(tensors)
         if gpu >= 0 and private.current_gpu() != gpu:
             return self._one_by_one(tensors)
         try:
-            handles = made(addresses, private.current_stream(gpu))
-        except MemoryError:  # of which torch says more where it is asked from here
+            handles = series(addresses, private.current_stream(gpu))
+        except MemoryError:  # torch raises a better error when it allocates
             return self._one_by_one(tensors)
         return tuple(private.tensors_of_handles(handles))
 
     def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        there = dict(zip(self.names, tensors, strict=True))
+        tensors_by_name = dict(zip(self.names, tensors, strict=True))
         results = {name: make() for name, make in self.results.items()}
         device = tensors[0].device
-        rooms = {name: unfilled(room.shape, None, dtype=room.dtype, device=device) for name, room in self.rooms.items()}
-        there |= results | rooms
-        there |= {other: there[name] for other, name in self.others.items()}
+        scratch = {
+            name: unfilled(buffer.shape, None, dtype=buffer.dtype, device=device)
+            for name, buffer in self.scratch.items()
+        }
+        tensors_by_name |= results | scratch
+        tensors_by_name |= {other: tensors_by_name[name] for other, name in self.others.items()}
         for launch in self.launches:
-            launch(*[there.get(name) for name in launch.names])
-        if self._made is None:
+            launch(*[tensors_by_name.get(name) for name in launch.names])
+        if self._series is None:
             self._gpu = tensors[0].get_device()
-            self._made = self._joined(there)  # last: other threads look at it first
+            self._series = self._joined(tensors_by_name)  # last: other threads look at it first
         return tuple(results.values())
 
-    def _joined(self, there: Mapping[str, torch.Tensor]) -> _core.Series | None:
-        """The launches that were just made as one; None where one of them cannot be repeated."""
+    def _joined(self, tensors_by_name: Mapping[str, torch.Tensor]) -> _core.Series | None:
+        """Return the launches that were just made as one; None where one of them cannot be repeated."""
         from opkit import _core
 
-        places = {name: place for place, name in enumerate(there)}
+        places = {name: place for place, name in enumerate(tensors_by_name)}
         places |= {other: places[name] for other, name in self.others.items()}
         steps: list[tuple[_core.Repeated, list[int]]] = []
         for launch in self.launches:
-            call, names = launch.repeated(*[there.get(name) for name in launch.names])
+            call, names = launch.repeated(*[tensors_by_name.get(name) for name in launch.names])
             if call is None:
                 return None
             steps.append((call, [places[name] for name in names]))
-        results = [_layout(there[name]) for name in self.results]
-        memory = [room.bytes for room in self.rooms.values()]
-        device = next(iter(there.values())).get_device()
+        results = [_layout(tensors_by_name[name]) for name in self.results]
+        memory = [buffer.bytes for buffer in self.scratch.values()]
+        device = next(iter(tensors_by_name.values())).get_device()
         return _core.Series(steps, addresses=len(self.names), results=results, memory=memory, device=device)
 
 

@@ -14,7 +14,7 @@ from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
 from opkit.op.examples.arguments import ExampleCall
 from opkit.op.triton.arguments import Values
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of
 from opkit.op.triton.launch import recording
 
@@ -141,12 +141,14 @@ def _names(operator: Operator) -> str:
     return ", ".join(kernel.name for kernel in operator.kernels.kernels) or "no kernels"
 
 
-def _bound(function: Any) -> Bound | None:
+def _bound(function: Any) -> BoundKernel | None:
     found = getattr(function, "bound", None)
-    return found if isinstance(found, Bound) and not found.kernel.interpreted else None
+    return found if isinstance(found, BoundKernel) and not found.kernel.interpreted else None
 
 
-def _rows(operator: Operator, bound: Bound, call: ExampleCall, architectures: Sequence[str]) -> Iterator[Compiled]:
+def _rows(
+    operator: Operator, bound: BoundKernel, call: ExampleCall, architectures: Sequence[str]
+) -> Iterator[Compiled]:
     for config in configs_of(operator, bound, call):
         for target in architectures:
             label = "" if config is None else config.label
@@ -154,8 +156,8 @@ def _rows(operator: Operator, bound: Bound, call: ExampleCall, architectures: Se
             yield _filled(row, bound, functools.partial(request_of, operator, bound, call, config, target))
 
 
-def _filled(row: Compiled, bound: Bound, request: Callable[[], compiling.Request]) -> Compiled:
-    """A row with what was found by compiling, where the kernel is for its architecture."""
+def _filled(row: Compiled, bound: BoundKernel, request: Callable[[], compiling.CompileRequest]) -> Compiled:
+    """Return a row with what was found by compiling, where the kernel is for its architecture."""
     only = bound.kernel.targets
     if only and targets.canonical(row.target) not in map(targets.canonical, only):
         return dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")

@@ -13,9 +13,10 @@ from opkit.attn.gpu import candidates
 from opkit.attn.gpu.decode import launches as decoding
 from opkit.attn.gpu.portable import backward, bias, forward
 from opkit.attn.masks.program import BAND
-from opkit.kernels.triton import compiling, layout, tuning
+from opkit.kernels.triton import compiling, layout
+from opkit.kernels.tuning import tuning
 from opkit.op.triton import machine
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 
 TESTS = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from opkit.attn.gpu.decode import decoding, division
 from opkit.attn.gpu.portable import forward
 from opkit.attn.masks.program import BIAS_DENSE, SEGMENTS
 from opkit.errors import TuningWarning
-from opkit.kernels.triton import records
+from opkit.kernels.tuning import records
 from opkit.op.dispatch import autotune
 from opkit.op.triton.launch import recording
 
@@ -248,7 +248,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from opkit.attn.gpu import search
-from opkit.kernels.triton.configs import Config
+from opkit.kernels.tuning.configs import Config
 configs = tuple(Config({"ROWS": rows}) for rows in (32, 64, 128))
 def measure(each):
     print("measuring", each.constexprs["ROWS"], flush=True)

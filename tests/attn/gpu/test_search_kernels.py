@@ -17,7 +17,7 @@ from opkit.attn.gpu.decode import decoding, division, plan
 from opkit.attn.gpu.portable import bias
 from opkit.attn.masks.program import AND, BIAS_DENSE, SEGMENTS
 from opkit.errors import CompileError, KernelError
-from opkit.kernels.triton import observation, records, tuning
+from opkit.kernels.tuning import observation, records, tuning
 from opkit.op.triton.launch import recording
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from packing import Gpu, Package, named
 
-from opkit.kernels.triton import compiling, packaged, tuning
+from opkit.kernels.triton import compiling, packaged
+from opkit.kernels.tuning import tuning
 from opkit.op.triton import machine
 
 

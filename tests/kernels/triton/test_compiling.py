@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from opkit.errors import ArgumentError, CompileError, KernelError
 from opkit.kernels.triton import compiling, resources
-from opkit.kernels.triton.compiling import Binary, Param, Request, build, identity, lowered
+from opkit.kernels.triton.compiling import Binary, CompileRequest, Param, build, identity, lowered
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 TARGETS = ["sm_90", "sm_80", "gfx942", "sm_100", "sm_120"]
@@ -26,7 +26,7 @@ def scale(x, out, n, factor, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
 
 
-SCALE = Request(
+SCALE = CompileRequest(
     scale,
     {"x": "*bf16", "out": "*bf16", "n": "i32", "factor": "fp32", "BLOCK": "constexpr"},
     {"BLOCK": 128},
@@ -65,7 +65,7 @@ def move(source, target, rows, BLOCK: tl.constexpr):
         target.store([at, 0], source.load([at, 0]))
 
 
-MOVE = Request(
+MOVE = CompileRequest(
     move,
     {"source": "tensordesc<fp16[32, 64]>", "target": "tensordesc<fp16[32, 64]>", "rows": "i32", "BLOCK": "constexpr"},
     {"BLOCK": 32},
@@ -81,7 +81,7 @@ def multiply(a, b, c, K, M: tl.constexpr, N: tl.constexpr, KB: tl.constexpr, WS:
     c.store([row, column], total.to(tl.float16))
 
 
-MULTIPLY = Request(
+MULTIPLY = CompileRequest(
     multiply,
     {
         "a": "tensordesc<fp16[128, 64]>",
@@ -104,7 +104,7 @@ def gluon_scale(x, out, n, factor, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 def gluon_request(target):
     lanes = 64 if target.startswith("gfx") else 32
-    return Request(
+    return CompileRequest(
         gluon_scale,
         dict(SCALE.signature) | {"layout": "constexpr"},
         {"BLOCK": 1024, "layout": gl.BlockedLayout([1], [lanes], [4], [0])},
@@ -116,7 +116,7 @@ def kinds(binary: Binary) -> list[str]:
     return [param.kind for param in binary.params]
 
 
-def ptx_sizes(request: Request) -> list[int]:
+def ptx_sizes(request: CompileRequest) -> list[int]:
     """The sizes of the parameters as PTX declares them: ``.param .u64 a``, ``.param .align 128 .b8 b[128]``."""
     header = re.search(r"\.entry [^(]*\((.*?)\n\)", lowered(request).asm["ptx"], re.DOTALL)
     assert header
@@ -142,7 +142,7 @@ def test_pointers_numbers_and_scratch_are_passed_in_order(target):
 
 @pytest.mark.parametrize("target", THREE)
 def test_every_scalar_type_takes_the_bytes_that_it_is_passed_as(target):
-    request = Request(every, EVERY, {}, target=target)
+    request = CompileRequest(every, EVERY, {}, target=target)
     binary = build(request)
     assert [param.size for param in binary.params] == [8, 1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 8, 8, 8]
     assert resources.parameter_sizes(binary) == [param.size for param in binary.params]
@@ -312,7 +312,7 @@ def line_of(function, text):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_an_error_names_the_authors_line(wide):
-    request = Request(wrong, {"x": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 128}, wide=wide)
+    request = CompileRequest(wrong, {"x": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 128}, wide=wide)
     with pytest.raises(CompileError) as caught:
         build(request)
     message = str(caught.value)
@@ -330,7 +330,7 @@ def not_a_power(x, BLOCK: tl.constexpr):
 
 def test_an_error_inside_triton_names_the_line_that_led_there():
     with pytest.raises(CompileError, match="power of 2") as caught:
-        build(Request(not_a_power, {"x": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 100}))
+        build(CompileRequest(not_a_power, {"x": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 100}))
     assert f"{__file__}:{line_of(not_a_power, 'tl.store')}" in str(caught.value)
 
 
@@ -341,7 +341,7 @@ def third_of_two(x):
 
 def test_an_error_of_a_tuple_of_tritons_names_its_line():
     with pytest.raises(CompileError, match="index") as caught:
-        build(Request(third_of_two, {"x": "*fp32"}, {}))
+        build(CompileRequest(third_of_two, {"x": "*fp32"}, {}))
     assert f"{__file__}:{line_of(third_of_two, 'tl.store')}" in str(caught.value)
 
 
@@ -352,7 +352,7 @@ def assembly(x):
 
 def test_what_ptxas_refuses_can_be_repeated(capfd):
     with pytest.raises(CompileError, match=r"assembly .* for sm_90: .*Internal Triton PTX") as caught:
-        build(Request(assembly, {"x": "*i32"}, {}))
+        build(CompileRequest(assembly, {"x": "*i32"}, {}))
     capfd.readouterr()  # Triton prints the PTX
     assert caught.value.command[0].endswith(("ptxas", "ptxas-blackwell"))
     assert re.search(r"\.ptx, line \d+; error", caught.value.log)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.triton.configs import Config, key_of, label_of, option_names, prune
+from opkit.kernels.tuning.configs import Config, key_of, label_of, option_names, prune
 
 PARAMETERS = ["x", "out", "BLOCK", "TYPE", "ACTIVATION"]
 
@@ -109,7 +109,7 @@ def test_pruning_as_triton_does():
 @pytest.mark.parametrize(
     ("function", "error", "reason"),
     [
-        (lambda configs, rows: configs, DeclarationError, "asks for rows, .* may ask for d"),
+        (lambda configs, rows: configs, DeclarationError, "takes rows, .* may take d"),
         (lambda configs: [], KernelError, r"left none of the configs \(for d=100\)"),
         (lambda configs: None, KernelError, "returned None, which is no list"),
         (lambda configs: [{"BLOCK": 7}], KernelError, "returned {'BLOCK': 7}, which is none of"),

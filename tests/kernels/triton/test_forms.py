@@ -8,7 +8,7 @@ import triton.language as tl
 
 from opkit.kernels.triton import forms, targets
 from opkit.kernels.triton.binaries import Binary, Param
-from opkit.kernels.triton.compiling import Request
+from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.forms import form_of, relaxed, serves, specificity
 from opkit.kernels.triton.shipping import TritonBinary
 
@@ -19,7 +19,7 @@ def rows(x, out, x_stride_m1, d: "tl.int64", k, flag, BLOCK: tl.constexpr, ONE: 
     tl.store(out + at, tl.load(x + at * x_stride_m1, mask=at < d + k) * ONE, mask=at < d)
 
 
-CALL = Request(
+CALL = CompileRequest(
     rows,
     {
         "x": "*bf16", "out": "*bf16", "x_stride_m1": "constexpr", "d": "i64", "k": "i32", "flag": "constexpr",

@@ -16,7 +16,7 @@ from triton._C import libtriton
 import opkit
 from opkit.errors import DeclarationError
 from opkit.kernels.triton import compiling, environment, headers, origins, signatures, statements, stored
-from opkit.kernels.triton.compiling import Request
+from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.named import Named
 
 CONSTANTS = "from math import tau\nSHIFT = 1 + 0 * int(tau)\n"
@@ -51,7 +51,7 @@ sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
 from opkit.kernels.triton import compiling
 from opkit.kernels.triton.named import Named
 signature, constants, module = json.loads(sys.argv[1])
-built = compiling.build(compiling.Request(Named(module, "shifted"), signature, constants))
+built = compiling.build(compiling.CompileRequest(Named(module, "shifted"), signature, constants))
 print(json.dumps([hashlib.sha256(built.image).hexdigest(), "triton" in sys.modules, "torch" in sys.modules]))
 """
 
@@ -101,7 +101,7 @@ class Package:
 
     def request(self, **changed):
         given = {"function": self.function, "signature": SIGNATURE, "constexprs": {"k": None, "BLOCK": 64}, **changed}
-        return Request(**given)
+        return CompileRequest(**given)
 
     def key(self, **changed):
         found = compiling._named_key(self.request(**changed))
@@ -235,14 +235,14 @@ def test_every_variable_that_triton_heeds_counts():
     assert {"DISABLE_LLVM_OPT", "MLIR_ENABLE_TIMING", "USE_IR_LOC"} < set(
         heeded
     )  # those that begin with TRITON_ always count
-    assert [name for name in heeded if not environment._HEEDED.fullmatch(name)] == []
+    assert [name for name in heeded if not environment._READ.fullmatch(name)] == []
 
 
 def test_every_variable_of_triton_s_settings_counts():
     settings = Path(knobs.__file__).read_text(encoding="utf-8")
     named = set(re.findall(r'env_\w+\(\s*"([A-Z0-9_]+)"', settings)) - {"CC"}  # the compiler of Triton's launchers
     assert len(named) > 20
-    assert [name for name in named if not environment._HEEDED.fullmatch(name)] == []
+    assert [name for name in named if not environment._READ.fullmatch(name)] == []
 
 
 @pytest.mark.parametrize("change", ["version", "library"])

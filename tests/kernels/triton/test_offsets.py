@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.compiling import Request, build, lowered
+from opkit.kernels.triton.compiling import CompileRequest, build, lowered
 from opkit.kernels.triton.offsets import rewritten
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
@@ -53,7 +53,7 @@ def gluon_reports(out, LAYOUT: gl.constexpr):
 
 
 def request(target="sm_90", wide=False, offsets=True):
-    return Request(reports, {"out": "*i64", "n": "i64"}, {}, target=target, wide=wide, offsets=offsets)
+    return CompileRequest(reports, {"out": "*i64", "n": "i64"}, {}, target=target, wide=wide, offsets=offsets)
 
 
 def entry(text):
@@ -108,7 +108,7 @@ def test_without_it_nothing_is_added():
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_function_without_parameters(target):
-    build(Request(nothing, {}, {}, target=target, offsets=True))
+    build(CompileRequest(nothing, {}, {}, target=target, offsets=True))
 
 
 @pytest.mark.sweep(2)
@@ -117,7 +117,7 @@ def test_a_function_without_parameters(target):
 def test_gluon(target, wide):
     layout = gl.BlockedLayout([1], [64 if target == "gfx942" else 32], [4], [0])
     signature = {"out": "*i32", "LAYOUT": "constexpr"}
-    asked = Request(gluon_reports, signature, {"LAYOUT": layout}, target=target, wide=wide, offsets=True)
+    asked = CompileRequest(gluon_reports, signature, {"LAYOUT": layout}, target=target, wide=wide, offsets=True)
     assert len(build(asked).params) == 9
     _, operations = entry(lowered(asked).asm["source"])
     assert [operation for operation, _ in operations.values()].count("arith.addi") >= 2
@@ -126,7 +126,7 @@ def test_gluon(target, wide):
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_function_that_is_not_inlined_may_not_ask(wide):
-    asked = Request(calls_own, {"out": "*i32"}, {}, wide=wide, offsets=True)
+    asked = CompileRequest(calls_own, {"out": "*i32"}, {}, wide=wide, offsets=True)
     with pytest.raises(KernelError, match=r"calls_own: its grid is larger .* not inlined .* leave noinline=True out"):
         build(asked)
 
@@ -142,10 +142,8 @@ def parts(out):
 
 
 def test_nor_may_a_part_that_runs_in_warps_of_its_own(capfd):
-    with pytest.raises(
-        KernelError, match=r"parts: its grid is larger .* in warps of its own\. Ask for it in the kernel"
-    ):
-        build(Request(parts, {"out": "*i32"}, {}, target="sm_100", offsets=True))
+    with pytest.raises(KernelError, match=r"parts: its grid is larger .* in warps of its own\. Take it in the kernel"):
+        build(CompileRequest(parts, {"out": "*i32"}, {}, target="sm_100", offsets=True))
     capfd.readouterr()  # MLIR prints what it refuses
 
 

@@ -8,9 +8,9 @@ from packing import CONFIGS, OPTIONS, check
 
 from opkit.errors import PackageError
 from opkit.kernels.aot import package as manifests
-from opkit.kernels.triton import records
 from opkit.kernels.triton.binaries import Binary, Param
-from opkit.kernels.triton.record_format import Tried
+from opkit.kernels.tuning import records
+from opkit.kernels.tuning.record_format import Tried
 from opkit.op.triton.building import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("triton_cache")

@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from opkit.errors import ArgumentError
-from opkit.kernels.triton import record_format, records
-from opkit.kernels.triton.buckets import bucket_of, distance
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
+from opkit.kernels.tuning import record_format, records
+from opkit.kernels.tuning.buckets import bucket_of, distance
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
 
 RMS = Identity("demo::rms_norm", "_fwd", "abc")
 SMALL, LARGE, SKIPPED = (Config({"BLOCK": block}, {"num_warps": 4}) for block in (64, 256, 4096))
@@ -212,7 +212,7 @@ def test_buckets():
 
 def entry(date, **changes):
     fields = {"device": DEVICE, "bucket": BUCKET, "hash": "abc", "triton": "3.6", "tried": tuple(TRIED[:1])}
-    return Entry(**{**fields, "date": f"2026-01-{date:02}T00:00:00+00:00", **changes})
+    return TuningEntry(**{**fields, "date": f"2026-01-{date:02}T00:00:00+00:00", **changes})
 
 
 def test_the_newer_entry_is_kept_with_what_the_older_alone_tried():

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from opkit.errors import KernelError
 from opkit.kernels.triton import resources
-from opkit.kernels.triton.compiling import Request, build, lowered
+from opkit.kernels.triton.compiling import CompileRequest, build, lowered
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 CUDA = ["sm_80", "sm_90", "sm_100", "sm_120"]
@@ -62,7 +62,7 @@ FEW = [("spills", "sm_90"), ("total", "sm_120")]
 def request(name, target):
     function, block, options = REQUESTS[name if target in CUDA or name != "spills" else "spills on AMD"]
     signature = {"x": "*fp32", "out": "*fp32", "n": "i32", "BLOCK": "constexpr"}
-    return Request(function, signature, {"BLOCK": block}, frozenset({"x", "out"}), options, target)
+    return CompileRequest(function, signature, {"BLOCK": block}, frozenset({"x", "out"}), options, target)
 
 
 def ptxas(text: str, target: str, folder: Path) -> str:

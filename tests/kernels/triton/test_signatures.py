@@ -171,7 +171,7 @@ def test_what_triton_has_no_type_for_is_refused():
     with pytest.raises(KernelError, match="element type 9"):
         pointer_type(9)
     for value in ("text", 2**64, -(2**63) - 1, (1, 2), 1j):
-        with pytest.raises(KernelError, match=r"the Triton parameter n is given .*tl\.constexpr"):
+        with pytest.raises(KernelError, match=r"the Triton parameter n has the value .*tl\.constexpr"):
             specialise((Parameter("n"),), {"n": value})
-    with pytest.raises(KernelError, match="the Triton parameter n is given no value"):
+    with pytest.raises(KernelError, match="the Triton parameter n has no value"):
         specialise((Parameter("n"),), {"m": 1})

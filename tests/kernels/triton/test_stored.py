@@ -11,7 +11,7 @@ from triton import knobs
 
 import opkit
 from opkit.kernels.triton import stored
-from opkit.kernels.triton.compiling import Request, build, identity
+from opkit.kernels.triton.compiling import CompileRequest, build, identity
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def added(x, y, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at, mask=at < n) + tl.load(y + at, mask=at < n), mask=at < n)
 
 
-REQUEST = Request(
+REQUEST = CompileRequest(
     added,
     {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32", "BLOCK": "constexpr"},
     {"BLOCK": 128},

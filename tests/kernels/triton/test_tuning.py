@@ -10,8 +10,8 @@ import torch
 from tuned import BEST, BUCKET, CONFIGS, DEVICE, RMS, Timer, decide, never
 
 from opkit.errors import CompileError, DeclarationError, KernelError, TuningWarning
-from opkit.kernels.triton import observation, records, tuning
-from opkit.kernels.triton.record_format import Tried
+from opkit.kernels.tuning import observation, records, tuning
+from opkit.kernels.tuning.record_format import Tried
 
 pytestmark = pytest.mark.usefixtures("settings")
 

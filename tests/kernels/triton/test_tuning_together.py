@@ -13,7 +13,7 @@ from tuned import BEST, BUCKET, DEVICE, TIMES, Timer, decide, never
 
 import opkit
 from opkit.errors import TuningWarning
-from opkit.kernels.triton import records
+from opkit.kernels.tuning import records
 
 pytestmark = pytest.mark.usefixtures("settings")
 
@@ -59,9 +59,9 @@ CHILD = f"""
 import sys, time, types, warnings
 sys.modules["opkit"] = types.ModuleType("opkit")
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
-from opkit.kernels.triton import tuning
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import tuning
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 assert "torch" not in sys.modules
 CONFIGS = [Config({{"BLOCK": block}}, {{"num_warps": 4}}) for block in (64, 128, 256)]
 def measure(each):

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from opkit.errors import CompileError
-from opkit.kernels.triton.compiling import Request, build, lowered
+from opkit.kernels.triton.compiling import CompileRequest, build, lowered
 from opkit.kernels.triton.wide import widened
 
 pytestmark = [
@@ -138,7 +138,7 @@ def request(function, target="sm_90", wide=True):
     constants = {name: 64 for name in function.arg_names if name.isupper() and len(name) > 1}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     kept = widened(signature) if wide else signature
-    return Request(function, kept, constants, frozenset(), {}, target, wide=wide)
+    return CompileRequest(function, kept, constants, frozenset(), {}, target, wide=wide)
 
 
 def names(function):
@@ -213,7 +213,7 @@ def gluon_rows(x, out, n, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
 def test_gluon(target):
     constants = {"BLOCK": 1024, "LAYOUT": gl.BlockedLayout([1], [64 if target == "gfx942" else 32], [4], [0])}
     signature = {"x": "*fp32", "out": "*fp32", "n": "i64"} | dict.fromkeys(constants, "constexpr")
-    asked = Request(gluon_rows, signature, constants, options={"maxnreg": 128}, target=target, wide=True)
+    asked = CompileRequest(gluon_rows, signature, constants, options={"maxnreg": 128}, target=target, wide=True)
     build(asked)
     text = lowered(asked).asm["source"]
     assert "arith.extsi" in text
@@ -227,7 +227,7 @@ def undecided(x, n):
 
 
 def test_what_cannot_be_of_64_bits_is_told_with_the_authors_line():
-    asked = Request(undecided, {"x": "*i32", "n": "i64"}, {}, wide=True)
+    asked = CompileRequest(undecided, {"x": "*i32", "n": "i64"}, {}, wide=True)
     with pytest.raises(
         CompileError, match=r"undecided could not be compiled, with 64-bit indexing, for sm_90: .*\.py:"
     ):

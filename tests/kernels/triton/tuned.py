@@ -1,8 +1,8 @@
 """A kernel with three configurations, and a stand-in for their measurement, for tests of tuning."""
 
-from opkit.kernels.triton import tuning
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning import tuning
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
 
 RMS = Identity("demo::rms_norm", "_fwd", "abc")
 CONFIGS = [Config({"BLOCK": block}, {"num_warps": 4}) for block in (64, 128, 256)]

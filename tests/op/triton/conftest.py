@@ -44,7 +44,7 @@ _count = itertools.count()
 class Launched(NamedTuple):
     """One launch: what was compiled for it, and the values of its parameters by name."""
 
-    request: compiling.Request
+    request: compiling.CompileRequest
     grid: tuple[int, ...]
     values: dict[str, Any]
 
@@ -54,10 +54,10 @@ class Machine:
 
     def __init__(self, fake: Any) -> None:
         self.fake = fake
-        self.requests: list[compiling.Request] = []
+        self.requests: list[compiling.CompileRequest] = []
         self.binaries: list[Binary] = []
 
-    def build(self, request: compiling.Request) -> Binary:
+    def build(self, request: compiling.CompileRequest) -> Binary:
         """In place of the compiler: a kernel of the name "k<number>" and its parameters' sizes."""
         compiling._check(request)
         params = layout.params(request.signature, (), request.offsets)
@@ -114,11 +114,11 @@ class Device:
     """The CPU as a GPU: what was launched on it, and what was to be compiled for it."""
 
     fake: Any
-    requests: list[compiling.Request] = dataclasses.field(default_factory=list)
+    requests: list[compiling.CompileRequest] = dataclasses.field(default_factory=list)
     shared: int = 0
     defined: list[str] = dataclasses.field(default_factory=list)
 
-    def build(self, request: compiling.Request) -> compiling.Binary:
+    def build(self, request: compiling.CompileRequest) -> compiling.Binary:
         self.requests.append(request)
         params = layout.params(request.signature, (), request.offsets)
         name = " ".join([request.function.fn.__name__, *(str(param.size) for param in params)])

@@ -42,12 +42,12 @@ def bound(function, facts=NORM, **options):
 
 def source_of(function, name, facts=NORM, **options):
     made = bound(function, facts, **options)
-    return made.sources[made.given[name]]
+    return made.sources[made.runtime[name]]
 
 
 def role_of(function, name, facts=NORM, **options):
     made = bound(function, facts, **options)
-    return made.roles[made.given[name]]
+    return made.roles[made.runtime[name]]
 
 
 @triton.jit
@@ -87,8 +87,8 @@ def test_optional_scalars_texts_lists_and_dtypes():
         pass
 
     made = bound(kernel, SEVERAL)
-    assert made.sources[made.given["k"]].origin == "SCALAR_POINTER"
-    assert made.sources[made.given["ns_len"]].origin == "LENGTH"
+    assert made.sources[made.runtime["k"]].origin == "SCALAR_POINTER"
+    assert made.sources[made.runtime["ns_len"]].origin == "LENGTH"
     assert {f.name for f in made.formulas} == {"mode", "dtype", "ns"}
     roles = {source.name: role for source, role in zip(made.sources, made.roles, strict=True)}
     assert (roles["mode"], roles["dtype"], roles["ns"]) == ("text", "exact", "ints")
@@ -101,7 +101,7 @@ def test_an_output_that_is_an_argument_is_that_argument():
         pass
 
     made = bound(kernel, SEVERAL)
-    assert made.sources[made.given["out1"]].argument == 0
+    assert made.sources[made.runtime["out1"]].argument == 0
     assert [made.sources[i].name for i in made.written] == ["out1"]
 
 
@@ -111,8 +111,8 @@ def test_outputs_have_other_names_too():
         pass
 
     made = bound(kernel, outputs=("y",))
-    assert made.sources[made.given["y"]].argument == 3
-    assert made.sources[made.given["y_numel"]].argument == 3
+    assert made.sources[made.runtime["y"]].argument == 3
+    assert made.sources[made.runtime["y_numel"]].argument == 3
 
 
 def test_an_argument_goes_before_an_output_and_a_size():
@@ -123,7 +123,7 @@ def test_an_argument_goes_before_an_output_and_a_size():
         pass
 
     made = bound(kernel, facts, outputs=("result",))
-    assert [made.sources[made.given[name]].argument for name in ("out", "n", "result")] == [0, 1, 2]
+    assert [made.sources[made.runtime[name]].argument for name in ("out", "n", "result")] == [0, 1, 2]
 
 
 def test_bind_gives_other_meanings():
@@ -132,7 +132,7 @@ def test_bind_gives_other_meanings():
         pass
 
     made = bound(kernel, bind={"input_ptr": "x", "output_ptr": "out", "count": "x_numel"})
-    assert [made.sources[made.given[name]].name for name in ("input_ptr", "output_ptr", "count")] == [
+    assert [made.sources[made.runtime[name]].name for name in ("input_ptr", "output_ptr", "count")] == [
         "x",
         "out",
         "x_numel",
@@ -146,7 +146,7 @@ def test_what_is_given_goes_before_names():
 
     made = bound(kernel, d=7)
     assert made.constants == {"d": 7, "grid": 1}
-    assert "d" not in made.given
+    assert "d" not in made.runtime
 
 
 def test_a_default_serves_where_nothing_has_the_name():
@@ -156,7 +156,7 @@ def test_a_default_serves_where_nothing_has_the_name():
 
     made = bound(kernel)
     assert made.constants == {"other": None, "BLOCK": 64, "grid": 1}
-    assert made.sources[made.given["d"]].origin == "NAMED_SIZE"
+    assert made.sources[made.runtime["d"]].origin == "NAMED_SIZE"
 
 
 def test_a_constexpr_of_a_size_is_known_when_compiling():
@@ -165,7 +165,7 @@ def test_a_constexpr_of_a_size_is_known_when_compiling():
         pass
 
     made = bound(kernel)
-    assert "d" not in made.given
+    assert "d" not in made.runtime
     assert [f.name for f in made.formulas] == ["d"]
     assert dict(zip([s.name for s in made.sources], made.roles, strict=True))["d"] == "exact"
 
@@ -287,7 +287,7 @@ def test_mistakes():
             misnamed,
             {},
             r"t::norm, kernel 'misnamed': 'numel' stands for nothing that the operator has. It could be x, weight, eps, out, "
-            r"batch, d, .* Nearest: .*x_numel.* Rename the parameter, give it a value \(numel=...\), or say what it is given: "
+            r"batch, d, .* Nearest: .*x_numel.* Rename the parameter, give it a value \(numel=...\), or say what it stands for: "
             r"bind=\{'numel': ...\}",
         ),
         (misnamed, {"bind": {"numel": "y_numel"}}, r"'y_numel' stands for nothing .* Nearest: x_numel"),
@@ -295,15 +295,15 @@ def test_mistakes():
         (untaken, {"outputs": ("y",)}, r"no parameter receives the output y, which would be left unwritten"),
         (weight_known, {}, r"the parameter weight is a constexpr, and weight is a tensor"),
         (blocked, {"outputs": ("out", "more"), "BLOCK": 1}, r"outputs= has 2 names, and the operator has 1 outputs"),
-        (blocked, {"BLOCK": lambda width: width}, r"the function for BLOCK asks for 'width', which stands for nothing"),
-        (blocked, {"BLOCK": 1, "grid": lambda widht: 1}, r"the function for grid asks for 'widht'"),
+        (blocked, {"BLOCK": lambda width: width}, r"the function for BLOCK takes 'width', which stands for nothing"),
+        (blocked, {"BLOCK": 1, "grid": lambda widht: 1}, r"the function for grid takes 'widht'"),
         (blocked, {"BLOCK": lambda *sizes: 1}, r"the function for BLOCK takes \*args or \*\*kwargs"),
         (blocked, {"BLOCK": lambda **sizes: 1}, r"the function for BLOCK takes \*args or \*\*kwargs"),
-        (blocked, {"BLOCK": lambda BLOCK: 1}, r"the function for BLOCK asks for 'BLOCK', which stands for nothing"),
+        (blocked, {"BLOCK": lambda BLOCK: 1}, r"the function for BLOCK takes 'BLOCK', which stands for nothing"),
         (
             blocked,
             {"BLOCK": lambda num_warps: 1, "num_warps": lambda BLOCK: 4},
-            r"the functions for num_warps, BLOCK ask for each other's values",
+            r"the functions for num_warps, BLOCK take each other's values",
         ),
         (
             blocked,
@@ -328,7 +328,7 @@ def test_mistakes():
         (
             blocked,
             {"configs": [{"BLOCK": 1}], "BLOCK": lambda x: 2},
-            r"BLOCK is given a value, and by the config BLOCK=1 another",
+            r"BLOCK has a value, and the config BLOCK=1 gives it another",
         ),
         (blocked, {"configs": ["BLOCK"]}, r"configs: 'BLOCK' is no configuration"),
         (blocked, {"BLOK": 64}, r"'BLOK' is neither a parameter \(x, out, BLOCK\) nor an option .* Nearest: BLOCK"),

@@ -32,7 +32,7 @@ def test_what_asks_for_everything_comes_last():
 
 
 def test_circles_are_refused():
-    with pytest.raises(DeclarationError, match="the functions for a, b ask for each other's values"):
+    with pytest.raises(DeclarationError, match="the functions for a, b take each other's values"):
         names(("a", lambda b: b), ("b", lambda a: a))
 
 

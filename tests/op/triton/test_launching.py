@@ -13,7 +13,7 @@ from torch import Tensor
 
 import opkit
 from opkit.op.triton import machine
-from opkit.op.triton.launching import Launching
+from opkit.op.triton.launcher_table import Launching
 
 
 @triton.jit

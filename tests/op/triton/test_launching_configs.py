@@ -35,7 +35,7 @@ def by_blocks(n, BLOCK):
 @pytest.fixture
 def timed(monkeypatch):
     """Milliseconds by BLOCK in place of measurements; notes what was measured."""
-    from opkit.op.triton import launching as module
+    from opkit.op.triton import launcher_table as module
 
     measured = []
 

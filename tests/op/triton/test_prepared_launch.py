@@ -116,7 +116,7 @@ def test_a_tensor_that_is_none_is_compiled_without_and_its_strides_are_0(device)
 
 def test_what_a_launch_by_hand_would_refuse(device):
     launch = PreparedLaunch(kernel(), ("x", "bias", "out", "more"), {"n": 100, "scale": 0.5})
-    with pytest.raises(DeclarationError, match="launched with more=, for which nothing asks"):
+    with pytest.raises(DeclarationError, match="launched with more=, which nothing uses"):
         launch(torch.ones(100), None, torch.empty(100), torch.ones(1))
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
 from opkit.op.triton.launch import PreparedLaunch, recording
-from opkit.op.triton.series import PreparedSeries, Room
+from opkit.op.triton.series import PreparedSeries, Scratch
 from opkit.testing import compile_launches
 
 N = 100
@@ -38,7 +38,7 @@ def prepared(n=N):
 
 
 def series(names=("x", "out"), n=N, **results):
-    rooms = {"squares": Room((n,), torch.float32), "signs": Room((n, 1), torch.int8)}
+    rooms = {"squares": Scratch((n,), torch.float32), "signs": Scratch((n, 1), torch.int8)}
     return PreparedSeries(prepared(n), names, results, rooms)
 
 
@@ -184,7 +184,7 @@ def test_what_torch_has_no_memory_for_is_asked_of_torch(device, monkeypatch):
     def refuse(addresses, stream):
         raise MemoryError
 
-    monkeypatch.setattr(call, "_made", refuse)
+    monkeypatch.setattr(call, "_series", refuse)
     (out,) = call(torch.ones(N))
     assert out is tensors[1]
     assert len(device.launches) == 4

@@ -68,7 +68,8 @@ def _moded(x, out, n, MODE: tl.constexpr, BLOCK: tl.constexpr):
 def test_texts_and_numbers_that_look_alike():
     signature = {"x": "*fp32", "out": "*fp32", "n": "i32", "MODE": "constexpr", "BLOCK": "constexpr"}
     made = [
-        compiling.build(compiling.Request(_moded, signature, {"MODE": mode, "BLOCK": 32})).image for mode in (1, "1")
+        compiling.build(compiling.CompileRequest(_moded, signature, {"MODE": mode, "BLOCK": 32})).image
+        for mode in (1, "1")
     ]
     assert made[0] != made[1]
 

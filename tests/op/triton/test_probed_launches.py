@@ -49,9 +49,7 @@ def test_more_kernels_than_a_process_can_have_at_once(on_cpu):
 
 
 def test_what_nothing_asks_for_is_refused(on_cpu):
-    with pytest.raises(
-        DeclarationError, match=r"it was launched with nope=, for which nothing asks. Its parameters are x"
-    ):
+    with pytest.raises(DeclarationError, match=r"it was launched with nope=, which nothing uses. Its parameters are x"):
         made()(x=torch.ones(3), out=torch.ones(3), flag=True, nope=1)
     with pytest.raises(DeclarationError, match="it was launched with n="):
         made()(x=torch.ones(3), out=torch.ones(3), flag=True, n=3)

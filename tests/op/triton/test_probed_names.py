@@ -107,7 +107,9 @@ def test_what_is_reset_is_named_as_parameter_or_tensor(on_cpu, op):
 
 
 def test_configs_and_values_do_not_contradict_each_other():
-    with pytest.raises(DeclarationError, match="BLOCK_SIZE is given a value, and by the config BLOCK_SIZE=128 another"):
+    with pytest.raises(
+        DeclarationError, match="BLOCK_SIZE has a value, and the config BLOCK_SIZE=128 gives it another"
+    ):
         opkit.triton_kernel(_copy, grid=1, bind=_BOUND, BLOCK_SIZE=64, configs=[{"BLOCK_SIZE": 128}])
 
 

@@ -19,7 +19,7 @@ from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, dev
 from opkit.attn.masks import program
 from opkit.attn.masks.memory_safety import shapes_fit, sinks_fit
 from opkit.errors import KernelError
-from opkit.kernels.triton.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.dispatch.prepared import TunedKernel
 from opkit.op.operator import CustomOp
 

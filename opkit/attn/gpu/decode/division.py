@@ -13,7 +13,7 @@ from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import plan
 from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device
 from opkit.attn.gpu.search import Question, Tiles
-from opkit.kernels.triton.configs import Config
+from opkit.kernels.tuning.configs import Config
 
 if TYPE_CHECKING:
     from opkit.attn.gpu.decode.launches import DecodeLaunches

@@ -29,7 +29,7 @@ from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
-from opkit.op.triton.series import PreparedSeries, Room
+from opkit.op.triton.series import PreparedSeries, Scratch
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
@@ -214,13 +214,13 @@ def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
     return {name: overwritten(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
 
 
-def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Room]:
+def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
     """What the kernels pass one to another."""
     (batch, heads, queries, _), wide = call.q.shape, _padded(max(call.q.shape[3], call.v.shape[3]))
     blocks = batch * heads * _blocks(queries, tile.rows)
-    sums = Room((blocks * 2 * tile.rows,), torch.float32)
-    total = Room((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
-    turns = {"turns": Room((blocks,), torch.int32)} if ordered else {}
+    sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
+    total = Scratch((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
+    turns = {"turns": Scratch((blocks,), torch.int32)} if ordered else {}
     return {"sums": sums, "total": total, **turns}
 
 

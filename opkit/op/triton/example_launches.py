@@ -27,14 +27,14 @@ OfOperator = tuple[Operator, RegisteredKernel]
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class ExampleLaunch:
     """One launch of a Triton kernel.
 
     Attributes:
         label: the operator and its kernel, for messages.
         call: the operator's call, likewise.
         example: the call, if the author gave it; "" if it was made up.
-        values: what the Triton kernel is given.
+        values: the Triton kernel's values.
     """
 
     label: str
@@ -43,8 +43,8 @@ class Launch:
     values: Values
 
 
-def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[Launch]:
-    """The launches of example calls of these kernels.
+def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[ExampleLaunch]:
+    """Yield the launches of example calls of these kernels.
 
     Of those that are Python functions, a note says why one could not be run.
 
@@ -61,26 +61,26 @@ def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[Launch
 
 
 def unmade(label: str, error: OpkitError) -> PackageError:
-    """The error of a kernel of which no example can be made."""
+    """Return the error of a kernel of which no example can be made."""
     return PackageError(
-        f"Nothing was written, as no example of {label} could be made. Give calls in its examples=, or mend them."
+        f"Nothing was written, as no example of {label} could be made. Give calls in its examples=, or correct them."
         f"\n\n{error}"
     )
 
 
 def _examples(operator: Operator) -> list[Mapping[str, Any]]:
-    """What all Triton kernels of an operator name."""
+    """Return what all Triton kernels of an operator name."""
     functions = [kernel.function for kernel in operator.kernels.kernels]
     return [each for f in functions if isinstance(f, TritonFunction) for each in f.examples]
 
 
-def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list[Launch]:
+def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list[ExampleLaunch]:
     try:
         calls = calls_of(operator, function.examples)
         found = [(str(call), values_of(operator, function.bound, call)) for call in calls]
     except OpkitError as error:
         raise unmade(label, error) from error
-    return [Launch(label, call, call if function.examples else "", values) for call, values in found]
+    return [ExampleLaunch(label, call, call if function.examples else "", values) for call, values in found]
 
 
 # ---- Python functions that launch kernels ----------------------------------------------------------------------------
@@ -88,12 +88,14 @@ def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list
 
 def _of_python(
     operator: Operator, kernel: RegisteredKernel, label: str, examples: Sequence[Mapping[str, Any]], notes: list[str]
-) -> Iterator[Launch]:
+) -> Iterator[ExampleLaunch]:
     try:
         for call in calls_of(operator, examples):
             for values in _recorded(operator, kernel, call):
                 if not values.bound.kernel.hooked:
-                    yield Launch(f"{label}, {values.bound.name}", str(call), str(call) if examples else "", values)
+                    yield ExampleLaunch(
+                        f"{label}, {values.bound.name}", str(call), str(call) if examples else "", values
+                    )
     except Exception as error:  # the author's function may do anything that tensors without memory do not bear
         notes.append(f"{label}: its launches are compiled when they are made: {type(error).__name__}: {error}")
 
@@ -110,7 +112,7 @@ def _written_by_author(kernel: RegisteredKernel) -> Any:
 
 
 def _may_launch(kernel: RegisteredKernel) -> bool:
-    """Whether it is a Python function in a module that has Triton kernels; no other one is run to see what it does."""
+    """Return whether it is a Python function in a module that has Triton kernels; no other one is run to see what it does."""
     if isinstance(kernel.function, (NativeFunction, PythonLaunch)):
         return False
     scope: Mapping[str, Any] = getattr(_written_by_author(kernel), "__globals__", {})

@@ -1,4 +1,4 @@
-"""Whether Inductor can write a kernel of the user's down: with its helpers, and with nothing that it would leave out.
+"""Find what Inductor would leave out of the source of a user's Triton kernel: helpers and constants that it does not copy.
 
 Inductor copies a kernel's source and, of what that refers to, functions of Triton's and whole numbers, strings and constexprs, by
 their names (``user_defined_triton_kernel_transitive_closure_source_code`` of ``torch/_inductor/codegen/wrapper.py``, torch 2.13).
@@ -20,7 +20,7 @@ _WRITTEN = (int, str, bool)
 
 
 def left_out(function: Any) -> str:
-    """What a kernel refers to and Inductor leaves out, or "".
+    """Return what a kernel refers to and Inductor leaves out, or "".
 
     Args:
         function: the kernel as Python has it, without ``triton.jit``.
@@ -41,7 +41,7 @@ def _missing(function: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _globals(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function reads of its module, by name."""
+    """Yield what a function reads of its module, by name."""
     names = {each.argval for each in dis.Bytecode(function) if each.opname == "LOAD_GLOBAL"}
     yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
 

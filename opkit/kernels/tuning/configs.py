@@ -1,4 +1,4 @@
-"""Configurations of a Triton kernel: values of its constexprs together with compile options, and which of them to try."""
+"""Represent and prune the configurations of a kernel: values of its constexprs together with compile options."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Config:
         return hash(self.key)
 
     @classmethod
-    def parse(cls, given: Any, parameter_names: Collection[str]) -> Config:
-        """The configuration that an author wrote as a dictionary, or as a ``triton.Config``.
+    def parse(cls, written: Any, parameter_names: Collection[str]) -> Config:
+        """Return the configuration that an author wrote as a dictionary, or as a ``triton.Config``.
 
         What is named like a parameter of the kernel is a constexpr, the rest are compile options.
 
         Raises:
-            DeclarationError: it is neither, a name means nothing, or a value cannot be told from others in a record.
+            DeclarationError: it is neither, a name means nothing, or a value cannot be distinguished from others in a record.
 
         >>> Config.parse({"BLOCK": 128, "num_warps": 4}, ["x", "out", "BLOCK"])
         Config(constexprs={'BLOCK': 128}, options={'num_warps': 4}, pre_hook=None)
         """
-        values, hook = _given(given)
+        values, hook = _values_and_hook(written)
         constexprs = {name: value for name, value in values.items() if name in parameter_names}
         options = {name: value for name, value in values.items() if name not in parameter_names}
         for name in options:
-            _check_option(name, given, parameter_names)
+            _check_option(name, written, parameter_names)
         config = cls(constexprs, options, hook)
         config.to_json()  # else what no record can hold would be found at the first launch
         return config
@@ -77,7 +77,7 @@ class Config:
         return key_of(self.to_json())
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """What a record holds of it: values that JSON lacks stand there by their names.
+        """Return what a record holds of it: values that JSON lacks stand there by their names.
 
         Raises:
             DeclarationError: a value's text holds its address, so that no other process would know it.
@@ -110,52 +110,52 @@ def _shown(value: Any) -> str:
 # ---- what authors write ----------------------------------------------------------------------------------------------
 
 
-def _given(given: Any) -> tuple[dict[str, Any], Any]:
-    if isinstance(given, Mapping):
-        values = dict(given)
+def _values_and_hook(written: Any) -> tuple[dict[str, Any], Any]:
+    if isinstance(written, Mapping):
+        values = dict(written)
         hook = values.pop(_HOOK, None)
-    elif isinstance(getattr(given, "kwargs", None), Mapping) and hasattr(given, "num_warps"):
-        fields = {name: getattr(given, name, None) for name in _TRITON_FIELDS}
-        values = {**given.kwargs, **{name: value for name, value in fields.items() if value is not None}}
-        hook = getattr(given, _HOOK, None)
+    elif isinstance(getattr(written, "kwargs", None), Mapping) and hasattr(written, "num_warps"):
+        fields = {name: getattr(written, name, None) for name in _TRITON_FIELDS}
+        values = {**written.kwargs, **{name: value for name, value in fields.items() if value is not None}}
+        hook = getattr(written, _HOOK, None)
     else:
         raise DeclarationError(
-            f"configs: {given!r} is no configuration. Write a dictionary such as "
+            f"configs: {written!r} is no configuration. Write a dictionary such as "
             '{"BLOCK": 128, "num_warps": 4}, or a triton.Config.'
         )
     if wrong := [name for name in values if not isinstance(name, str)]:
-        raise DeclarationError(f"configs: {wrong[0]!r} in {given!r} is no name of a parameter or an option.")
+        raise DeclarationError(f"configs: {wrong[0]!r} in {written!r} is no name of a parameter or an option.")
     if hook is not None and not callable(hook):
-        raise DeclarationError(f"configs: pre_hook of {given!r} cannot be called.")
+        raise DeclarationError(f"configs: pre_hook of {written!r} cannot be called.")
     return values, hook
 
 
-def _check_option(name: str, given: Any, parameter_names: Collection[str]) -> None:
+def _check_option(name: str, written: Any, parameter_names: Collection[str]) -> None:
     known = option_names()
     if not known or name in known:
         return
     near = difflib.get_close_matches(name, [*parameter_names, *known], n=2, cutoff=0.6)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise DeclarationError(
-        f"configs: {name!r} in {given!r} is neither a parameter of the kernel nor a compile option of Triton's.{hint}"
+        f"configs: {name!r} in {written!r} is neither a parameter of the kernel nor a compile option of Triton's.{hint}"
     )
 
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The compile options of the installed Triton, on any kind of GPU; none where there is no Triton."""
+    """Return the compile options of the installed Triton, on any kind of GPU; none where there is no Triton."""
     found = {"debug", "arch"}
     try:
         for backend, name in _OPTION_CLASSES.items():
             options: Any = getattr(importlib.import_module(f"triton.backends.{backend}.compiler"), name)
             found.update(field.name for field in dataclasses.fields(options))
-    except (ImportError, AttributeError):  # no Triton, or one that keeps its options elsewhere: it checks them itself
+    except (ImportError, AttributeError):  # no Triton, or one that has its options elsewhere: it checks them itself
         return frozenset()
     return frozenset(found)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value as JSON has it; an object by its name."""
+    """Return a value as JSON has it; an object by its name."""
     if type(value).__name__ == "constexpr":
         value = value.value
     if value is None or isinstance(value, (bool, str)):
@@ -186,19 +186,19 @@ def _named(name: str, value: Any) -> str:
 def prune(
     configs: Sequence[Config], function: Callable[..., Any] | None, named_values: Mapping[str, Any]
 ) -> list[Config]:
-    """The configurations that an author's function leaves of ``configs``.
+    """Return the configurations that an author's function leaves of ``configs``.
 
-    The function gets a list of dictionaries and, by parameter name, whatever else it asks for:
+    The function gets a list of dictionaries and, by parameter name, whatever else it takes:
     ``prune=lambda configs, d: [c for c in configs if c["BLOCK"] <= d]``. One with ``**kwargs`` is called as Triton's
     ``early_config_prune`` is: with ``triton.Config`` objects, a dictionary of the values, and the values by name.
 
     Args:
         configs: all of them.
         function: the author's; None leaves all.
-        named_values: what the function may ask for.
+        named_values: the values that the function may take.
 
     Raises:
-        DeclarationError: it asks for a name that there is not.
+        DeclarationError: it takes a name without a value.
         KernelError: it returns something else than some of what it got, or nothing.
 
     >>> both = [Config({"BLOCK": 64}), Config({"BLOCK": 256})]
@@ -209,18 +209,18 @@ def prune(
         return list(configs)
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        given = [_for_triton(config) for config in configs]
+        offered = [_for_triton(config) for config in configs]
         second = [parameter.name for parameter in parameters][1:2]
         others = {name: value for name, value in named_values.items() if name not in ("configs", *second)}
-        returned = function(given, dict(named_values), **others)
+        returned = function(offered, dict(named_values), **others)
     else:
-        given = [config.values for config in configs]
-        returned = function(given, **_asked(function, list(parameters)[1:], named_values))
-    return _kept(function, configs, given, returned, named_values)
+        offered = [config.values for config in configs]
+        returned = function(offered, **_arguments(function, list(parameters)[1:], named_values))
+    return _selected(function, configs, offered, returned, named_values)
 
 
 def _for_triton(config: Config) -> Any:
-    """A ``triton.Config``; what it has no field for is among its ``kwargs``, where Triton looks for options too."""
+    """Return a ``triton.Config``; what it has no field for is among its ``kwargs``, where Triton looks for options too."""
     import triton  # imported here: only functions written for Triton's own autotuner need it
 
     fields = {name: value for name, value in config.options.items() if name in _TRITON_FIELDS}
@@ -228,22 +228,22 @@ def _for_triton(config: Config) -> Any:
     return triton.Config(kwargs, **fields, pre_hook=config.pre_hook)
 
 
-def _asked(
+def _arguments(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], named_values: Mapping[str, Any]
 ) -> dict[str, Any]:
     missing = [p.name for p in parameters if p.name not in named_values and p.default is p.empty]
     if missing:
         raise DeclarationError(
-            f"prune: {_name(function)} asks for {', '.join(missing)}, which this kernel has no value for. It may ask for "
+            f"prune: {_name(function)} takes {', '.join(missing)}, which this kernel has no value for. It may take "
             f"{', '.join(sorted(named_values)) or 'nothing'}."
         )
     return {p.name: named_values[p.name] for p in parameters if p.name in named_values}
 
 
-def _kept(
+def _selected(
     function: Callable[..., Any],
     configs: Sequence[Config],
-    given: Sequence[Any],
+    offered: Sequence[Any],
     returned: Any,
     named_values: Mapping[str, Any],
 ) -> list[Config]:
@@ -251,16 +251,16 @@ def _kept(
         values = ", ".join(f"{name}={value}" for name, value in named_values.items() if isinstance(value, (int, float)))
         what = "left none of the configs" if returned in ([], ()) else f"returned {returned!r}, which is no list"
         raise KernelError(f"prune: {_name(function)} {what} (for {values}). It must leave one at least.")
-    by_identity = {id(each): config for each, config in zip(given, configs, strict=True)}
+    by_identity = {id(each): config for each, config in zip(offered, configs, strict=True)}
     parameters = {name for config in configs for name in config.constexprs}
     by_key = {config.key: config for config in configs}
-    kept: list[Config] = []
+    selected: list[Config] = []
     for each in returned:
         config = by_identity.get(id(each)) or by_key.get(Config.parse(each, parameters).key)
         if config is None:
-            raise KernelError(f"prune: {_name(function)} returned {each!r}, which is none of the configs it was given.")
-        kept.append(config)
-    return kept
+            raise KernelError(f"prune: {_name(function)} returned {each!r}, which is none of the configs passed to it.")
+        selected.append(config)
+    return selected
 
 
 def _name(function: Callable[..., Any]) -> str:

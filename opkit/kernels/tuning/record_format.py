@@ -1,4 +1,4 @@
-"""What tuning results look like in a file: dataclasses, their JSON, and the checks that a file must pass to be believed.
+"""Represent tuning results as dataclasses and JSON, and check the files that hold them.
 
 A file holds ``{"format": 1, "records": [...]}``. A record is of one kernel of one operator, and has an entry for each
 device and bucket of shapes: the fastest configuration, what each one that was tried took, and what was tuned with what.
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opkit.kernels.triton.configs import key_of, label_of
+from opkit.kernels.tuning.configs import key_of, label_of
 
 FORMAT = 1
 _SHOWN = 60
@@ -41,12 +41,12 @@ class Tried:
 
     @property
     def key(self) -> str:
-        """As :attr:`opkit.kernels.triton.configs.Config.key`."""
+        """As :attr:`opkit.kernels.tuning.configs.Config.key`."""
         return key_of(self.config)
 
     @property
     def label(self) -> str:
-        """As :attr:`opkit.kernels.triton.configs.Config.label`."""
+        """As :attr:`opkit.kernels.tuning.configs.Config.label`."""
         return label_of(self.config)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,12 +56,12 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TuningEntry:
     """What was measured for one bucket on one kind of device.
 
     Attributes:
         device: its name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.triton.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
         hash: that of the kernel.
         triton: the major and minor version, such as "3.6".
         date: in UTC, such as "2026-01-31T12:00:00+00:00".
@@ -97,7 +97,7 @@ class Record:
 
     operator: str
     kernel: str
-    entries: tuple[Entry, ...]
+    entries: tuple[TuningEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a file."""
@@ -112,11 +112,11 @@ _ENTRY_TEXTS = ("device", "bucket", "hash", "triton", "date")
 
 
 def by_speed(tried: Iterable[Tried]) -> tuple[Tried, ...]:
-    """The fastest first, the skipped ones last."""
+    """Return the fastest first, the skipped ones last."""
     return tuple(sorted(tried, key=lambda each: math.inf if each.ms is None else each.ms))
 
 
-def merged(old: Entry, new: Entry) -> Entry:
+def merged(old: TuningEntry, new: TuningEntry) -> TuningEntry:
     """One entry from two of the same device and bucket: the newer, with what the other alone tried of the same kernel."""
     newer, older = (new, old) if new.when >= old.when else (old, new)
     if (newer.hash, newer.triton) != (older.hash, older.triton):
@@ -128,8 +128,8 @@ def merged(old: Entry, new: Entry) -> Entry:
 
 
 def merge(records: Iterable[Record]) -> list[Record]:
-    """One record for each kernel, one entry for each of its devices and buckets; see :func:`merged`."""
-    found: dict[tuple[str, str], dict[tuple[str, str], Entry]] = {}
+    """Return one record for each kernel, one entry for each of its devices and buckets; see :func:`merged`."""
+    found: dict[tuple[str, str], dict[tuple[str, str], TuningEntry]] = {}
     for record in records:
         entries = found.setdefault((record.operator, record.kernel), {})
         for entry in record.entries:
@@ -142,7 +142,7 @@ def merge(records: Iterable[Record]) -> list[Record]:
 
 
 def render(records: Iterable[Record]) -> str:
-    """The text of a file that holds ``records``."""
+    """Return the text of a file that holds ``records``."""
     return json.dumps({"format": FORMAT, "records": [record.to_json() for record in records]}, indent=1) + "\n"
 
 
@@ -150,7 +150,7 @@ def render(records: Iterable[Record]) -> str:
 
 
 def parse(content: bytes) -> list[Record]:
-    """The records of a file.
+    """Return the records of a file.
 
     Raises:
         ValueError: it is not such a file; the message says what is wrong, and where in it.
@@ -179,7 +179,7 @@ def _record(value: Any, where: str) -> Record:
     return Record(fields["operator"], fields["kernel"], tuple(entries))
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: Any, where: str) -> TuningEntry:
     fields = _object(value, where, {**dict.fromkeys(_ENTRY_TEXTS, str), "config": dict, "tried": list})
     _check_date(fields["date"], f"{where}.date")
     config = _config(fields["config"], f"{where}.config")
@@ -189,7 +189,7 @@ def _entry(value: Any, where: str) -> Entry:
     measured = {each.key: each.ms for each in tried if each.ms is not None}
     if measured.get(key_of(config)) != min(measured.values(), default=math.inf):
         raise ValueError(f"{where}.config ({label_of(config)}) is not the fastest of those that were tried")
-    return Entry(**{name: fields[name] for name in _ENTRY_TEXTS}, tried=tried)
+    return TuningEntry(**{name: fields[name] for name in _ENTRY_TEXTS}, tried=tried)
 
 
 def _tried(value: Any, where: str) -> Tried:
@@ -242,12 +242,12 @@ def _short(value: Any) -> str:
 
 
 def now() -> str:
-    """The date of an entry that is made now."""
+    """Return the date of an entry that is made now."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def fastest(entry: Entry, keys: Sequence[str]) -> Tried | str:
-    """The fastest of the configurations with these keys; or why the entry cannot tell."""
+def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
+    """Return the fastest of the configurations with these keys; or why the entry does not say it."""
     tried = {each.key: each for each in entry.tried}
     unknown = [key for key in keys if key not in tried]
     if unknown:

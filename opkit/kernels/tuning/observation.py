@@ -1,4 +1,4 @@
-"""Tuning in advance: a thread's kernels are made to ask for their configurations again, and each answer is listed."""
+"""Observe tuning: within :func:`observed` a thread's kernels choose their configurations again, and each choice is listed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Identity, Tried
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity, Tried
 
 Report = Callable[[Identity, int, int], None]
 """Called before each measurement with the kernel, the number of those done and of all."""
@@ -48,7 +48,7 @@ class Choice:
         return self.ms_of(self.config)
 
     def ms_of(self, config: Config) -> float | None:
-        """The milliseconds that any configuration took; None where it was skipped or not tried."""
+        """Return the milliseconds that any configuration took; None where it was skipped or not tried."""
         return next((each.ms for each in self.tried if each.key == config.key), None)
 
     @property
@@ -57,11 +57,11 @@ class Choice:
         return max((ms for config in self.configs if (ms := self.ms_of(config)) is not None), default=None)
 
 
-# ---- who is asked again ----------------------------------------------------------------------------------------------
+# ---- launchers to clear ----------------------------------------------------------------------------------------------
 
 
 class Launcher(Protocol):
-    """What remembers choices beyond :func:`opkit.kernels.triton.tuning.decide`, such as a table of compiled kernels."""
+    """What remembers choices beyond :func:`opkit.kernels.tuning.tuning.decide`, such as a table of compiled kernels."""
 
     def clear(self) -> None:
         """Forget them."""
@@ -71,17 +71,17 @@ _launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
 def add_launcher(launcher: Launcher) -> None:
-    """From now on ``launcher`` is cleared when choices are to be observed; it may go away at any time."""
+    """From now on ``launcher`` is cleared when choices are to be observed; it may be deleted at any time."""
     _launchers.add(launcher)
 
 
 def clear_launchers() -> None:
-    """Make every kernel ask for its configuration at its next call."""
+    """Make every kernel choose its configuration again at its next call."""
     for launcher in list(_launchers):
         launcher.clear()
 
 
-# ---- who listens -----------------------------------------------------------------------------------------------------
+# ---- observers -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Observer:
     force: bool
     choices: list[Choice] = dataclasses.field(default_factory=list[Choice])
 
-    def wants_anew(self, identity: Identity, device: str, bucket: str) -> bool:
-        """Whether to measure although there may be a record: once for each question that is asked."""
-        made = ((choice.identity, choice.device, choice.bucket) for choice in self.choices)
-        return self.force and (identity, device, bucket) not in made
+    def measures_again(self, identity: Identity, device: str, bucket: str) -> bool:
+        """Return whether to measure although there may be a record: once for each kernel, device and bucket."""
+        chosen = ((choice.identity, choice.device, choice.bucket) for choice in self.choices)
+        return self.force and (identity, device, bucket) not in chosen
 
 
 _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("opkit_tuning_observer", default=None)
@@ -112,17 +112,17 @@ def _silent(identity: Identity, number: int, total: int) -> None:
 
 @contextlib.contextmanager
 def observed(force: bool = False, report: Report = _silent) -> Iterator[list[Choice]]:
-    """Within it the kernels that this thread calls ask for their configurations again, and each answer is listed.
+    """Within it the kernels that this thread calls choose their configurations again, and each choice is listed.
 
     Args:
         force: measure again, whatever is recorded.
-        report: told how far it is.
+        report: called before each measurement.
     """
     clear_launchers()
-    listening = Observer(report, force)
-    token = _observer.set(listening)
+    observer = Observer(report, force)
+    token = _observer.set(observer)
     try:
-        yield listening.choices
+        yield observer.choices
     finally:
         _observer.reset(token)
 

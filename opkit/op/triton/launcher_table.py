@@ -1,4 +1,4 @@
-"""A bound kernel and the launcher that serves it: what Python does for a call unlike any before."""
+"""Fill the launcher's table: what Python does for a call of a bound kernel that is unlike any before."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.observation import add_launcher
+from opkit.kernels.binding.facts import Argument, Shape
+from opkit.kernels.tuning.observation import add_launcher
 from opkit.op.layout import program as p
-from opkit.op.triton.binding import Bound
+from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.choosing import Chooser
-from opkit.op.triton.description import description
 from opkit.op.triton.entries import Memory
 from opkit.op.triton.evaluation import TensorInfo, evaluate
 from opkit.op.triton.machine import Machine
+from opkit.op.triton.names import Source
 from opkit.op.triton.variants import Variants
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in p.DTYPES.items()}
 
-_UNSEEN = ("tensor", "tensor_any")  # roles of tensors that no formula asks for
+_UNSEEN = ("tensor", "tensor_any")  # roles of tensors that no formula reads
 
 
 def _info(value: Memory | None) -> TensorInfo | None:
@@ -57,7 +58,7 @@ _stopwatch: contextvars.ContextVar[_Stopwatch | None] = contextvars.ContextVar("
 class Launching:
     """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
 
-    def __init__(self, bound: Bound, machine: Machine, module: str = "") -> None:
+    def __init__(self, bound: BoundKernel, machine: Machine, module: str = "") -> None:
         self.bound = bound
         self.machine = machine
         self.variants = Variants(bound, machine, module)
@@ -69,9 +70,9 @@ class Launching:
         ]
 
     def library(self, packed: bool = True) -> _core.KernelLibrary:
-        """The kernel as the runtime has it: a description, and the launcher.
+        """Return the kernel as the runtime has it: a description, and the launcher.
 
-        ``packed``: tensors are made contiguous but for the strides that the kernel is told.
+        ``packed``: tensors are made contiguous but for the strides that the kernel takes.
         """
         from opkit import _core
 
@@ -84,7 +85,7 @@ class Launching:
         return _core.launch_kernel(description(bound, cuda, packed), self.launcher)
 
     def miss(self, call: _core.Call) -> _core.Entry | None:
-        """What the launcher is to do for a call whose guard it has not seen; None where it was done."""
+        """Return what the launcher is to do for a call whose guard it has not seen; None where it was done."""
         values: list[Any] = call.values
         for i in self._tensors:
             values[i] = None if values[i] is None else Memory._make(values[i])
@@ -95,7 +96,7 @@ class Launching:
         return self._tuned(call, values, named) if self.bound.kernel.configs else self.entry(call, values, named)
 
     def time(self, launch: Callable[[], object]) -> float:
-        """The median milliseconds of the launch that ``launch`` makes, with cold caches. It is made many times.
+        """Return the median milliseconds of the launch that ``launch`` makes, with cold caches. It is made many times.
 
         What it writes to is not restored. Nothing may be captured meanwhile.
 
@@ -123,11 +124,11 @@ class Launching:
             watch.error = error
 
     def entry(self, call: _core.Call, values: Sequence[Any], named: dict[str, Any]) -> _core.Entry:
-        """What to launch for these values, configs included."""
+        """Return what to launch for these values, configs included."""
         return self.variants.entry(values, evaluate(self.bound.where, self.bound.formulas, named), call.device)
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The values of a call and the constants, by name."""
+        """Return the values of a call and the constants, by name."""
         named = {name: show(values[i]) if show else values[i] for name, i, show in self._shown}
         named.update(self.bound.constants)
         return named
@@ -145,3 +146,43 @@ class Launching:
             return chosen
         call.launch(chosen)  # a later call may know better
         return None
+
+
+# ---- the kernel in the numbers of ``opkit.h`` ----------------------------------------------------------------------
+
+
+def description(bound: BoundKernel, cuda: bool, packed: bool = True) -> dict[str, Any]:
+    """Return a kernel as ``opkit._core.launch_kernel`` takes it."""
+    facts = bound.facts
+    return {
+        "operator": facts.operator,
+        "kernel": bound.name,
+        "schema": facts.schema,
+        "cuda": cuda,
+        "arguments": [_argument(argument) for argument in facts.arguments],
+        "outputs": [{"name": output.name, "alias": output.alias} for output in facts.outputs],
+        "size_names": list(facts.sizes),
+        "sources": [_source(bound, source, packed) for source in bound.sources],
+    }
+
+
+def _argument(argument: Argument) -> dict[str, Any]:
+    return {
+        "name": argument.name,
+        "kind": argument.kind,
+        "optional": argument.optional,
+        "written": argument.written,
+        "shape": None if argument.shape is None else _shape(argument.shape),
+    }
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    return {"before": shape.before, "variadic": shape.variadic, "after": shape.after}
+
+
+def _source(bound: BoundKernel, source: Source, packed: bool) -> tuple[str, int, int, int, int]:
+    origin, detail = source.origin, source.detail
+    if source.kind == "tensor" and packed:
+        dims = bound.strided.get(source.argument, ())
+        origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 15 - d) for d in dims)
+    return origin, source.argument, detail, -1, 0

@@ -1,6 +1,6 @@
-"""Tuning results on disk: ``<cache_dir>/triton_tuning/`` has one JSON file for each kernel of each operator.
+"""Read and write tuning results on disk: ``<cache_dir>/triton_tuning/`` has one JSON file for each kernel of each operator.
 
-Files appear by one rename, under a lock. One that is damaged counts as empty and is written anew. A package has such
+Files appear by one rename, under a lock. One that is damaged counts as empty and is written again. A package has such
 files too, in ``_opkit/tuning/``; they are read, never written. A result is used only if it was measured for the same
 kernel, by its hash, with the same Triton, and every configuration that the kernel has now was tried then; so no file can
 make a kernel run with a configuration that its author did not write.
@@ -13,9 +13,7 @@ import dataclasses
 import hashlib
 import os
 import re
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,20 +21,20 @@ from opkit import config
 from opkit.errors import ArgumentError
 from opkit.kernels.aot import portable
 from opkit.kernels.aot.package import FOLDER as PACKAGED
-from opkit.kernels.store import storing
-from opkit.kernels.triton import environment, record_format
-from opkit.kernels.triton.buckets import distance
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.record_format import Entry, Identity, Record, Tried
+from opkit.kernels.store import files
+from opkit.kernels.triton import environment
+from opkit.kernels.tuning import record_format
+from opkit.kernels.tuning.buckets import distance
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"
-_PATIENCE, _POLL = 0.2, 0.01
 _LONGEST_NAME = 120
 
 
 @dataclasses.dataclass(frozen=True)
-class Refusal:
+class RejectedResult:
     """Why a result that is there was not used. ``damaged`` is said of the whole file."""
 
     file: Path
@@ -52,29 +50,29 @@ class Lookup:
     """A configuration and what was measured of it; or neither, and what was refused."""
 
     config: Config | None = None
-    entry: Entry | None = None
-    refusals: tuple[Refusal, ...] = ()
+    entry: TuningEntry | None = None
+    refusals: tuple[RejectedResult, ...] = ()
 
 
 def root() -> Path:
-    """Where results are kept."""
+    """Return the folder of results."""
     return Path(os.path.abspath(config.get().cache_dir)) / _FOLDER
 
 
 def file_of(operator: str, kernel: str) -> Path:
-    """The file of one kernel, whether there is one or not."""
+    """Return the file of one kernel, whether there is one or not."""
     digest = hashlib.sha256(f"{operator}\0{kernel}".encode()).hexdigest()[:8]
     name = re.sub(r"[^\w.-]+", ".", f"{operator}.{kernel}", flags=re.ASCII)
     return root() / f"{name[:_LONGEST_NAME]}.{digest}.json"
 
 
 def packaged(module: str) -> tuple[Path, ...]:
-    """The folders in which a module's package may have results, the nearest first."""
+    """Return the folders in which a module's package may have results, the nearest first."""
     return tuple(folder / _IN_PACKAGE for folder in portable.places(module, PACKAGED))
 
 
 def triton_version() -> str:
-    """The major and minor version of the installed Triton, which is not imported; "none" where there is none."""
+    """Return the major and minor version of the installed Triton, which is not imported; "none" where there is none."""
     found = environment.compiler()
     return "none" if found is None else ".".join(found[0].split(".")[:2])
 
@@ -85,8 +83,8 @@ def triton_version() -> str:
 def lookup(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
-    """The fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
-    refusals: list[Refusal] = []
+    """Return the fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
+    refusals: list[RejectedResult] = []
     for file, entries in _entries(identity, folders, refusals):
         for entry in entries:
             if (entry.device, entry.bucket) != (device, bucket):
@@ -94,21 +92,21 @@ def lookup(
             found = _answer(identity, configs, entry)
             if isinstance(found, Config):
                 return Lookup(found, entry)
-            refusals.append(Refusal(file, found))
+            refusals.append(RejectedResult(file, found))
     return Lookup(refusals=tuple(refusals))
 
 
 def nearest(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
-    """The same from the most similar bucket that the device has a result for."""
-    beside = [
+    """Return the same from the most similar bucket that the device has a result for."""
+    similar = [
         (distance(entry.bucket, bucket), entry)
         for _, entries in _entries(identity, folders, [])
         for entry in entries
         if entry.device == device
     ]
-    for away, entry in sorted(beside, key=lambda each: each[0]):
+    for away, entry in sorted(similar, key=lambda each: each[0]):
         found = _answer(identity, configs, entry)
         if isinstance(found, Config) and away < float("inf"):
             return Lookup(found, entry)
@@ -116,13 +114,13 @@ def nearest(
 
 
 def _entries(
-    identity: Identity, folders: Iterable[Path], refusals: list[Refusal]
-) -> Iterator[tuple[Path, Sequence[Entry]]]:
-    """The entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
+    identity: Identity, folders: Iterable[Path], refusals: list[RejectedResult]
+) -> Iterator[tuple[Path, Sequence[TuningEntry]]]:
+    """Yield the entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
     for file in (file_of(identity.operator, identity.kernel), *_listed(folders)):
         found = _read(file)
         if isinstance(found, str):
-            refusals.append(Refusal(file, found, damaged=True))
+            refusals.append(RejectedResult(file, found, damaged=True))
             continue
         for record in found:
             if (record.operator, record.kernel) == (identity.operator, identity.kernel):
@@ -135,8 +133,8 @@ def _listed(folders: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(path for path in folder.iterdir() if path.suffix == ".json")
 
 
-def _answer(identity: Identity, configs: Sequence[Config], entry: Entry) -> Config | str:
-    """The fastest of ``configs``, or why the entry cannot be used."""
+def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -> Config | str:
+    """Return the fastest of ``configs``, or why the entry cannot be used."""
     if reason := stale(entry, identity.hash):
         return reason
     by_key = {each.key: each for each in configs}
@@ -144,8 +142,8 @@ def _answer(identity: Identity, configs: Sequence[Config], entry: Entry) -> Conf
     return found if isinstance(found, str) else by_key[found.key]
 
 
-def stale(entry: Entry, kernel_hash: str | None) -> str:
-    """Why an entry does not hold any more; empty where it does, as far as is known without the hash."""
+def stale(entry: TuningEntry, kernel_hash: str | None) -> str:
+    """Return why an entry does not hold any more; empty where it does, as far as is known without the hash."""
     if kernel_hash is not None and entry.hash != kernel_hash:
         return "it was made for the kernel before it changed"
     if entry.triton != triton_version():
@@ -160,7 +158,7 @@ _reading = threading.Lock()
 
 
 def _read(file: Path) -> list[Record] | str:
-    """The records of a file, none where there is no file; or what is wrong with it."""
+    """Return the records of a file, none where there is no file; or what is wrong with it."""
     try:
         status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -184,7 +182,7 @@ def _attempt(file: Path) -> list[Record] | str:
 
 
 def listed() -> list[Record]:
-    """Every record in the cache; damaged files are passed over."""
+    """Return every record in the cache; damaged files are passed over."""
     found = [_read(file) for file in _listed([root()])]
     return record_format.merge(record for records in found if not isinstance(records, str) for record in records)
 
@@ -192,13 +190,15 @@ def listed() -> list[Record]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> Entry:
-    """Keep what was measured now.
+def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> TuningEntry:
+    """Record what was measured now.
 
     Raises:
         OSError: the cache cannot be written to.
     """
-    entry = Entry(device, bucket, identity.hash, triton_version(), record_format.now(), record_format.by_speed(tried))
+    entry = TuningEntry(
+        device, bucket, identity.hash, triton_version(), record_format.now(), record_format.by_speed(tried)
+    )
     _add(Record(identity.operator, identity.kernel, (entry,)))
     return entry
 
@@ -207,48 +207,25 @@ def _add(record: Record) -> None:
     file = file_of(record.operator, record.kernel)
     with lock(file.name, lambda: None):
         held = _read(file)
-        kept = [] if isinstance(held, str) else held  # what is damaged is replaced
-        _write(file, record_format.merge([*kept, record]))
+        existing = [] if isinstance(held, str) else held  # what is damaged is replaced
+        _write(file, record_format.merge([*existing, record]))
 
 
-def _write(file: Path, records: Iterable[Record]) -> None:
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:_LONGEST_NAME]}")
-    temporary = Path(name)
-    try:
-        with open(handle, "w", encoding="utf-8") as out:
-            out.write(record_format.render(records))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write(file: Path, records: Iterable[Record], mode: int = 0o600) -> None:
+    files.write_atomically(file, record_format.render(records).encode(), mode)
 
 
 @contextlib.contextmanager
 def lock(name: str, tick: Callable[[], None]) -> Iterator[None]:
-    """One holder at a time, among threads and processes; ``tick`` is called while another is waited for.
-
-    The lock of a process that dies is free at once. One that cannot be had, because the file system knows no locks or
-    its holder was suspended, is done without: that costs a second measurement and nothing else.
+    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.store.files.lock`.
 
     Raises:
         OSError: the cache cannot be written to.
     """
-    import filelock  # imported here: most processes find all they need in the files
-
     folder = root() / _LOCKS
-    storing.prepare_own(root())
-    storing.prepare_own(folder)
-    held = filelock.FileLock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock")
-    deadline = time.monotonic() + 2 * config.get().build_timeout
-    with contextlib.suppress(NotImplementedError):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(filelock.Timeout):
-                held.acquire(timeout=_PATIENCE, poll_interval=_POLL)
-                break
-            tick()
-    try:
+    files.make_private_folder(folder, above=1)
+    with files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
         yield
-    finally:
-        held.release()
 
 
 # ---- from machine to machine -----------------------------------------------------------------------------------------
@@ -273,15 +250,14 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
         raise ArgumentError(f"There are no tuning results{whose} in {root()}, so {path} was not written. Tune first.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, records)
-        path.chmod(0o644)
+        _write(path, records, mode=0o644)
     except OSError as error:
         raise ArgumentError(f"{path} cannot be written: {error.strerror or error}.") from error
     return sum(len(record.entries) for record in records)
 
 
 def ship(folder: Path, identities: Collection[Identity]) -> int:
-    """Put the cache's results for these kernels, as they are now, into a package's folder, beside those that are there.
+    """Put the cache's results for these kernels, as they are now, into a package's folder, in addition to those that are there.
 
     Returns:
         How many entries were put there. Without any, nothing is written.
@@ -296,8 +272,7 @@ def ship(folder: Path, identities: Collection[Identity]) -> int:
         path = folder / _IN_PACKAGE / _SHIPPED
         path.parent.mkdir(parents=True, exist_ok=True)
         held = _read(path)
-        _write(path, record_format.merge([*([] if isinstance(held, str) else held), *records]))
-        path.chmod(0o644)
+        _write(path, record_format.merge([*([] if isinstance(held, str) else held), *records]), mode=0o644)
     return sum(len(record.entries) for record in records)
 
 
@@ -306,7 +281,7 @@ def _of_hash(record: Record, kernel_hash: str) -> Record:
 
 
 def import_from(path: Path) -> int:
-    """Take the results of a file into the cache; of two for the same device and bucket the newer is kept.
+    """Take the results of a file into the cache; of two for the same device and bucket the newer counts.
 
     Returns:
         How many entries the file has.

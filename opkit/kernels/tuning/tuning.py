@@ -1,6 +1,6 @@
-"""Which configuration a Triton kernel runs with: the fastest by the record, or by timing each now.
+"""Choose the configuration that a kernel runs with: the fastest by the record, or by timing each now.
 
-Of several processes or threads that want the same result, one measures and the others wait and read it. Nothing is timed
+Of several processes or threads that need the same result, one measures and the others wait and read it. Nothing is timed
 while a CUDA graph is captured, or with ``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else
 the first configuration is taken.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import DeclarationError, KernelError, TuningWarning
-from opkit.kernels.triton import records
-from opkit.kernels.triton.configs import Config
-from opkit.kernels.triton.observation import Choice, Steps, clear_launchers, observer
-from opkit.kernels.triton.record_format import Identity, Tried, by_speed
-from opkit.kernels.triton.records import Lookup
+from opkit.kernels.tuning import records
+from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.observation import Choice, Steps, clear_launchers, observer
+from opkit.kernels.tuning.record_format import Identity, Tried, by_speed
+from opkit.kernels.tuning.records import Lookup
 
 Measure = Callable[[Config], float]
 
@@ -107,7 +107,7 @@ def choose(
     capturing: bool,
     folders: Sequence[Path] = (),
 ) -> Config:
-    """The configuration to run with; as :func:`decide`, which says too where it comes from."""
+    """Return the configuration to run with; as :func:`decide`, which says too where it comes from."""
     return decide(identity, configs, device, bucket, measure, capturing, folders).config
 
 
@@ -120,19 +120,19 @@ def decide(
     capturing: bool,
     folders: Sequence[Path] = (),
 ) -> Choice:
-    """The fastest of ``configs``, from this process's memory, from the record, or by timing each now.
+    """Return the fastest of ``configs``, from this process's memory, from the record, or by timing each now.
 
     Args:
         identity: the kernel.
         configs: what it may run with, in its author's order.
         device: the GPU's name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.triton.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
         measure: the milliseconds that a configuration takes for this call.
         capturing: whether a CUDA graph is being captured, when nothing may be timed.
-        folders: where packages may have results: :func:`opkit.kernels.triton.records.packaged`.
+        folders: where packages may have results: :func:`opkit.kernels.tuning.records.packaged`.
 
     Raises:
-        KernelError: every configuration was skipped, or one failed otherwise than for want of resources.
+        KernelError: every configuration was skipped, or one failed for another reason than too few resources.
         DeclarationError: there are no configurations.
 
     >>> one = Config({"BLOCK": 64})
@@ -143,16 +143,16 @@ def decide(
     if not question.configs:
         raise DeclarationError(f"{identity}: it has no configuration to run with.")
     choice = _decided(question, measure, capturing)
-    listening = observer()
-    if listening is not None:
-        listening.choices.append(choice)
+    observing = observer()
+    if observing is not None:
+        observing.choices.append(choice)
     return choice
 
 
 def known(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Sequence[Path] = ()
 ) -> Choice:
-    """What :func:`decide` would answer where nothing may be timed; nothing is said of it, and nothing kept.
+    """Return what :func:`decide` would answer where nothing may be timed; it warns of nothing and stores nothing.
 
     >>> both = [Config({"BLOCK": 64}), Config({"BLOCK": 128})]
     >>> known(Identity("demo::f", "f", "0"), both, "a GPU that there is not", "bf16 | d=64").source
@@ -173,16 +173,16 @@ def _decided(question: _Question, measure: Measure, capturing: bool) -> Choice:
     if len(question.configs) == 1:
         return question.answer(question.configs[0], "only")
     may_time = config.get().tune and not capturing
-    listening = observer()
-    anew = may_time and listening is not None and listening.wants_anew(*question.subject)
-    if not anew and question.key in _memory:
+    observing = observer()
+    again = may_time and observing is not None and observing.measures_again(*question.subject)
+    if not again and question.key in _memory:
         return _memory[question.key]
-    found = Lookup() if anew else question.lookup()
+    found = Lookup() if again else question.lookup()
     if found.config is None and not may_time:
         return _makeshift(question, capturing)
     if found.config is None:
         _complain(question, found)
-    return _recorded(question, found) or _in_turn(question, measure, anew)
+    return _recorded(question, found) or _measured(question, measure, again)
 
 
 def _recorded(question: _Question, found: Lookup) -> Choice | None:
@@ -198,7 +198,7 @@ def _noted(question: _Question, choice: Choice) -> Choice:
 
 
 def _complain(question: _Question, found: Lookup) -> None:
-    """Say which files are damaged and which results of packages are not used; a kernel that changed is no news."""
+    """Warn which files are damaged and which results of packages are not used; a kernel that changed is no news."""
     own = records.file_of(question.identity.operator, question.identity.kernel)
     for refusal in found.refusals:
         if refusal.damaged or refusal.file != own:
@@ -206,7 +206,7 @@ def _complain(question: _Question, found: Lookup) -> None:
 
 
 def _similar(question: _Question) -> Choice:
-    """What was found for the most similar bucket, or else the first configuration."""
+    """Return what was found for the most similar bucket, or else the first configuration."""
     found = records.nearest(question.identity, question.configs, question.device, question.bucket, question.folders)
     if found.config is None or found.entry is None:
         return question.answer(question.configs[0], "first")
@@ -214,7 +214,7 @@ def _similar(question: _Question) -> Choice:
 
 
 def _makeshift(question: _Question, capturing: bool) -> Choice:
-    """What to run with where nothing may be timed."""
+    """Return what to run with where nothing may be timed."""
     found = _similar(question)
     choice = dataclasses.replace(found, bucket=question.bucket)
     what = f"the configuration for {found.bucket}" if found.source == "nearest" else "its first configuration"
@@ -236,13 +236,13 @@ def _warn(message: str) -> None:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def _in_turn(question: _Question, measure: Measure, anew: bool) -> Choice:
+def _measured(question: _Question, measure: Measure, again: bool) -> Choice:
     """Measure, or take what another thread or process measured while it was waited for."""
     steps = Steps(question.identity, question.bucket, len(question.configs))
     with _turns.setdefault(question.topic, threading.RLock()), _locked(question, steps):
-        known = None if anew else _memory.get(question.key) or _recorded(question, question.lookup())
+        known = None if again else _memory.get(question.key) or _recorded(question, question.lookup())
         try:
-            return known or _noted(question, _kept(question, by_speed(_tried(question, measure, steps))))
+            return known or _noted(question, _best_of(question, by_speed(_tried(question, measure, steps))))
         finally:
             steps.finish()
 
@@ -260,11 +260,11 @@ def _locked(question: _Question, steps: Steps) -> Iterator[None]:
 def _unwritable(error: OSError) -> None:
     _warn(
         f"The tuning results in {records.root()} cannot be written to ({error.strerror or error}): what this process "
-        "measures is lost when it ends. Mend the folder, or set OPKIT_CACHE_DIR."
+        "measures is lost when it ends. Repair the folder, or set OPKIT_CACHE_DIR."
     )
 
 
-def _kept(question: _Question, tried: Sequence[Tried]) -> Choice:
+def _best_of(question: _Question, tried: Sequence[Tried]) -> Choice:
     best = tried[0]
     if best.ms is None:
         return _none_ran(question, tried)
@@ -314,7 +314,7 @@ def _attempt(question: _Question, each: Config, measure: Measure) -> Tried:
 
 
 def skip_reason(error: BaseException) -> str:
-    """Why a configuration that failed so is passed over; empty where the failure speaks against more than it.
+    """Return why a configuration that failed so is passed over; empty where the failure speaks against more than it.
 
     >>> skip_reason(MemoryError("64 GiB")), skip_reason(ValueError("no"))
     ('out of memory: 64 GiB', '')

@@ -10,9 +10,9 @@ _OTHER_DTYPES = 1000.0  # further away than any sizes are
 
 
 def bucket_of(sizes: Mapping[str, int], dtypes: Sequence[str]) -> str:
-    """The bucket of a call: its dtypes, and its sizes rounded up to powers of two.
+    """Return the bucket of a call: its dtypes, and its sizes rounded up to powers of two.
 
-    Sizes up to 16 are kept as they are: these are counts of heads, experts or channels, where one more or less can make
+    Sizes up to 16 are not rounded: these are counts of heads, experts or channels, where one more or less can make
     another configuration the fastest, and there are few of them.
 
     Args:
@@ -30,7 +30,7 @@ def _rounded(size: int) -> int:
 
 
 def distance(bucket: str, other: str) -> float:
-    """How far two buckets are apart: by how many doublings their sizes differ; infinite where these do not compare.
+    """Return how far two buckets are apart: by how many doublings their sizes differ; infinite where these do not compare.
 
     >>> distance("bf16 | d=1024", "bf16 | d=4096"), distance("bf16 | d=1024", "bf16 | m=1")
     (2.0, inf)
