@@ -10,7 +10,7 @@ from pathlib import Path
 from opkit.errors import KernelError
 from opkit.kernels.bridge import building
 from opkit.kernels.bridge.building import TorchPaths
-from opkit.kernels.cc.inputs import abi_version
+from opkit.kernels.cc.build_key import abi_version
 
 _logger = logging.getLogger("opkit.bridge")
 
