@@ -13,7 +13,7 @@ import pytest
 
 from opkit import errors
 from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue
+from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue
 
 FLAGS = (
     "-g",
@@ -101,11 +101,11 @@ def refused(run):
 
 
 def out(count=4, name="out"):
-    return (name, Buffer(name, np.zeros(count, np.float32), writable=True, poison=True))
+    return (name, DebugBuffer(name, np.zeros(count, np.float32), writable=True, poison=True))
 
 
 def given(*numbers, name="x"):
-    return (name, Buffer(name, np.array(numbers, np.float32)))
+    return (name, DebugBuffer(name, np.array(numbers, np.float32)))
 
 
 def floats(content):
@@ -128,13 +128,13 @@ def test_what_the_kernel_does_not_write_is_poison(run):
 
 
 def test_an_argument_that_may_be_written_keeps_its_contents(run):
-    both = Buffer("x", np.arange(3, dtype=np.float32), writable=True)
+    both = DebugBuffer("x", np.arange(3, dtype=np.float32), writable=True)
     written = run("scale", ("x", both), ("out", both), ("by", 3.0), ("n", 2)).written
     assert floats(written["x"]) == floats(written["out"]) == [0, 3, 2]
 
 
 def test_a_pointer_into_a_buffer_starts_at_its_offset(run):
-    x = Buffer("x", np.arange(5, dtype=np.float32), offset=8)
+    x = DebugBuffer("x", np.arange(5, dtype=np.float32), offset=8)
     assert floats(run("scale", ("x", x), out(3), ("by", 1.0), ("n", 3)).written["out"]) == [2, 3, 4]
 
 
@@ -147,7 +147,7 @@ def test_empty_tensors_pass_and_may_not_be_touched(run, refused):
 
 def strided(sizes=(2, 3), strides=(8, 1), **options):
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return TensorValue(Buffer("x", np.arange(span, dtype=np.float32), **options), sizes, strides, FLOAT32)
+    return TensorValue(DebugBuffer("x", np.arange(span, dtype=np.float32), **options), sizes, strides, FLOAT32)
 
 
 def test_a_strided_tensor_covers_its_span_and_no_more(run, refused):
@@ -157,21 +157,21 @@ def test_a_strided_tensor_covers_its_span_and_no_more(run, refused):
 
 
 def test_a_tensor_with_an_offset_may_be_walked_backwards(run):
-    x = TensorValue(Buffer("x", np.arange(3, dtype=np.float32), offset=8), (3,), (-1,), FLOAT32)
+    x = TensorValue(DebugBuffer("x", np.arange(3, dtype=np.float32), offset=8), (3,), (-1,), FLOAT32)
     assert floats(run("rows", ("x", x), out(3), ("count", 3)).written["out"]) == [2, 1, 0]
 
 
 def test_a_size_that_the_tensor_does_not_have_is_an_error(refused):
     message = refused("rank", ("x", strided()), line=2)
     assert "a read of 8 bytes at 0 bytes past the end of the sizes of 'x', which has 16 bytes" in message
-    scalar = TensorValue(Buffer("x", np.zeros(1, np.float32)), (), (), FLOAT32)
+    scalar = TensorValue(DebugBuffer("x", np.zeros(1, np.float32)), (), (), FLOAT32)
     assert "the sizes of 'x', which has 0 bytes" in refused("rank", ("x", scalar), line=2)
 
 
 def test_lists_with_absent_elements(run):
     xs = [given(1, name="xs[0]")[1], None, given(3, name="xs[2]")[1]]
     outs = [out(1)[1], None, out(1)[1]]
-    more = [strided(), None, TensorValue(Buffer("m", np.ones(1, np.float32)), (), (), FLOAT32)]
+    more = [strided(), None, TensorValue(DebugBuffer("m", np.ones(1, np.float32)), (), (), FLOAT32)]
     written = run("sums", ("xs", xs), ("outs", outs), ("more", more), ("count", 3)).written
     assert list(written) == ["outs"]
     assert [content and floats(content) for content in written["outs"]] == [[1], None, [4]]
@@ -206,7 +206,7 @@ def test_failures_that_the_kernel_reports_are_results(run):
 
 def test_parallel_for_runs_in_four_threads_or_in_one(run):
     def numbers(n, grain):
-        buffer = Buffer("out", np.zeros(n, np.int32), writable=True, poison=True)
+        buffer = DebugBuffer("out", np.zeros(n, np.int32), writable=True, poison=True)
         return np.frombuffer(run("parallel", ("out", buffer), ("n", n), ("grain", grain)).written["out"], np.int32)
 
     assert numbers(10, 1).tolist() == [4, 4, 4, 14, 14, 14, 24, 24, 24, 34]
@@ -215,7 +215,7 @@ def test_parallel_for_runs_in_four_threads_or_in_one(run):
 
 
 def test_a_mistake_in_a_thread_is_found(refused):
-    short = Buffer("out", np.zeros(9, np.int32), writable=True, poison=True)
+    short = DebugBuffer("out", np.zeros(9, np.int32), writable=True, poison=True)
     message = refused("parallel", ("out", short), ("n", 12), ("grain", 1), line=3)
     assert "a write of 4 bytes at 0 bytes past the end of 'out'" in message
 
@@ -227,7 +227,7 @@ def test_openmp(run, refused):
 
 def test_ten_megabytes_come_back_whole(run):
     x = np.random.default_rng(0).standard_normal(2_621_440).astype(np.float32)
-    written = run("scale", ("x", Buffer("x", x)), out(x.size), ("by", 2.0), ("n", x.size)).written["out"]
+    written = run("scale", ("x", DebugBuffer("x", x)), out(x.size), ("by", 2.0), ("n", x.size)).written["out"]
     assert (np.frombuffer(written, np.float32) == 2 * x).all()
 
 
@@ -290,7 +290,7 @@ def test_a_recursion_without_end(refused):
 
 
 def test_what_may_only_be_read_is_compared(run):
-    x = Buffer("x", np.zeros(3, np.float32))
+    x = DebugBuffer("x", np.zeros(3, np.float32))
     with pytest.raises(
         errors.SanitizerError, match="demo::op: kernel 'before' wrote to 'x', which the operator does not"
     ):

@@ -6,7 +6,7 @@ import pytest
 from opkit import errors
 from opkit.kernels.sanitize import call as sanitizer_call
 from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue
+from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue
 
 
 def script(folder, text):
@@ -27,7 +27,13 @@ def test_a_program_that_does_not_start_is_no_mistake_of_the_kernel(tmp_path, tex
 
 
 def test_what_c_cannot_be_given_is_refused(tmp_path):
-    for value in (object(), [object()], [1.0], 1j, [Buffer("a", b""), TensorValue(Buffer("b", b""), (), (), 6)]):
+    for value in (
+        object(),
+        [object()],
+        [1.0],
+        1j,
+        [DebugBuffer("a", b""), TensorValue(DebugBuffer("b", b""), (), (), 6)],
+    ):
         said = None
         try:
             sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", value)], described="")
@@ -37,13 +43,13 @@ def test_what_c_cannot_be_given_is_refused(tmp_path):
 
 
 def test_memory_with_gaps_is_refused(tmp_path):
-    gaps = Buffer("x", np.zeros((4, 4))[:, ::2])
+    gaps = DebugBuffer("x", np.zeros((4, 4))[:, ::2])
     with pytest.raises(errors.ArgumentError, match="the memory of 'x' is not contiguous"):
         sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", gaps)], described="")
 
 
 def test_one_buffer_is_one_block():
-    both = Buffer("x", bytearray(8), writable=True)
+    both = DebugBuffer("x", bytearray(8), writable=True)
     call = sanitizer_call.DebugCall([("x", both), ("out", both), ("all", [both, None, both])])
     assert len(call) == 2  # and the list
 

@@ -24,7 +24,7 @@ Target: TypeAlias = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Buffer:
+class DebugBuffer:
     """Memory into which the kernel receives a pointer.
 
     The same object passed twice is the same memory. A buffer that is not ``writable`` must be unchanged after the call.
@@ -48,7 +48,7 @@ class Buffer:
 class TensorValue:
     """An ``opk_tensor``; ``buffer`` covers its elements from the lowest address to the highest, and no more."""
 
-    buffer: Buffer
+    buffer: DebugBuffer
     sizes: Sequence[int]
     strides: Sequence[int]
     dtype: int
@@ -56,7 +56,15 @@ class TensorValue:
 
 
 Value: TypeAlias = (
-    int | float | str | bytes | Buffer | TensorValue | Sequence[Buffer | None] | Sequence[TensorValue | None] | None
+    int
+    | float
+    | str
+    | bytes
+    | DebugBuffer
+    | TensorValue
+    | Sequence[DebugBuffer | None]
+    | Sequence[TensorValue | None]
+    | None
 )
 """A C parameter's value: an int or a float for a scalar of that kind, None for NULL, a string, a pointer, ``opk_tensor*``.
 
@@ -85,7 +93,7 @@ class DebugCall:
         self._parameters = dict(values)
         self._blocks: list[_Planned] = []
         self._links: list[tuple[int, int, int, int]] = []
-        self._known: dict[int, int] = {}  # id(Buffer): block; the parameters keep the buffers alive
+        self._known: dict[int, int] = {}  # id(DebugBuffer): block; the parameters keep the buffers alive
         self._values = [self._value(name, value) for name, value in values]
 
     def __len__(self) -> int:
@@ -102,7 +110,7 @@ class DebugCall:
             case str() | bytes():
                 text = value.encode() if isinstance(value, str) else value
                 return self._add(f"the string {name!r}", text + b"\0"), 0
-            case Buffer():
+            case DebugBuffer():
                 return self._buffer(value)
             case TensorValue():
                 return self._tensors(f"the opk_tensor of {name!r}", {0: value}, 1), 0
@@ -110,8 +118,8 @@ class DebugCall:
                 return self._list(name, value), 0
         raise errors.ArgumentError(f"a debug call: {name!r} cannot be passed to C: {value!r}.")
 
-    def _list(self, name: str, items: Sequence[Buffer | None] | Sequence[TensorValue | None]) -> int:
-        buffers = {at: item for at, item in enumerate(items) if isinstance(item, Buffer)}
+    def _list(self, name: str, items: Sequence[DebugBuffer | None] | Sequence[TensorValue | None]) -> int:
+        buffers = {at: item for at, item in enumerate(items) if isinstance(item, DebugBuffer)}
         tensors = {at: item for at, item in enumerate(items) if isinstance(item, TensorValue)}
         absent = sum(item is None for item in items)
         if len(items) != absent + max(len(buffers), len(tensors)):
@@ -140,7 +148,7 @@ class DebugCall:
         self._links += [(block, at, *target) for at, target in targets.items()]
         return block
 
-    def _buffer(self, buffer: Buffer) -> Target:
+    def _buffer(self, buffer: DebugBuffer) -> Target:
         if id(buffer) not in self._known:
             view = memoryview(buffer.data)
             if not view.c_contiguous:
@@ -188,7 +196,7 @@ class DebugCall:
 
     def _one_content(self, value: object, contents: Mapping[int, bytes]) -> bytes | None:
         buffer = value.buffer if isinstance(value, TensorValue) else value
-        return contents.get(self._known[id(buffer)]) if isinstance(buffer, Buffer) else None
+        return contents.get(self._known[id(buffer)]) if isinstance(buffer, DebugBuffer) else None
 
 
 class CallResult:

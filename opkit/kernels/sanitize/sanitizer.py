@@ -28,10 +28,10 @@ from typing import NoReturn, cast
 
 from opkit import errors
 from opkit.kernels.sanitize import report as sanitizer_report
-from opkit.kernels.sanitize.call import Buffer, CallResult, DebugCall, TensorValue, Value
+from opkit.kernels.sanitize.call import CallResult, DebugBuffer, DebugCall, TensorValue, Value
 from opkit.kernels.sanitize.report import ChildExit
 
-__all__ = ["Buffer", "Result", "TensorValue", "Value", "main_unit", "run"]
+__all__ = ["DebugBuffer", "Result", "TensorValue", "Value", "main_unit", "run"]
 
 _INCLUDE = Path(__file__).parents[1] / "include"
 # Variables that the child inherits; llvm-symbolizer is found in PATH.

@@ -20,7 +20,7 @@ from opkit.kernels.binding.binding import Bound
 from opkit.kernels.binding.facts import Shape
 from opkit.kernels.binding.slots import Slot
 from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import Buffer, TensorValue, Value
+from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue, Value
 from opkit.op.core import Operator
 from opkit.op.layout.outputs import layout_of, operands
 from opkit.op.layout.program import DTYPES, dtype_number
@@ -53,7 +53,7 @@ class _SanitizedCall:
         self.outputs = _allocated(layout_of(self.operator, args, kwargs))
         self.sizes = self._named_sizes()
         self.written = self._written()
-        self.buffers: dict[tuple[int, bool], Buffer] = {}  # by tensor, and whether it is passed contiguous
+        self.buffers: dict[tuple[int, bool], DebugBuffer] = {}  # by tensor, and whether it is passed contiguous
         self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: the tensors that take the results
 
     def run(self) -> Any:
@@ -86,7 +86,7 @@ class _SanitizedCall:
         new = [number for number, output in enumerate(self.bound.facts.outputs) if output.alias is None]
         return self.outputs[new.index(slot.argument - count)]
 
-    def _buffer(self, name: str, tensor: torch.Tensor | None, slot: Slot, pointed: bool) -> Buffer | None:
+    def _buffer(self, name: str, tensor: torch.Tensor | None, slot: Slot, pointed: bool) -> DebugBuffer | None:
         if tensor is None:
             return None
         key = (id(tensor), pointed)
@@ -94,7 +94,7 @@ class _SanitizedCall:
             fresh = any(tensor is output for output in self.outputs)
             writable = fresh or any(tensor is written for written in self.written)
             content = _bytes(_memory(tensor, pointed))
-            self.buffers[key] = Buffer(name, content, writable=writable, poison=fresh)
+            self.buffers[key] = DebugBuffer(name, content, writable=writable, poison=fresh)
             self.tensors[name] = (tensor, pointed)
         return self.buffers[key]
 
@@ -149,12 +149,12 @@ class _SanitizedCall:
             return None
         number = dtype_number(value) if isinstance(value, torch.dtype) else value
         code = _POINTEES[self.bound.facts.arguments[slot.argument].kind]
-        return Buffer(slot.name, array.array(code, [number]).tobytes())
+        return DebugBuffer(slot.name, array.array(code, [number]).tobytes())
 
     def _list(self, slot: Slot) -> Value:
         value = self.values[slot.argument]
         code = _TYPECODES[self.bound.facts.arguments[slot.argument].kind]
-        return None if value is None else Buffer(slot.name, array.array(code, value).tobytes())
+        return None if value is None else DebugBuffer(slot.name, array.array(code, value).tobytes())
 
     def _length(self, slot: Slot) -> Value:
         value = self.values[slot.argument]
