@@ -165,7 +165,7 @@ def _read(texts: Sequence[str]) -> list[CParameter]:
     Raises:
         Exception: cffi cannot read them, or one has no name.
     """
-    from cffi.cparser import Parser  # imported here: it takes 50 to 100 ms, mostly to build pycparser's tables
+    from cffi.cparser import Parser  # imported here: it takes 20 to 70 ms, mostly for pycparser
 
     declarations = [_respelled(text) for text in texts]
     types = dict.fromkeys(name for declaration in declarations for name in _unknown_types(declaration))
