@@ -48,7 +48,7 @@ def put(paths: bridge.TorchPaths, content: bytes) -> Path:
 
 def test_it_is_built_once_into_the_build_cache(built):
     with pytest.MonkeyPatch.context() as patch:
-        settings = config.Config(cache_dir=built[1].parents[3])
+        settings = config.Settings(cache_dir=built[1].parents[3])
         patch.setattr(config, "get", lambda: settings)
         patch.setattr(compilation, "_make", None)
         assert bridge.build(torch_paths()) == built[1]
