@@ -195,11 +195,11 @@ def lists(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "case": name,
             **on_gpu(building(call), options.rounds),
             **on_host(call, options.rounds, 2 if options.quick else 100),
-            **found_or_built(case.mask, inputs, gradient, options),
+            **cached_or_built(case.mask, inputs, gradient, options),
         }
 
 
-def found_or_built(
+def cached_or_built(
     mask: Mask, inputs: Sequence[Tensor], gradient: Tensor, options: argparse.Namespace
 ) -> dict[str, float]:
     """Milliseconds of calls one after another, with their lists in the cache, and each building its own."""

@@ -41,7 +41,7 @@ def main() -> None:
     found = []
     for name, result, how in isolated.each(lambda name: _one(name, options), names, options.jobs, options.seconds):
         found.append(result or {"name": name, "failures": [["process", how, ""]], "skipped": []})
-        _tell(found[-1])
+        _report(found[-1])
         print(f"{len(found)} of {len(names)}: {name}", end="\r", file=sys.stderr)
     _show(sorted(found, key=lambda each: names.index(each["name"])), time.monotonic() - started)
 
@@ -85,7 +85,7 @@ def _one(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _report(found: dict[str, Any]) -> None:
     for property_, message, case in found["failures"]:
         if (found["name"], property_) not in FINDINGS:
             print(f"{found['name']}: {property_}: {message}\n    on {case}", flush=True)

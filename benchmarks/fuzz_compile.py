@@ -108,12 +108,12 @@ def main() -> None:
         )
         if wrong is not None:
             found.append(wrong)
-            _tell(wrong, grad, options, len(found))
+            _report(wrong, grad, options, len(found))
         print(f"{tally['graphs']} graphs, {len(found)} mismatches", end="\r", file=sys.stderr, flush=True)
     print(json.dumps({**tally, "mismatches": len(found), "seconds": round(time.monotonic() - started, 1)}))
 
 
-def _tell(wrong: MismatchError, grad: bool, options: argparse.Namespace, number: int) -> None:
+def _report(wrong: MismatchError, grad: bool, options: argparse.Namespace, number: int) -> None:
     script = wrong.program.script(options.backend)
     print(f"\n--- mismatch {number}{', with gradients' if grad else ''}\n{wrong.wrong[:1500]}\n\n{script}", flush=True)
     if options.keep:

@@ -92,8 +92,8 @@ def _judged(chosen: Sequence[mutation.Mutant], options: argparse.Namespace) -> l
         if result is None and how.startswith("signal"):
             ended.append(mutant)
         else:
-            found.append(_told(mutant, result, how, options))
-    found += [_told(*each, options) for each in _asked(ended, options, whole=True)]
+            found.append(_reported(mutant, result, how, options))
+    found += [_reported(*each, options) for each in _asked(ended, options, whole=True)]
     return found
 
 
@@ -106,7 +106,7 @@ def _asked(rest: Sequence[mutation.Mutant], options: argparse.Namespace, whole: 
     return isolated.each(check_one, rest, options.jobs, options.seconds)
 
 
-def _told(mutant: mutation.Mutant, result: Any, how: str, options: argparse.Namespace) -> dict[str, Any]:
+def _reported(mutant: mutation.Mutant, result: Any, how: str, options: argparse.Namespace) -> dict[str, Any]:
     row = _row(mutant, result, how)
     print(f"{row['outcome']:9} {row['by']:24} {row['seconds']:6.1f} s  {mutant.name[:120]}", flush=True)
     if options.done:

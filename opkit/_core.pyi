@@ -322,7 +322,7 @@ class _Attention:
 
     Raises:
         ValueError: a program is none, or a dtype has no kernel; of a call: the tensors of the mask or biases are not as many
-            as were told.
+            as were declared.
     """
 
     def __init__(

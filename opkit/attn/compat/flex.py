@@ -52,7 +52,7 @@ def flex_attention(
 
     Raises:
         ArgumentTypeError: ``score_mod`` or ``block_mask`` is another function.
-        ArgumentError: ``return_aux`` asks for the greatest logits, or beside ``return_lse``.
+        ArgumentError: ``return_aux`` asks for the greatest logits, or is passed together with ``return_lse``.
         ShapeError: a shape does not fit, or a ``BlockMask`` is for other numbers of queries or keys.
 
     >>> import torch
