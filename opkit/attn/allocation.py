@@ -56,10 +56,10 @@ def allocate_scratch(x: Tensor, size: int | tuple[int, ...], dtype: torch.dtype 
     return unfilled(sizes, None, dtype=x.dtype if dtype is None else dtype, device=x.device)
 
 
-def rows(q: Tensor, size: int, heads_inside: bool) -> Tensor:
-    """Return an empty (batch, heads, sequence, size) for rows of q; in memory heads come third if ``heads_inside``."""
+def rows(q: Tensor, size: int, out_is_bshd: bool) -> Tensor:
+    """Return an empty (batch, heads, sequence, size) for rows of q; in memory heads come third if ``out_is_bshd``."""
     batch, heads, length, _ = q.shape
-    if heads_inside:
+    if out_is_bshd:
         return q.new_empty((batch, length, heads, size)).transpose(1, 2)
     return q.new_empty((batch, heads, length, size))
 

@@ -25,7 +25,7 @@ class Call(NamedTuple):
     scale: float
     softcap: float
     dropout_p: float
-    heads_inside: bool
+    out_is_bshd: bool
 
 
 class GradientCall(NamedTuple):
@@ -44,7 +44,7 @@ class GradientCall(NamedTuple):
     bias: list[int]
     scale: float
     softcap: float
-    heads_inside: bool
+    out_is_bshd: bool
     seed: Tensor | None = None
     dropout_p: float = 0.0
     sinks: Tensor | None = None
@@ -85,14 +85,14 @@ class Float8Call(NamedTuple):
     bias: list[int]
     scale: float
     softcap: float
-    heads_inside: bool
+    out_is_bshd: bool
 
     @property
     def plain(self) -> Call:
         """The same call of ``opkit::attention``, without descales."""
         return Call(
             self.q, self.k, self.v, self.mask_tensors, self.bias_tensors, self.sinks, None, self.mask, self.bias, self.scale,
-            self.softcap, 0.0, self.heads_inside,
+            self.softcap, 0.0, self.out_is_bshd,
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def forward(*arguments: Any) -> Run:
 
     call = Call(*arguments)
     _check_supported(takes(call), "tiles", call)
-    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     if call.k.shape[2] == 0:
         return lambda *arguments: (new[0]().zero_(), _of_sinks(new[1](), arguments[5]))
@@ -86,7 +86,7 @@ def backward(*arguments: Any) -> Run:
 
     call = GradientCall(*arguments)
     _check_supported(takes_gradients(call), "tiles", call)
-    results = [rows(each, each.shape[3], call.heads_inside) for each in (call.q, call.k, call.v)]
+    results = [rows(each, each.shape[3], call.out_is_bshd) for each in (call.q, call.k, call.v)]
     new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
         return lambda *_: tuple([make().zero_() for make in new])
@@ -180,7 +180,7 @@ def decode(*arguments: Any) -> Run:
     call = Call(*arguments)
     _check_supported(_decodes(call), "decode", call)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
-    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)
     return lambda q, k, v, mask_tensors, bias_tensors, sinks, *_: run(q, k, v, sinks)
 

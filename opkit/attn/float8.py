@@ -33,7 +33,7 @@ def attention_float8(
     bias: list[int],
     scale: float,
     softcap: float,
-    heads_inside: bool,
+    out_is_bshd: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention in float32 to ``q``, ``k`` and ``v`` times their descales; the result in bfloat16, and the log-sum-exp.
 
@@ -52,7 +52,7 @@ def attention_float8(
         scale,
         softcap,
         0.0,
-        heads_inside,
+        out_is_bshd,
     )
     return out.to(RESULT), lse
 
@@ -92,7 +92,7 @@ def float8_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
         ArgumentError: the call has dropout, records a gradient, or is not in float8.
         ArgumentTypeError, ShapeError: the descales are not three numbers or tensors that broadcast to (batch, key heads).
     """
-    q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, _, heads_inside = call
+    q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, scale, softcap, _, out_is_bshd = call
     if q.dtype not in DTYPES:
         raise ArgumentError(
             f"opkit.attention: descales= is for float8, and q has dtype {q.dtype}. Leave it out, and multiply q, k and v."
@@ -107,7 +107,7 @@ def float8_call(call: Sequence[Any], descales: Descales | None) -> Float8Call:
         )
     factors = _descales(descales, (q.shape[0], k.shape[1]), q.device)
     return Float8Call(
-        q, k, v, factors, mask_tensors, bias_tensors, sinks, mask, bias, scale, softcap, heads_inside
+        q, k, v, factors, mask_tensors, bias_tensors, sinks, mask, bias, scale, softcap, out_is_bshd
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def attention_backward(
     bias: list[int],
     scale: float,
     softcap: float,
-    heads_inside: bool,
+    out_is_bshd: bool,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
     sinks: Tensor | None = None,
@@ -52,14 +52,14 @@ def attention_backward(
         gradient: the gradient of ``out``, of its shape.
         of_lse: the gradient of ``lse``, or None.
         q: and what follows: the arguments and results of :func:`opkit.attn.reference.attention`.
-        heads_inside: lay the gradients out as (batch, sequence, heads, head size) in memory.
+        out_is_bshd: lay the gradients out as (batch, sequence, heads, head size) in memory.
     """
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, seed,
         dropout_p, sinks,
     )  # fmt: skip
     gradients, delta = reference_gradients(call)
-    of_q, of_k, of_v = (reference.laid_out(each, heads_inside) for each in gradients)
+    of_q, of_k, of_v = (reference.laid_out(each, out_is_bshd) for each in gradients)
     return of_q, of_k, of_v, delta
 
 
@@ -184,12 +184,12 @@ def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]
 def backward(ctx: Any, gradient: Tensor | None, of_lse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the operator's arguments."""
     saved: Sequence[Tensor] = ctx.saved_tensors
-    mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
+    mask, bias, scale, softcap, dropout_p, out_is_bshd = ctx.rest
     gradient = torch.zeros_like(saved[3]) if gradient is None else gradient
     if ctx.optional != _NO_OPTIONAL:
         return _backward_with_optional(ctx, gradient, of_lse, saved)
     of_q, of_k, of_v, _ = backward_operator()(
-        gradient, of_lse, *saved, [], [], mask, bias, scale, softcap, heads_inside, None, dropout_p
+        gradient, of_lse, *saved, [], [], mask, bias, scale, softcap, out_is_bshd, None, dropout_p
     )
     return of_q, of_k, of_v, [], [], *_NO_GRADIENTS
 
@@ -203,9 +203,9 @@ def _backward_with_optional(
     mask_tensors, bias_tensors, optional = tensors[:masks], tensors[masks : masks + biases], tensors[masks + biases :]
     sinks = optional[0] if has_sinks else None
     seed = optional[-1] if has_seed else None
-    mask, bias, scale, softcap, dropout_p, heads_inside = ctx.rest
+    mask, bias, scale, softcap, dropout_p, out_is_bshd = ctx.rest
     call = GradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, heads_inside, seed,
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, seed,
         dropout_p, sinks,
     )  # fmt: skip
     *gradients, delta = backward_operator()(*call)

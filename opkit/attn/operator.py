@@ -53,7 +53,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return empty results; the reference's operations would compare sizes that depend on data with 0."""
     call = Call(*arguments)
     (batch, heads, queries, _), columns = call.q.shape, call.v.shape[3]
-    if call.heads_inside:
+    if call.out_is_bshd:
         out = call.q.new_empty((batch, queries, heads, columns)).transpose(1, 2)
     else:
         out = call.q.new_empty((batch, heads, queries, columns))

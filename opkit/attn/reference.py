@@ -30,7 +30,7 @@ def attention(
     scale: float,
     softcap: float,
     dropout_p: float,
-    heads_inside: bool,
+    out_is_bshd: bool,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of queries to the keys that a mask's program lets them see.
 
@@ -51,7 +51,7 @@ def attention(
         scale: a factor of the logits.
         softcap: a bound of the logits' magnitude; 0: none.
         dropout_p: the share of probabilities that dropout sets to zero; the others are divided by ``1 - dropout_p``.
-        heads_inside: lay the result out as (batch, queries, heads, d_v) in memory.
+        out_is_bshd: lay the result out as (batch, queries, heads, d_v) in memory.
 
     Returns:
         The result, (batch, heads, queries, d_v) of ``q``'s dtype, and the logarithm of the sum of the exponentials of each
@@ -67,7 +67,7 @@ def attention(
     lse = torch.where(masked.squeeze(-1), -math.inf, logits.logsumexp(-1))
     weights = _dropped(weights, seed, dropout_p, grid)
     out = product(weights, values, finite(values), contact(values, seen)).to(q.dtype)
-    return laid_out(out, heads_inside), lse
+    return laid_out(out, out_is_bshd), lse
 
 
 def spread(x: Tensor, heads: int) -> Tensor:
@@ -123,6 +123,6 @@ def _dropped(weights: Tensor, seed: Tensor | None, dropout_p: float, grid: Grid)
     return torch.where(retained, weights * (0.0 if dropout_p >= 1 else 1 / (1 - dropout_p)), 0.0)
 
 
-def laid_out(out: Tensor, heads_inside: bool) -> Tensor:
-    """Return ``out`` laid out in memory as (batch, queries, heads, d_v) if ``heads_inside``, else contiguous."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else out.contiguous()
+def laid_out(out: Tensor, out_is_bshd: bool) -> Tensor:
+    """Return ``out`` laid out in memory as (batch, queries, heads, d_v) if ``out_is_bshd``, else contiguous."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if out_is_bshd else out.contiguous()

@@ -166,6 +166,6 @@ def test_what_is_not_taken(case):
     """The kernels trust what they are told of memory."""
     given = {"gradient": X, "of_lse": None, "q": X, "k": X, "v": X, "out": X, "lse": L}
     rest = {"mask_tensors": [], "bias_tensors": [], "mask": [], "bias": [], "scale": 1.0, "softcap": 0.0}
-    call = GradientCall(**given, **rest, heads_inside=False)
+    call = GradientCall(**given, **rest, out_is_bshd=False)
     assert cpu.takes_gradients(call)
     assert not cpu.takes_gradients(call._replace(**case))

@@ -19,9 +19,9 @@ def r(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 
 
-def run(q, k, v, mask=(), tensors=(), bias=(), added=(), sinks=None, scale=None, softcap=0.0, heads_inside=False):
+def run(q, k, v, mask=(), tensors=(), bias=(), added=(), sinks=None, scale=None, softcap=0.0, out_is_bshd=False):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = (list(tensors), list(added), sinks, None, list(mask), list(bias), scale, softcap, 0.0, heads_inside)
+    given = (list(tensors), list(added), sinks, None, list(mask), list(bias), scale, softcap, 0.0, out_is_bshd)
     return cpu.forward(q, k, v, *given)
 
 
@@ -81,9 +81,9 @@ def test_any_strides(isa, dtype):
 
 def test_the_result_lies_as_it_is_asked_for(isa):
     q = r(2, 3, 20, 8)
-    for heads_inside in (False, True):
-        out, lse = run(q, q, q, heads_inside=heads_inside)
-        assert (out.transpose(1, 2) if heads_inside else out).is_contiguous()
+    for out_is_bshd in (False, True):
+        out, lse = run(q, q, q, out_is_bshd=out_is_bshd)
+        assert (out.transpose(1, 2) if out_is_bshd else out).is_contiguous()
         assert lse.is_contiguous()
         close((out, lse), expected(q, q, q), 2e-6)
 

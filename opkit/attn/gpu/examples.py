@@ -24,7 +24,7 @@ def _numbers(d: int, mask: list[int]) -> dict[str, Any]:
 
 
 def _forward(q: str, k: str, d: int, mask: list[int]) -> dict[str, Any]:
-    rest = {"sinks": None, "seed": None, "dropout_p": 0.0, "heads_inside": False}
+    rest = {"sinks": None, "seed": None, "dropout_p": 0.0, "out_is_bshd": False}
     return {"q": q, "k": k, "v": k, **_numbers(d, mask), **rest}
 
 
@@ -46,7 +46,7 @@ def backward() -> Iterator[dict[str, Any]]:
     """Of ``opkit::attention_backward``."""
     for dtype, d, mask in itertools.product(_DTYPES, _HEADS, _CAUSAL):
         tensors = dict.fromkeys(("gradient", "q", "k", "v", "out"), _tensor(dtype, *_SIZES, d))
-        yield {**tensors, "of_lse": None, "lse": _tensor("fp32", *_SIZES), **_numbers(d, mask), "heads_inside": False}
+        yield {**tensors, "of_lse": None, "lse": _tensor("fp32", *_SIZES), **_numbers(d, mask), "out_is_bshd": False}
 
 
 def of_biases() -> Iterator[dict[str, Any]]:
@@ -63,5 +63,5 @@ def float8() -> Iterator[dict[str, Any]]:
     """Of ``opkit::attention_float8``."""
     for d, mask in itertools.product(_HEADS[:2], _CAUSAL):
         tensors = dict.fromkeys(("q", "k", "v"), _tensor("fp8e4m3", *_SIZES, d))
-        rest = {"descales": [_tensor("fp32", *_SIZES[:2])] * 3, "sinks": None, "heads_inside": False}
+        rest = {"descales": [_tensor("fp32", *_SIZES[:2])] * 3, "sinks": None, "out_is_bshd": False}
         yield {**tensors, **_numbers(d, mask), **rest}

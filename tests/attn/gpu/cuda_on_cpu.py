@@ -103,10 +103,10 @@ def on_cpu(
     yield seed
 
 
-def filled(batch, heads, queries, keys, head=64, columns=64, dtype=BF16, heads_inside=False):
+def filled(batch, heads, queries, keys, head=64, columns=64, dtype=BF16, out_is_bshd=False):
     generator = torch.Generator().manual_seed(0)
     made = shaped(heads, queries, keys, head, columns, dtype, "cpu", batch)
-    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if out_is_bshd else x for x in made]
     return [x.normal_(generator=generator) for x in made]
 
 

@@ -26,7 +26,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), a mask, and w
 }
 
 
-def given(sizes, head, mask=(), documented=False, dtype=KINDS[0], heads_inside=False, device="cpu"):
+def given(sizes, head, mask=(), documented=False, dtype=KINDS[0], out_is_bshd=False, device="cpu"):
     """The operator's arguments. Descales are of either sign, and one is 0."""
     batch, (heads, key_heads), queries, keys = sizes
     generator = torch.Generator().manual_seed(0)
@@ -34,14 +34,14 @@ def given(sizes, head, mask=(), documented=False, dtype=KINDS[0], heads_inside=F
         torch.randn(batch, *size, generator=generator).to(dtype)
         for size in ((heads, queries, head), (key_heads, keys, head), (key_heads, keys, head))
     )
-    if heads_inside:
+    if out_is_bshd:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     descales = [torch.randn(batch, key_heads, generator=generator) for _ in range(3)]
     if batch * key_heads > 1:
         descales[1].view(-1)[-1] = 0
     masks = [documents(batch, queries, 4)] * 2 if documented else []
     there = [[x.to(device) for x in each] for each in ([q, k, v], descales, masks)]
-    return (*there[0], there[1], there[2], [], None, list(mask), [], head**-0.5, 0.0, heads_inside)
+    return (*there[0], there[1], there[2], [], None, list(mask), [], head**-0.5, 0.0, out_is_bshd)
 
 
 def compared(call, found, of_logits=1e-4):

@@ -17,7 +17,7 @@ from opkit.attn.masks import program
 
 
 def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), scale=None, softcap=0.0, bias=(), dropout_p=0.0,
-              heads_inside=False, masks=()):  # fmt: skip
+              out_is_bshd=False, masks=()):  # fmt: skip
     """A call of ``opkit::attention_backward``; results and their gradients are empty by default."""
     out = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
@@ -37,7 +37,7 @@ def arguments(q, k, v, out=None, lse=None, gradient=None, of_lse=None, mask=(), 
         list(bias),
         scale,
         softcap,
-        heads_inside,
+        out_is_bshd,
         None,
         dropout_p,
     )
@@ -75,10 +75,10 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "window far behind": ((1, (3, 3), 257, 777, 128, 128), {"mask": (program.BAND, -300, -200)}),
     "many tiles": ((8, (16, 4), 640, 640, 128, 128), {"mask": CAUSAL}),
     "a last section that is smaller": ((1, (35, 35), 2048, 1024, 128, 128), {"mask": CAUSAL}),
-    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "out_is_bshd": True}),
     "capped": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "softcap": 3.0}),
     "another scale": ((2, (4, 2), 300, 300, 128, 128), {"scale": 0.25}),
-    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "heads_inside": True}),
+    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "out_is_bshd": True}),
     "72 and 128": ((1, (2, 1), 190, 190, 72, 128), {"mask": CAUSAL}),
     "64": ((2, (4, 2), 777, 777, 64, 64), {}),
     "64, causal": ((2, (16, 16), 1024, 1024, 64, 64), {"mask": CAUSAL}),
@@ -96,7 +96,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "256, capped": ((1, (4, 2), 200, 200, 256, 256), {"mask": CAUSAL, "softcap": 3.0}),
     "256, capped, full": ((1, (4, 2), 200, 200, 256, 256), {"softcap": 3.0}),
     "256, many tiles": ((2, (8, 4), 640, 640, 256, 256), {"mask": CAUSAL}),
-    "136": ((1, (4, 2), 200, 200, 136, 136), {"mask": CAUSAL, "heads_inside": True}),
+    "136": ((1, (4, 2), 200, 200, 136, 136), {"mask": CAUSAL, "out_is_bshd": True}),
     "192 and 128": ((1, (2, 1), 190, 190, 192, 128), {"mask": CAUSAL}),
     "64 and 256": ((1, (2, 1), 190, 190, 64, 256), {}),
     "40": ((2, (4, 2), 300, 300, 40, 40), {"mask": window(70)}),
@@ -138,7 +138,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     ),
     "documents, capped": ((1, (2, 1), 300, 300, 128, 128), masked(SEGMENTS, *[documents(1, 300, 3)] * 2, softcap=3.0)),
     "documents, 72 and 128": (
-        (1, (2, 1), 300, 300, 72, 128), masked(SEGMENTS, *[documents(1, 300, 3)] * 2, heads_inside=True),
+        (1, (2, 1), 300, 300, 72, 128), masked(SEGMENTS, *[documents(1, 300, 3)] * 2, out_is_bshd=True),
     ),
     "documents, 64": ((2, (2, 1), 400, 400, 64, 64), masked(SEGMENTS, *[documents(2, 400, 3)] * 2)),
     "causal documents, 64": ((1, (2, 1), 600, 600, 64, 64), masked((*SEGMENTS, *CAUSAL, AND), *[documents(1, 600, 3)] * 2)),
@@ -184,7 +184,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     ),
     "256, documents, capped": ((1, (2, 1), 200, 200, 256, 256), masked(SEGMENTS, *[documents(1, 200, 3)] * 2, softcap=3.0)),
     "136 and 256, documents": (
-        (1, (2, 1), 200, 200, 136, 256), masked(SEGMENTS, *[documents(1, 200, 3)] * 2, heads_inside=True),
+        (1, (2, 1), 200, 200, 136, 256), masked(SEGMENTS, *[documents(1, 200, 3)] * 2, out_is_bshd=True),
     ),
     "256, documents, one query": ((1, (2, 1), 1, 200, 256, 256), masked(SEGMENTS, documents(1, 1, 1), documents(1, 200, 3))),
     "256, documents, many tiles": (
@@ -208,9 +208,9 @@ def called(tensors, of_lse=False, **what):
     """A call of normal gradients, with results that are the reference's."""
     what["masks"] = [x.to(tensors[0].device) for x in what.get("masks", ())]
     found = arguments(*tensors, **what)
-    masks, mask, scale, softcap, heads_inside = found[7], found[9], found[11], found[12], found[13]
+    masks, mask, scale, softcap, out_is_bshd = found[7], found[9], found[11], found[12], found[13]
     exact = [x.double() for x in tensors]
-    out, lse = reference.attention(*exact, masks, [], None, None, mask, [], scale, softcap, 0.0, heads_inside)
+    out, lse = reference.attention(*exact, masks, [], None, None, mask, [], scale, softcap, 0.0, out_is_bshd)
     out, lse = out.to(tensors[0].dtype), lse.float()
     gradient = torch.randn_like(out)
     return arguments(*tensors, out, lse, gradient, torch.randn_like(lse) if of_lse else None, **what)

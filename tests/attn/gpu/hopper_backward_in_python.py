@@ -123,10 +123,10 @@ def emulate():
     )
 
 
-def tensors(batch, heads, queries, keys, head, columns, heads_inside):
+def tensors(batch, heads, queries, keys, head, columns, out_is_bshd):
     """Normal ones."""
     made = shaped(heads, queries, keys, head, columns, FP16, "cpu", batch)
-    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if out_is_bshd else x for x in made]
     return [x.normal_() for x in made]
 
 
@@ -143,7 +143,7 @@ def answer(case, ordered=False):
         head = QUERY_HIDING[case]
         return compared_where_a_query_is_hidden(tensors(1, (2, 1), 300, 300, head, head, False))
     sizes, what = CALLS[case]
-    given = called(tensors(*sizes, what.get("heads_inside", False)), **what)
+    given = called(tensors(*sizes, what.get("out_is_bshd", False)), **what)
     torch.use_deterministic_algorithms(ordered)
     first = compared(given)
     assert not ordered or all(map(torch.equal, first, hopper_backward.backward(*given)))

@@ -61,10 +61,10 @@ def bottom_right(queries, keys):
 
 
 def arguments(
-    *tensors, mask=(), masks=(), sinks=None, scale=None, softcap=0.0, bias=(), dropout_p=0.0, heads_inside=False
+    *tensors, mask=(), masks=(), sinks=None, scale=None, softcap=0.0, bias=(), dropout_p=0.0, out_is_bshd=False
 ):
     scale = tensors[0].shape[3] ** -0.5 if scale is None else scale
-    return (*tensors, list(masks), [], sinks, None, list(mask), list(bias), scale, softcap, dropout_p, heads_inside)
+    return (*tensors, list(masks), [], sinks, None, list(mask), list(bias), scale, softcap, dropout_p, out_is_bshd)
 
 
 def shaped(heads, queries, keys, head, columns, dtype=BF16, device="meta", batch=2):
@@ -101,9 +101,9 @@ def check_compiled(run, registers, folder, record_property, spilled=0):
     assert spilled or "0 bytes spill stores, 0 bytes spill loads" in said
 
 
-def filled(batch, heads, queries, keys, head, columns, dtype=BF16, heads_inside=False):
+def filled(batch, heads, queries, keys, head, columns, dtype=BF16, out_is_bshd=False):
     made = shaped(heads, queries, keys, head, columns, dtype, "cuda", batch)
-    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if heads_inside else x for x in made]
+    made = [x.transpose(1, 2).contiguous().transpose(1, 2) if out_is_bshd else x for x in made]
     return [x.normal_() for x in made]
 
 

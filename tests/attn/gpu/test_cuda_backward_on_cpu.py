@@ -25,7 +25,7 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
     "window": ((1, (4, 1), 400, 400, 64, 64), {"mask": (program.BAND, -100, 0)}),
     "window far behind": ((1, (2, 2), 257, 500, 128, 128), {"mask": (program.BAND, -200, -100)}),
     "many tiles": ((2, (4, 4), 260, 400, 64, 64), {"mask": CAUSAL}),
-    "heads inside": ((1, (4, 2), 200, 200, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((1, (4, 2), 200, 200, 128, 128), {"mask": CAUSAL, "out_is_bshd": True}),
     "64 and 128": ((1, (2, 1), 200, 200, 64, 128), {"mask": CAUSAL}),
     "128 and 64": ((1, (2, 1), 200, 200, 128, 64), {"scale": 0.2}),
 }
@@ -33,7 +33,7 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
 
 def gradient_call(sizes, dtype=BF16, of_lse=False, **what):
     """A call of the backward, with the reference's results; and their exact gradients."""
-    q, k, v = filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False))
+    q, k, v = filled(*sizes, dtype=dtype, out_is_bshd=what.get("out_is_bshd", False))
     return with_results(q, k, v, of_lse, **what)
 
 
@@ -71,7 +71,7 @@ class TestBackward:
         call, expected = gradient_call(sizes, dtype, **what)
         found = backward_cuda.backward(*call)
         assert [x.dtype for x in found] == [dtype] * 3 + [torch.float32]
-        assert all((x.transpose(1, 2) if what.get("heads_inside") else x).is_contiguous() for x in found[:3])
+        assert all((x.transpose(1, 2) if what.get("out_is_bshd") else x).is_contiguous() for x in found[:3])
         rounding = torch.finfo(dtype).eps
         assert off(found, expected) < 2 * rounding
 

@@ -18,7 +18,7 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
     "one key": ((1, (2, 1), 1, 1), {}),
     "a set of rows": ((1, (16, 1), 1, 513), {}),
     "some rows of another": ((1, (40, 2), 1, 300), {"sinks": torch.linspace(-1, 3, 40)}),
-    "all rows": ((2, (16, 1), 2, 150), {"heads_inside": True}),
+    "all rows": ((2, (16, 1), 2, 150), {"out_is_bshd": True}),
     "more rows": ((1, (66, 2), 1, 700), {"sinks": torch.linspace(-1, 3, 66)}),
     "as many as there may be": ((1, (32, 1), 2, 130), {}),
     "many rows in a window": ((1, (40, 1), 1, 1000), {"mask": (program.BAND, 101, 700)}),
@@ -28,7 +28,7 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
     "nothing to see": ((1, (2, 1), 1, 100), {"mask": (program.BAND, 300, 400)}),
     "sinks": ((1, (4, 2), 1, 200), {"sinks": torch.linspace(-1, 3, 4)}),
     "nothing to see but sinks": ((1, (4, 2), 1, 20), {"sinks": torch.ones(4), "mask": (program.BAND, 30, 40)}),
-    "heads inside": ((2, (4, 2), 2, 100), {"heads_inside": True, "scale": 0.3}),
+    "heads inside": ((2, (4, 2), 2, 100), {"out_is_bshd": True, "scale": 0.3}),
 }
 
 
@@ -48,7 +48,7 @@ class TestDecoding:
         sizes, what = DECODED[case]
         if sizes[1][0] // sizes[1][1] * sizes[2] > decode_cuda.MOST_ROWS[head]:
             pytest.skip("wide heads have fewer rows")
-        given = arguments(*filled(*sizes, head, head, dtype, what.get("heads_inside", False)), **what)
+        given = arguments(*filled(*sizes, head, head, dtype, what.get("out_is_bshd", False)), **what)
         compared(given, decode_cuda.decode(*given))
 
     @pytest.mark.parametrize("splits", [32, 70])

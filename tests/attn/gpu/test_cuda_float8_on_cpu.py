@@ -30,7 +30,7 @@ class TestNumbers:
 @pytest.mark.sweep
 @pytest.mark.parametrize("order", range(1, 4))
 def test_any_order_of_events_gives_the_same(machine, head, order):
-    call = given((1, (4, 2), 500, 500), head, CAUSAL, heads_inside=True)
+    call = given((1, (4, 2), 500, 500), head, CAUSAL, out_is_bshd=True)
     machine[0] = 0
     expected = float8_cuda.forward(*call)
     machine[0] = order

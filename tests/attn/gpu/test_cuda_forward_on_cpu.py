@@ -27,7 +27,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "window far behind": ((1, (3, 3), 257, 777), {"mask": (program.BAND, -300, -200)}),
     "many tiles": ((2, (8, 4), 640, 640), {"mask": CAUSAL}),
     "many tiles of one step": ((2, (8, 4), 640, 100), {}),
-    "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "out_is_bshd": True}),
     "another scale": ((1, (4, 2), 300, 300), {"mask": CAUSAL, "scale": 0.7}),
 }
 
@@ -37,9 +37,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
 class TestForwardNumbers:
     def test_are_the_references(self, machine, head, case):
         (sizes, what), dtype = CALLS[case], BF16 if head == 128 else FP16
-        given = arguments(
-            *filled(*sizes, head, head, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what
-        )
+        given = arguments(*filled(*sizes, head, head, dtype=dtype, out_is_bshd=what.get("out_is_bshd", False)), **what)
         compared(given, forward_cuda.forward(*given))
 
 

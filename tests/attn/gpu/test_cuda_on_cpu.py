@@ -26,7 +26,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_the_forward(machine):
-    given = arguments(*filled(2, (2, 1), 200, 150, HEAD, HEAD, heads_inside=True), mask=CAUSAL, heads_inside=True)
+    given = arguments(*filled(2, (2, 1), 200, 150, HEAD, HEAD, out_is_bshd=True), mask=CAUSAL, out_is_bshd=True)
     with machine(all_but(HEAD)):
         compared(given, forward_cuda.forward(*given))
 

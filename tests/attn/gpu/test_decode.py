@@ -50,9 +50,9 @@ def made(batch, heads, kv_heads, queries, keys, d, dv, dtype=torch.float32):
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def arguments(q, k, v, lower=-UNLIMITED, upper=UNLIMITED, scale=0.25, softcap=0.0, sinks=None, heads_inside=False):
+def arguments(q, k, v, lower=-UNLIMITED, upper=UNLIMITED, scale=0.25, softcap=0.0, sinks=None, out_is_bshd=False):
     mask = [] if (lower, upper) == (-UNLIMITED, UNLIMITED) else [BAND, lower, upper]
-    return q, k, v, [], [], sinks, None, mask, [], scale, softcap, 0.0, heads_inside
+    return q, k, v, [], [], sinks, None, mask, [], scale, softcap, 0.0, out_is_bshd
 
 
 def check(run, q, k, v, **options):
@@ -177,7 +177,7 @@ def test_strides_are_followed(run):
     for tensors in others:
         for one, other in zip(plain, run(*arguments(*tensors)), strict=True):
             assert torch.equal(one, other)
-    out, _ = run(*arguments(q, k, v, heads_inside=True))
+    out, _ = run(*arguments(q, k, v, out_is_bshd=True))
     assert torch.equal(out, plain[0])
     assert out.transpose(1, 2).is_contiguous()
 

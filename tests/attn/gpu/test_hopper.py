@@ -188,11 +188,11 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "many tiles, 64": ((8, (16, 4), 640, 640, 64, 64), {"mask": CAUSAL}),
     "many tiles of one step, 64": ((8, (16, 4), 640, 100, 64, 64), {}),
     "a last section that is smaller": ((1, (70, 70), 1024, 1024, 128, 128), {"mask": CAUSAL}),
-    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "out_is_bshd": True}),
     "sinks": ((1, (4, 2), 300, 200, 128, 128), {"mask": bottom_right(300, 200), "sinks": True}),
     "capped": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "softcap": 3.0}),
     "sinks and capped": ((2, (4, 2), 300, 300, 128, 128), {"sinks": True, "softcap": 30.0}),
-    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "heads_inside": True}),
+    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "out_is_bshd": True}),
     "72 and 128": ((1, (2, 1), 190, 190, 72, 128), {"mask": CAUSAL}),
     "64": ((2, (4, 2), 777, 777, 64, 64), {}),
     "64, causal": ((2, (16, 16), 1024, 1024, 64, 64), {"mask": CAUSAL}),
@@ -213,7 +213,7 @@ class TestNumbers:
 
     def test_are_the_references(self, case, dtype):
         sizes, what = CALLS[case]
-        tensors = filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False))
+        tensors = filled(*sizes, dtype=dtype, out_is_bshd=what.get("out_is_bshd", False))
         sinks = torch.randn(sizes[1][0], device="cuda") if what.get("sinks") else None
         compared(arguments(*tensors, **{**what, "sinks": sinks}))
 
@@ -256,7 +256,7 @@ class TestOnGpu:
         compared(arguments(q, k, v, mask=CAUSAL))
 
     def test_tensors_that_are_not_aligned_after_some_that_are(self):
-        inside = filled(2, (4, 2), 200, 200, 64, 64, heads_inside=True)
+        inside = filled(2, (4, 2), 200, 200, 64, 64, out_is_bshd=True)
         given = arguments(*inside, mask=CAUSAL)
         run = hopper.forward.prepare(*given)
         for tensors in (inside, [misaligned(x) for x in inside], inside):

@@ -193,7 +193,7 @@ class TestNumbers:
 
     def test_are_the_references(self, case, dtype):
         sizes, what = CALLS[case]
-        compared(called(filled(*sizes, dtype=dtype, heads_inside=what.get("heads_inside", False)), **what))
+        compared(called(filled(*sizes, dtype=dtype, out_is_bshd=what.get("out_is_bshd", False)), **what))
 
 
 @pytest.mark.sweep(keep=REPRESENTATIVE)
@@ -204,7 +204,7 @@ class TestDeterministic:
 
     def test_numbers_are_the_references_and_the_same_in_every_run(self, case):
         sizes, what = CALLS[case]
-        given = called(filled(*sizes, heads_inside=what.get("heads_inside", False)), **what)
+        given = called(filled(*sizes, out_is_bshd=what.get("out_is_bshd", False)), **what)
         first = compared(given)
         for _ in range(3):
             assert all(map(torch.equal, first, hopper_backward.backward(*given)))

@@ -258,7 +258,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys), and what else
     "many tiles": ((8, (16, 4), 640, 640), {"mask": CAUSAL}),
     "many tiles of one step": ((8, (16, 4), 640, 100), {}),
     "a last section that is smaller": ((1, (140, 140), 300, 2048), {"mask": bottom_right(300, 2048)}),
-    "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "out_is_bshd": True}),
     "another scale": ((2, (4, 2), 300, 300), {"mask": CAUSAL, "scale": 0.7}),
     "long": ((1, (2, 1), 4500, 4500), {"mask": CAUSAL}),
     "long, no mask": ((2, (4, 1), 1500, 2100), {}),
@@ -277,7 +277,7 @@ class TestNumbers:
 
     def test_are_the_references(self, case, dtype, head):
         (batch, heads, queries, keys), what = CALLS[case]
-        inside = what.get("heads_inside", False)
+        inside = what.get("out_is_bshd", False)
         compared_here(arguments(*filled(batch, heads, queries, keys, head, head, dtype, inside), **what))
 
 

@@ -31,7 +31,7 @@ def gradient_call(batch, heads, queries, keys, head, columns, dtype=BF16, device
     return with_results(q, k, v, **what)
 
 
-def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads_inside=False, masks=()):
+def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, out_is_bshd=False, masks=()):
     """The arguments of a backward of a forward with random gradients; on meta tensors without numbers."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if q.is_meta:
@@ -39,7 +39,7 @@ def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads
         gradient = out
     else:
         masks = [each.to(q.device) for each in masks]
-        given = arguments(q, k, v, mask=mask, masks=masks, scale=scale, heads_inside=heads_inside)
+        given = arguments(q, k, v, mask=mask, masks=masks, scale=scale, out_is_bshd=out_is_bshd)
         out, lse = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
         out, lse = out.to(q.dtype), lse.float()
         gradient = torch.randn_like(out)
@@ -57,7 +57,7 @@ def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, heads
         [],
         scale,
         softcap,
-        heads_inside,
+        out_is_bshd,
         None,
         dropout_p,
     )
@@ -220,7 +220,7 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
     "many tiles, 128": ((8, (16, 16), 640, 640, 128, 128), {"mask": CAUSAL}),
     "rows that helpers prepare": ((4, (32, 16), 1536, 1024, 128, 128), {}),
     "rows that helpers prepare, 64": ((4, (32, 16), 1024, 1100, 64, 64), {"mask": CAUSAL}),
-    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "heads_inside": True}),
+    "heads inside": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "out_is_bshd": True}),
     "64 and 128": ((1, (2, 1), 500, 500, 64, 128), {"mask": CAUSAL}),
     "long": ((1, (2, 1), 4500, 4500, 64, 64), {"mask": CAUSAL}),
     "documents": ((2, (4, 2), 1500, 1500, 128, 128), {"mask": SEGMENTS, "masks": [documents(2, 1500, 5)] * 2}),

@@ -149,7 +149,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and
     "many tiles": ((40, (8, 4), 1, 1000, 64), {}),
     "sinks": ((1, (32, 8), 1, 4096, 64), {"sinks": SINKS}),
     "nothing to see but sinks": ((1, (32, 8), 1, 400, 64), {"sinks": SINKS, "mask": (program.BAND, 500, 900)}),
-    "heads inside": ((2, (8, 2), 2, 3000, 128), {"heads_inside": True}),
+    "heads inside": ((2, (8, 2), 2, 3000, 128), {"out_is_bshd": True}),
     "another scale": ((1, (8, 2), 1, 3000, 128), {"scale": 0.7}),
 }
 
@@ -157,7 +157,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, channels), and
 def on_gpu(case, dtype=BF16):
     (batch, heads, queries, keys, head), what = CALLS[case]
     what = what | ({"sinks": what["sinks"].cuda()} if "sinks" in what else {})
-    return arguments(*filled(batch, heads, queries, keys, head, head, dtype, what.get("heads_inside", False)), **what)
+    return arguments(*filled(batch, heads, queries, keys, head, head, dtype, what.get("out_is_bshd", False)), **what)
 
 
 @pytest.mark.sweep

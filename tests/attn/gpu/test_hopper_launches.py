@@ -32,7 +32,7 @@ BACKWARD = {
     "plain": {},
     "causal": {"mask": CAUSAL},
     "of_lse": {"of_lse": True},
-    "heads inside": {"heads_inside": True},
+    "heads inside": {"out_is_bshd": True},
     "lengths": {"mask": LENGTHS, "of_lse": True},
 }
 FORWARD = {
@@ -70,7 +70,7 @@ def forward_call(sinks=False, **what):
         0.1,
         0.0,
         0.0,
-        what.get("heads_inside", False),
+        what.get("out_is_bshd", False),
     )
 
 
@@ -119,7 +119,7 @@ def test_backward_follows_its_tensors(gpu, deterministic, what):
 
 def test_results_of_backward_have_the_layout_that_was_asked_for(gpu):
     for inside in (False, True):
-        given = backward_call(heads_inside=inside)
+        given = backward_call(out_is_bshd=inside)
         run = backward.backward.prepare(*given)
         for results in (run(*given), run(*given)):
             for x, like in zip(results[:3], given[2:5], strict=True):

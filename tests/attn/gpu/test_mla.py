@@ -32,7 +32,7 @@ BOTH = (program.BAND, -FAR, 600, program.LENGTH, 0, program.AND)
 
 def arguments(
     batch=2, heads=128, kv_heads=1, queries=1, keys=1000, d=576, *, mask=(), lengths=None, sinks=None, softcap=0.0,
-    dtype=BF16, device="meta", heads_inside=False, latent=None, scale=None,
+    dtype=BF16, device="meta", out_is_bshd=False, latent=None, scale=None,
 ):  # fmt: skip
     """The operator's arguments: random numbers, unless on the device "meta"."""
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def arguments(
     sinks = new(heads, device=device) if sinks is SINKS else sinks
     tensors = [] if lengths is None else [torch.tensor(lengths, dtype=torch.int32, device=device)]
     scale = d**-0.5 if scale is None else scale
-    return q, k, k[..., :512], tensors, [], sinks, None, list(mask), [], scale, softcap, 0.0, heads_inside
+    return q, k, k[..., :512], tensors, [], sinks, None, list(mask), [], scale, softcap, 0.0, out_is_bshd
 
 
 def pages(batch=64, queries=64, heads=128, page=64, most=128, d=576, dtype=BF16):
@@ -201,7 +201,7 @@ CALLS = {
     "sinks, capped": {"sinks": SINKS, "softcap": 3.0},
     "sinks, one split": {"batch": 3, "keys": 300, "sinks": SINKS},
     "520 channels": {"d": 520},
-    "heads inside": {"queries": 3, "heads_inside": True},
+    "heads inside": {"queries": 3, "out_is_bshd": True},
 }
 
 

@@ -35,16 +35,16 @@ def test_rows_are_the_queries_of_heads_that_share_keys(heads, queries, monkeypat
     assert seen == [(2, heads[1], queries * heads[0] // heads[1], 16)]
 
 
-def chosen(monkeypatch, given, heads_inside=False):
+def chosen(monkeypatch, given, out_is_bshd=False):
     monkeypatch.setattr(hopper, "takes", hopper.fits)
     monkeypatch.setattr(packed, "device_of", lambda index: decode_plan.Device(132, 232448, True, "tf32x3"))
-    return packed.takes(Call(*given)._replace(heads_inside=heads_inside))
+    return packed.takes(Call(*given)._replace(out_is_bshd=out_is_bshd))
 
 
 def test_takes(monkeypatch):
     assert not packed.takes(Call(*arguments(*shaped((64, 8), 16, 8192, 128, 128, device="cpu", batch=1))))
     assert chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)))
-    assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)), heads_inside=True)
+    assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)), out_is_bshd=True)
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16), mask=CAUSAL))
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=2)))  # is divided
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 8, 8192, 128, 128, batch=16)))  # half a tile
@@ -57,7 +57,7 @@ def test_refuses():
     for given in (
         arguments(*shaped((8, 2), 5, 33, 16, 8), mask=CAUSAL),
         arguments(*shaped((8, 2), 5, 33, 16, 8), sinks=torch.empty(8, device="meta")),
-        arguments(*shaped((8, 2), 5, 33, 16, 8), heads_inside=True),
+        arguments(*shaped((8, 2), 5, 33, 16, 8), out_is_bshd=True),
     ):
         with pytest.raises(KernelError, match=r"kernel 'packed' does not take q of .* Leave the choice"):
             packed.forward(*given)

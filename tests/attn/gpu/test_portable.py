@@ -156,7 +156,7 @@ def test_of_the_formula(run, name):
     close(out, exact, BOUNDS[dtype])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     gradient, of_lse = r(*exact.shape).to(dtype), torch.where(lse.isfinite(), r(*lse.shape), 0.0)
-    rest = (call.mask_tensors, call.bias_tensors, call.mask, call.bias, call.scale, call.softcap, call.heads_inside)
+    rest = (call.mask_tensors, call.bias_tensors, call.mask, call.bias, call.scale, call.softcap, call.out_is_bshd)
     given = GradientCall(gradient, of_lse, *call[:3], out, lse, *rest, call.seed, call.dropout_p, call.sinks)
     found = run("opkit::attention_backward", *given)
     precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse, bias_tensors=wide(call.bias_tensors))

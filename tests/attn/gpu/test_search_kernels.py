@@ -200,7 +200,7 @@ def test_opkit_tune_searches(gpu, monkeypatch):
     monkeypatch.setattr(in_advance, "device", lambda: "cpu")
     shape = ", ".join(f"{name}=bf16[1, 2, 600, 64]" for name in "qkv")
     shape += ", mask_tensors=[], bias_tensors=[], sinks=None, seed=None, mask=[], bias=[]"
-    shape = f"opkit::attention({shape}, scale=0.1, softcap=0.0, dropout_p=0.0, heads_inside=False)"
+    shape = f"opkit::attention({shape}, scale=0.1, softcap=0.0, dropout_p=0.0, out_is_bshd=False)"
     result = CliRunner().invoke(cli.app, ["tune", "opkit.attn.api", "--shapes", shape])
     assert result.exit_code == 0, result.output
     assert "[attention_forward]: " + LABEL.format(*FASTEST) in " ".join(result.output.split())

@@ -24,7 +24,7 @@ struct Case {
     Problem problem;
     MaskCase mask;
     BiasCase bias;
-    bool heads_inside;
+    bool out_is_bshd;
     int64_t gap;
     bool poisoned;
 };
@@ -32,10 +32,10 @@ struct Case {
 // The tensors of a case. Keys that no row of a sequence sees are NaN; so are, where it is poisoned, some that are seen.
 struct Inputs {
     Inputs(const Case& c, Kind kind)
-        : q(kind, c.problem.shape.batch, c.problem.shape.heads, c.problem.shape.queries, c.problem.shape.head, c.heads_inside, c.gap),
-          k(kind, c.problem.shape.batch, c.problem.shape.kv_heads, c.problem.shape.keys, c.problem.shape.head, c.heads_inside, c.gap),
-          v(kind, c.problem.shape.batch, c.problem.shape.kv_heads, c.problem.shape.keys, c.problem.shape.columns, c.heads_inside, c.gap),
-          gradient(kind, q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3], !c.heads_inside, 0) {
+        : q(kind, c.problem.shape.batch, c.problem.shape.heads, c.problem.shape.queries, c.problem.shape.head, c.out_is_bshd, c.gap),
+          k(kind, c.problem.shape.batch, c.problem.shape.kv_heads, c.problem.shape.keys, c.problem.shape.head, c.out_is_bshd, c.gap),
+          v(kind, c.problem.shape.batch, c.problem.shape.kv_heads, c.problem.shape.keys, c.problem.shape.columns, c.out_is_bshd, c.gap),
+          gradient(kind, q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3], !c.out_is_bshd, 0) {
         Random random(42);
         for (Tensor* each : {&q, &k, &v, &gradient}) each->fill(random);
         for (int64_t b = 0; b < k.sizes[0]; ++b)
@@ -117,7 +117,7 @@ public:
 private:
     const Shape& shape() const { return case_.problem.shape; }
     Tensor result(const Tensor& like, int64_t columns) const {
-        return Tensor(kind_, like.sizes[0], like.sizes[1], like.sizes[2], columns, !case_.heads_inside, 3);
+        return Tensor(kind_, like.sizes[0], like.sizes[1], like.sizes[2], columns, !case_.out_is_bshd, 3);
     }
     void expect(const isa::Choice& choice, const char* what, bool good) {
         checks_.expect(good, choice.cap + ": attention " + what + ": " + case_.name + ", " + name_of(kind_));
@@ -173,7 +173,7 @@ std::vector<Case> cases() {
     for (const Shape& shape : {Shape{1, 1, 1, 1, 1, 1, 1}, Shape{2, 2, 1, 5, 70, 7, 9}, Shape{1, 2, 2, 97, 65, 20, 33},
                                Shape{1, 1, 1, 13, 130, 80, 64}, Shape{1, 1, 1, 3, 66, 257, 128}})
         all.push_back(plain(shape));
-    all[1].gap = 3, all[2].heads_inside = true, all[2].gap = 2, all[3].heads_inside = true;
+    all[1].gap = 3, all[2].out_is_bshd = true, all[2].gap = 2, all[3].out_is_bshd = true;
     const Shape shape{2, 4, 2, 23, 133, 16, 24};
     for (const MaskCase& mask : mask_cases(shape))
         for (bool poisoned : {false, true}) {

@@ -81,12 +81,12 @@ uint16_t rounded_to_half(float value) {
     return static_cast<uint16_t>(sign | ((exponent + 14) * 1024 + units));
 }
 
-Tensor::Tensor(Kind kind, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool heads_inside, int64_t gap)
+Tensor::Tensor(Kind kind, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool out_is_bshd, int64_t gap)
     : kind(kind), sizes{batch, heads, rows, columns} {
     const int64_t row = columns + gap;
     stride[0] = heads * rows * row;
-    stride[1] = heads_inside ? row : rows * row;
-    stride[2] = heads_inside ? heads * row : row;
+    stride[1] = out_is_bshd ? row : rows * row;
+    stride[2] = out_is_bshd ? heads * row : row;
     bytes.assign(static_cast<size_t>(batch * stride[0] * size_of(kind)), 0xFF);
 }
 

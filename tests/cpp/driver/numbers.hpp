@@ -27,7 +27,7 @@ uint16_t rounded_to_half(float value);
 // (batch, heads, rows, columns) in memory of its own size, with rows `gap` elements apart and heads inside of rows, or outside.
 // What lies between rows has all bits set, which is NaN of each kind of float.
 struct Tensor {
-    Tensor(Kind kind, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool heads_inside, int64_t gap);
+    Tensor(Kind kind, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool out_is_bshd, int64_t gap);
     void fill(Random& random);
     unsigned char* at(int64_t b, int64_t h, int64_t i) {
         return bytes.data() + (b * stride[0] + h * stride[1] + i * stride[2]) * size_of(kind);

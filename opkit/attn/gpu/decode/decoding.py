@@ -126,7 +126,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     _check_supported(call)
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
-    out = rows(call.q, call.v.shape[3], call.heads_inside)
+    out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     results = {"out": overwritten(out), "lse": overwritten(lse)}
     if 0 in call.q.shape[:3]:

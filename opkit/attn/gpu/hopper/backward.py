@@ -209,7 +209,7 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
 
 def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
     """The results by name, as functions that make them."""
-    results = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
+    results = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     return {name: overwritten(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
 

@@ -142,7 +142,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     launch = library.launcher_or_none(name, call.q.dtype)
     if launch is None:
         return gluon.backward.prepare(*call)
-    made = [rows(each, each.shape[3], call.heads_inside) for each in call[2:5]]
+    made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call, ordered), call.q.get_device()

@@ -159,7 +159,7 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     if launch is None:
         return decoding.decode.prepare(*call)
     described = all(hopper.describable(each) for each in call[:3])
-    made = rows(call.q, call.v.shape[3], call.heads_inside)
+    made = rows(call.q, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
 

@@ -227,7 +227,7 @@ def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSerie
     """
     launch = PreparedLaunch(_kernel(tile, shape.mask), _TENSORS, _numbers(call, shape))
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
-    made = {"out": overwritten(rows(call.q, call.v.shape[3], call.heads_inside)), "lse": overwritten(lse)}
+    made = {"out": overwritten(rows(call.q, call.v.shape[3], call.out_is_bshd)), "lse": overwritten(lse)}
 
     @functools.cache
     def series(*more: str) -> PreparedSeries:

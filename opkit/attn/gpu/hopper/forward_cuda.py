@@ -165,7 +165,7 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
     listed = _listed(call)
     described = all(gluon.describable(each) for each in call[:3])
     counter = gluon.counters(call.q.device, _marks(call))
-    made = rows(like, call.v.shape[3], call.heads_inside)
+    made = rows(like, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
     tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)

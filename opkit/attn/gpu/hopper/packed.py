@@ -45,7 +45,7 @@ def fits(call: Call) -> bool:
     if q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape:
         return False
     even = q.shape[2] == 1 or q.stride(1) == q.shape[2] * q.stride(2)
-    return even and not call.heads_inside and not call.mask and call.sinks is None
+    return even and not call.out_is_bshd and not call.mask and call.sinks is None
 
 
 def _packed_call(call: Call) -> Call:
@@ -78,7 +78,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if not fits(call):
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q of {tuple(call.q.shape)} with strides {call.q.stride()}, "
-            f"mask={call.mask}, heads_inside={call.heads_inside}: it takes queries whose heads follow one another, all of "
+            f"mask={call.mask}, out_is_bshd={call.out_is_bshd}: it takes queries whose heads follow one another, all of "
             "which see all keys. Leave the choice to opkit, or force kernel='reference'."
         )
     inner = hopper.forward.prepare(*_packed_call(call))

@@ -111,7 +111,7 @@ def forward(*given: Any) -> Run:
             f"of which there are at most {MOST}. Leave the choice to opkit, or force kernel='reference'."
         )
     decoding.refuse_batch_invariance("opkit::attention")
-    new_out = overwritten(rows(call.q, VALUES, call.heads_inside))
+    new_out = overwritten(rows(call.q, VALUES, call.out_is_bshd))
     new_lse = overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     said = seen(call.mask) or Seen(0, 0, None)
     queries, others = Queries(call.q, lambda: _plan(call, said)), _Others()

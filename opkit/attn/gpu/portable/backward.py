@@ -60,7 +60,7 @@ def queries_kernel(constants: arguments.Constants) -> TritonKernel:
 def backward(example: GradientCall) -> Run:
     """The gradients of q, k and v, and delta, for calls like ``example``."""
     q, k, v = example[2:5]
-    new = [overwritten(rows(each, each.shape[3], example.heads_inside)) for each in (q, k, v)]
+    new = [overwritten(rows(each, each.shape[3], example.out_is_bshd)) for each in (q, k, v)]
     new.append(overwritten(q.new_empty(q.shape[:3], dtype=torch.float32)))
     if 0 in (q.numel(), k.numel(), v.numel()):
         return lambda *given: tuple([make().zero_() for make in new])

@@ -42,7 +42,7 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     """
     q, _, v = example[:3]
     of_result = torch.empty_like(q, dtype=torch.bfloat16) if fp8 else q
-    new_out = overwritten(rows(of_result, v.shape[3], example.heads_inside))
+    new_out = overwritten(rows(of_result, v.shape[3], example.out_is_bshd))
     new_lse = overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
         return lambda *given: (new_out(), new_lse())
