@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from opkit import errors, terminal
+from opkit import config, errors, terminal
 from opkit.cli_check import check
 from opkit.cli_explain import explain
 from opkit.cli_tune import tune
@@ -161,7 +161,7 @@ def build(
         bool, typer.Option(help="Put the tuning results in the cache for the package's Triton kernels into it.")
     ] = True,
 ) -> None:
-    """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package."""
+    """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package; build the bridge here too."""
     terminal.import_modules([module])
     from opkit.op.aot import package
 
@@ -176,17 +176,26 @@ def build(
         raise typer.Exit(1) from None
     for part in parts:
         terminal.console().print(part)
+    if config.get().bridge:
+        try:
+            _build_bridge()
+        except errors.OpkitError as error:  # the package is complete without it
+            typer.echo(f"opkit: the bridge was not built, so calls here go through Python: {error}", err=True)
 
 
 @app.command()
 def bridge() -> None:
     """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
+    with terminal.bad_input(errors.OpkitError):
+        _build_bridge()
+
+
+def _build_bridge() -> None:
     from opkit.kernels import bridge as bridges
     from opkit.op.torch_private import torch_paths
 
     paths = torch_paths()
-    with terminal.bad_input(errors.OpkitError):
-        path = bridges.build(paths)
+    path = bridges.build(paths)
     terminal.console().print(escape(f"The bridge to torch {paths.version} is {path}"), soft_wrap=True, highlight=False)
 
 

@@ -4,13 +4,15 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import opkit
 from opkit import cli
-from opkit.errors import ToolchainError
+from opkit.errors import CompileError, ToolchainError
+from opkit.kernels import bridge
 from opkit.kernels.cc import isa, toolchain
 
 pytestmark = [
@@ -85,6 +87,23 @@ def test_a_module_of_its_own(folder):
         )
     assert re.search(r"3 libraries, [\d.]+ KiB in ", result.stdout)
     assert "libopkit.so" in result.stdout
+
+
+def test_the_bridge_is_built_too(folder, settings, cache, monkeypatch):
+    """Where the setting asks for it; a package is complete without it."""
+    (folder / "single.py").write_text(HEAD + operator("alone"))
+    settings(cache_dir=cache, bridge=1)
+    monkeypatch.setattr(bridge, "build", lambda paths: Path("there.so"))
+    assert "is there.so" in run("single", "--isa", "baseline").stdout
+
+    def fail(paths):
+        raise CompileError("no headers")
+
+    monkeypatch.setattr(bridge, "build", fail)
+    result = run("single", "--isa", "baseline")
+    assert result.exit_code == 0
+    assert "the bridge was not built" in result.output
+    assert "no headers" in result.output
 
 
 def make_package(folder):

@@ -19,6 +19,7 @@ WRITE_INSTEAD = {
     "reckoned": "computed",
     "beside": "next to, in addition to, compared with",
     "wholes|spreads": "flattened lists",
+    "heads_inside": "out_is_bshd",
 }
 FORBIDDEN = re.compile(rf"(?<![a-z])({'|'.join(WRITE_INSTEAD)})(?![a-z])", re.IGNORECASE)
 
