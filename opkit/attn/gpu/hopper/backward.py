@@ -143,12 +143,14 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
     told = _told(shape, tile, roomy is call) if _listed(shape) else None
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
-    dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2)
+    dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2 + call.k.shape[0] * call.k.shape[1])
 
     def run(*given: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = given[:7]
         ordered = private.deterministic()
         more = {} if of_lse is None else {"of_lse": of_lse}
+        if (sinks := GradientCall(*given).sinks) is not None:
+            more["sinks"] = sinks.to(torch.float32).contiguous()
         if told is not None:
             more |= told(GradientCall(*given), ordered)
         read = [gradient, q, k, v, out if dense else dense_rows(out), lse, counter(), *more.values()]
@@ -192,12 +194,12 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     It takes whether programs take turns, and which tensors there are beside those that each call has, which are _GIVEN. TMA
     can follow q, k, v and the gradient. The results are the gradients of q, k and v, and delta.
     """
-    q, v, of_rows, numbers = call.q, call.v, _row_numbers(call.q), _numbers(call, shape, tile)
+    q, v, of_rows, numbers = call.q, call.v, _row_numbers(call, shape), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
-    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape)), _BEGIN, of_rows)
+    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape), shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]})
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
     main = [PreparedLaunch(each, _MAIN + _OF_MASKS, numbers) for each in kernels]
-    end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows), _END, {**of_rows, "scale": call.scale})
+    end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})
     made, rooms = _made(call), [_rooms(call, tile, ordered) for ordered in (False, True)]
 
     @functools.cache
@@ -221,12 +223,24 @@ def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
     sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
     total = Scratch((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
     turns = {"turns": Scratch((blocks,), torch.int32)} if ordered else {}
-    return {"sums": sums, "total": total, **turns}
+    apart = {"apart": Scratch((batch * heads * 2 * queries,), torch.float32)} if _may_be_large(call) else {}
+    return {"sums": sums, "total": total, **turns, **apart}
 
 
-def _row_numbers(q: Tensor) -> dict[str, Any]:
-    batch, heads, queries, _ = q.shape
-    return {"programs": batch * heads, "heads": heads, "queries": queries}
+def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
+    """What the first and the last kernel are told of a call beside its tensors."""
+    batch, heads, queries, _ = call.q.shape
+    return {
+        **plans.numbers_of(shape), "programs": batch * heads, "heads": heads, "key_heads": call.k.shape[1],
+        "queries": queries, "keys": call.k.shape[2], "scale": call.scale, "APART": _may_be_large(call),
+    }  # fmt: skip
+
+
+def _may_be_large(call: GradientCall) -> bool:
+    """Whether logits may be so large that rows are computed apart; the least scales are those of no such logits."""
+    from opkit.attn.gpu import arguments
+
+    return call.softcap == 0 and call.scale > arguments.MIN_SCALE
 
 
 def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
@@ -244,9 +258,12 @@ def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 
-_BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns")
+_BEGIN_REGISTERS, _END_REGISTERS = 32, {64: 40, 128: 40, 256: 96}
+"""Of a thread, as many as calls without large rows need: what only those with such rows run has to spill."""
+_OF_LARGE_ROWS = ("apart", "counter", *plans.TENSORS)
+_BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns", "q", "k", "sinks", *_OF_LARGE_ROWS)
 _MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "counter")
-_END = ("total", "of_q")
+_END = ("total", "of_q", "q", "k", "v", "gradient", "lse", "delta", "of_k", "of_v", *_OF_LARGE_ROWS)
 _GIVEN = ("gradient", "q", "k", "v", "out", "lse", "counter")
 _RESULTS = ("of_q", "of_k", "of_v", "delta")
 
@@ -260,19 +277,19 @@ def _blocks(queries: int, ROWS: int) -> int:
 
 
 @functools.cache
-def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool) -> TritonKernel:
+def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool, mask: Words) -> TritonKernel:
     return triton_kernel(
         _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
-        E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed,
-        num_warps=8,
+        E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed, MASK=mask,
+        num_warps=8, maxnreg=_BEGIN_REGISTERS,
     )  # fmt: skip
 
 
 @functools.cache
-def _end_kernel(channels: int, wide: int, block: int) -> TritonKernel:
+def _end_kernel(channels: int, wide: int, block: int, mask: Words) -> TritonKernel:
     return triton_kernel(
         _END_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
-        E=channels, D=wide, ROWS=block, num_warps=8,
+        E=channels, D=wide, ROWS=block, MASK=mask, num_warps=8, maxnreg=_END_REGISTERS[wide],
     )  # fmt: skip
 
 
