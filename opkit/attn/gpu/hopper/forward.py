@@ -252,7 +252,7 @@ def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
 def _marks(call: Call, tile: Tile) -> int:
     """How many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.mend` lays them out."""
     batch, heads, queries, _ = call.q.shape
-    tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask else 0
+    tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask or not call.softcap else 0
     return 2 + OWNERS * processors(call.q.device) + tiles * tile.warpgroups
 
 

@@ -217,7 +217,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
     tma.store_wait(0)
     if ME == 0:
         take_turn(MINE, problem.TURNS)  # the last one that was passed on
-    if problem.MASKED:
+    if problem.RECOMPUTED:
         mend(ME, problem, others)
 
 
@@ -288,8 +288,8 @@ def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     by, powers = normal(top * factor, gl.convert_layout(gl.sum(total, 1), of_rows), sinks, head, problem.SINKS)
     if problem.OWN_RESULTS:
         tma.store_wait(0)
-    if problem.MASKED:
-        mark_rows(ME, counter, acc, place + ME)
+    if problem.RECOMPUTED:
+        mark_rows(ME, problem, counter, acc, top * factor, powers, place + ME)
     out = acc * gl.convert_layout(by, gl.SliceLayout(1, of_out))[:, None]
     result = results.index(ME)
     result.reshape([ROWS, problem.DV]).store(out.to(problem.DTYPE))
@@ -354,7 +354,7 @@ def hopper_forward(
         (out_stride_0, out_stride_1, out_stride_2),
     )  # fmt: skip
     table = table_of(LENGTH)
-    if problem.MASKED:
+    if problem.RECOMPUTED:
         keep_all(table, q, k, v, out, strides, head_size, value_size, problem)
     if problem.LISTED:
         slots = (

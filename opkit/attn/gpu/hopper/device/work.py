@@ -33,6 +33,7 @@ class Problem:
     BANDED: gl.constexpr
     LISTED: gl.constexpr
     MASKED: gl.constexpr
+    RECOMPUTED: gl.constexpr  # whether some rows may have to be computed again
     MASK: gl.constexpr
     LENGTHS: gl.constexpr
     CAPPED: gl.constexpr
@@ -64,6 +65,7 @@ class Problem:
         self.BANDED = gl.constexpr(BANDED)
         self.LISTED = gl.constexpr(LISTED)
         self.MASKED = gl.constexpr(BANDED or LISTED)
+        self.RECOMPUTED = gl.constexpr(BANDED or LISTED or not CAPPED)
         self.MASK = gl.constexpr(MASK)
         self.LENGTHS = gl.constexpr(LENGTHS)
         self.CAPPED = gl.constexpr(CAPPED)
