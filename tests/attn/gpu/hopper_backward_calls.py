@@ -236,6 +236,29 @@ def compared(given, found=None):
     return found
 
 
+LARGE = {  # as CALLS, of queries and keys that :func:`large` makes
+    "large, 128": ((1, (2, 1), 70, 60, 128, 128), {}),
+    "large, 64 and 128, some rows": ((1, (2, 1), 150, 150, 64, 128), {"mask": window(30), "of_lse": True}),
+    "large, 256, causal": ((1, (2, 2), 70, 60, 256, 256), {"mask": CAUSAL}),
+    "large, 72, causal documents, some rows": (
+        (2, (2, 1), 50, 50, 72, 72), masked((*SEGMENTS, *CAUSAL, AND), *[documents(2, 50, 3)] * 2, heads_inside=True),
+    ),
+    "large, 64, lengths": ((2, (2, 1), 50, 50, 64, 64), masked(LENGTH, lengths(0, 30))),
+}  # fmt: skip
+
+
+def large(tensors, some):
+    """Fill queries, keys and values so that logits are some 1e9 and exact; of SOME rows, one in three, a few hundred."""
+    for x in tensors:
+        x.copy_(torch.randint(-3, 4, x.shape))
+    q, k, _ = tensors
+    q *= 2.0**13
+    k *= 2.0**12
+    if some:
+        q[:, :, ::3] *= 2.0**-22
+    return tensors
+
+
 HIDING = {  # a head's size, and a mask
     "hidden, 128": (128, {"mask": CAUSAL}),
     "hidden, 64": (64, {"mask": window(50)}),

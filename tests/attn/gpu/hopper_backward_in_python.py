@@ -26,6 +26,7 @@ from cuda_on_cpu import turns_of
 from hopper_backward_calls import (
     CALLS,
     HIDING,
+    LARGE,
     QUERY_HIDING,
     ROWS_HIDING,
     called,
@@ -33,6 +34,7 @@ from hopper_backward_calls import (
     compared_where_a_query_is_hidden,
     compared_where_hidden,
     compared_where_rows_are_hidden,
+    large,
 )
 from hopper_calls import FP16, shaped
 
@@ -142,8 +144,9 @@ def answer(case, ordered=False):
     if case in QUERY_HIDING:
         head = QUERY_HIDING[case]
         return compared_where_a_query_is_hidden(tensors(1, (2, 1), 300, 300, head, head, False))
-    sizes, what = CALLS[case]
-    given = called(tensors(*sizes, what.get("out_is_bshd", False)), **what)
+    sizes, what = (CALLS | LARGE)[case]
+    made = tensors(*sizes, what.get("out_is_bshd", False))
+    given = called(large(made, "some" in case) if case in LARGE else made, **what)
     torch.use_deterministic_algorithms(ordered)
     first = compared(given)
     assert not ordered or all(map(torch.equal, first, hopper_backward.backward(*given)))

@@ -8,6 +8,7 @@ from hopper_backward_calls import (
     AND,
     CALLS,
     HIDING,
+    LARGE,
     REPRESENTATIVE,
     ROWS_HIDING,
     SEGMENTS,
@@ -18,6 +19,7 @@ from hopper_backward_calls import (
     compared_where_hidden,
     compared_where_rows_are_hidden,
     expected_of,
+    large,
 )
 from hopper_calls import BF16, CAUSAL, FAR, FP16, SHARED, assembled, filled, on_hopper, refuses, shaped, unlike
 from hopper_masks import documents, packed
@@ -93,6 +95,10 @@ def check_compiled(given, most, folder, record_property):
     assert ("tile_lists" in rows) == bool(given[7])
     assert ("tile_turns" in rows) == (bool(given[7]) and torch.are_deterministic_algorithms_enabled())
     rows.pop("tile_lists", None)  # tests of the forward have it
+    wide = hopper_backward._padded(max(given[3].shape[3], given[4].shape[3]))
+    most_registers = hopper_backward._BEGIN_REGISTERS, hopper_backward._END_REGISTERS[wide]
+    for name, registers in zip(("hopper_backward_begin", "hopper_backward_end"), most_registers, strict=True):
+        assert rows.pop(name).registers <= registers  # what they spill is of large rows
     assert all(other.spills == 0 for other in rows.values()), rows
     assert row.shared <= SHARED
     said = assembled(requested(given), folder)
@@ -212,6 +218,17 @@ class TestDeterministic:
 
 class TestOnGpu:
     pytestmark = on_hopper
+
+    @pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
+    @pytest.mark.parametrize("case", LARGE)
+    def test_gradients_of_huge_logits(self, case, ordered, request):
+        if ordered:
+            request.getfixturevalue("deterministic")
+        sizes, what = LARGE[case]
+        made = filled(*sizes, dtype=FP16, heads_inside=what.get("heads_inside", False))
+        given = called(large(made, "some" in case), **what)
+        first = compared(given)
+        assert not ordered or all(map(torch.equal, first, hopper_backward.backward(*given)))
 
     @pytest.mark.sweep(keep=["hidden, 128", "hidden, 200, both sides", "hidden, 64, documents", "hidden, 200, bools"])
     @pytest.mark.parametrize("case", HIDING)

@@ -52,6 +52,18 @@ def test_numbers_are_the_references(child, case, ordered):
     assert answer(child, case, ordered) == "right\n"
 
 
+LARGE = (
+    "large, 128", "large, 64 and 128, some rows", "large, 256, causal", "large, 72, causal documents, some rows",
+    "large, 64, lengths",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("case", LARGE)
+def test_gradients_of_huge_logits(child, case, ordered):
+    assert answer(child, case, ordered) == "right\n"
+
+
 HIDDEN = (
     "hidden, 128", "hidden, 64", "hidden, 128, bottom right", "hidden, 96, both sides", "hidden, 256",
     "hidden, 200, both sides", "hidden, 128, documents",

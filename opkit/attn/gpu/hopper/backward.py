@@ -106,8 +106,9 @@ def backward(*given: Any) -> Run:
     sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; a gradient of the
     log-sum-exp. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no biases and no dropout.
 
-    Of a log-sum-exp as large as L, its rounding makes probabilities wrong by up to L / 2^24 of themselves: by as much as they are
-    rounded to bfloat16 where L is 30,000.
+    Rows whose log-sum-exp is beyond 4096 are computed apart, slowly, of logits that are exact to the rounding of products
+    (:mod:`opkit.attn.gpu.hopper.device.backward_large`): in probabilities the rounding of a log-sum-exp as large as L, up to
+    L / 2^24, would be seen.
 
     Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
     Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
@@ -196,7 +197,9 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     """
     q, v, of_rows, numbers = call.q, call.v, _row_numbers(call, shape), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
-    begin = PreparedLaunch(_begin_kernel(v.shape[3], wide, tile, _listed(shape), shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]})
+    begin = PreparedLaunch(
+        _begin_kernel(v.shape[3], wide, tile, _listed(shape), shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
+    )
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
     main = [PreparedLaunch(each, _MAIN + _OF_MASKS, numbers) for each in kernels]
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})

@@ -130,7 +130,7 @@ def sizes_fit(call: Call) -> bool:
 def has_moderate_factor(call: AnyCall) -> bool:
     """Whether the logits of usual queries and keys are of a size to which float32 resolves their differences.
 
-    The portable kernels take greater ones: they see to what is rounded away of a product, and of a huge logit and another's sum.
+    Rows with greater logits are computed apart here, slowly. The portable kernels take those of great factors.
     """
     return call.scale > 0 and (call.softcap or call.scale) <= MAX_FACTOR
 
@@ -145,8 +145,9 @@ def forward(*given: Any) -> Run:
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
     reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they
-    see alone. Where a visible logit is infinite, or a value, results and log-sum-exp may be NaN where the reference has an
-    infinity. A call's results do not depend on other calls, nor on the GPU's multiprocessors.
+    see alone. So are 64 rows if the greatest logit of one of them is beyond 45,000 or below -45,000: then differences of logits
+    are taken before these are scaled. Where a visible logit is infinite, or a value, results and log-sum-exp may be NaN where the
+    reference has an infinity. A call's results do not depend on other calls, nor on the GPU's multiprocessors.
 
     Tensors are read as they lie where TMA can follow their strides, and copied where it cannot.
 

@@ -2,13 +2,13 @@
 
 Of a log-sum-exp as large as L the rounding is up to L / 2^24, and of a huge logit and the logarithm of a sum only the former is
 left. The kernels that multiply see such rows with a log-sum-exp of infinity, so that their probabilities are 0. The kernel before
-them computes the greatest product and the logarithm of the sum of such a row, apart, and the kernel after them adds the row's part
-of the gradients. ``large`` has a number for each head of keys, of all batches: 0, or 1 more than the programs of the last kernel
-that are done with the large rows of its heads of queries; the last of them puts back 0.
+them computes the greatest product and the logarithm of the sum of such a row, apart; the kernel after them adds the row's part of
+the gradients. Each head of keys, of all batches, has a flag: 0, or 1 more than the number of programs of the last kernel that are
+done with the large rows of its heads of queries. The last of them puts back 0.
 
-Usually there are no such rows, and all of this is a load and a branch. So it takes few registers and little shared memory, of
-which the kernels otherwise use little, and not the least time. Products of queries and keys are made in one way in both kernels,
-in tiles of one size, since their last bits count.
+Usually there are no such rows, and all of this is a load and a branch. Its tiles are small, so that it takes little shared memory
+and few registers, and costs other calls nothing; it need not be fast. Products of queries and keys are made in one way in both
+kernels, in tiles of one size, since their last bits count.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def store_exact_sums(
         large = _large(numbers, i, queries)
         if tl.max(large.to(tl.int32), 0) > 0:
             m, l = started(sinks, h, scale, ROWS, True)
-            begin, _full, _full_end, stop = tiles_of_keys(at, tl.minimum(at + ROWS, queries) - 1, lower, upper, limit, KEYS)
+            begin, _full, _full_end, stop = tiles_of_keys(
+                at, tl.minimum(at + ROWS, queries) - 1, lower, upper, limit, KEYS
+            )
             for n in tl.range(begin, stop, num_stages=1):
                 j = n * KEYS + tl.arange(0, KEYS)
                 m, l, _, _, _ = weights_of(
@@ -174,7 +176,9 @@ def _store_gradients_of_queries(
         large = _large(rows[2], i, queries)
         if tl.max(large.to(tl.int32), 0) > 0:
             sums = _sums_of(rows[2], large, i, queries)
-            begin, _full, _full_end, stop = tiles_of_keys(at, tl.minimum(at + ROWS, queries) - 1, lower, upper, limit, KEYS)
+            begin, _full, _full_end, stop = tiles_of_keys(
+                at, tl.minimum(at + ROWS, queries) - 1, lower, upper, limit, KEYS
+            )
             for c in tl.range(0, of_q[2], CHANNELS, num_stages=1):
                 dq = tl.zeros([ROWS, CHANNELS], tl.float32)
                 for n in tl.range(begin, stop, num_stages=1):

@@ -51,6 +51,12 @@ def hopper_backward_begin(
 
     Where logits may be large, rows whose log-sum-exp is are kept APART (:mod:`opkit.attn.gpu.hopper.device.backward_large`).
     """
+    slots = (
+        (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+        (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+        (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+    )  # fmt: skip
+    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
     of_head, at = _last_first()
     b, h = of_head // heads, of_head % heads
     i = at * ROWS + tl.arange(0, ROWS)
@@ -83,16 +89,12 @@ def hopper_backward_begin(
             group = heads // key_heads
             tl.store(large_heads(counter) + b * key_heads + h // group, 1)
             tl.debug_barrier()  # delta is read again, by other threads
-            slots = (
-                (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
-                (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
-                (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
-            )  # fmt: skip
             store_exact_sums(
                 head_of(q, (q_stride_0, q_stride_1, q_stride_2), b, h, channels),
                 head_of(k, (k_stride_0, k_stride_1, k_stride_2), b, h // group, channels),
-                ((lse, lse_stride_2), of_delta, apart + of_head.to(tl.int64) * (2 * queries)), sinks, (slots, (n0, n1, n2, n3, n4, n5, n6, n7)), b, h, at * ROWS, tl.minimum(at * ROWS + ROWS, queries), queries,
-                keys_there(lengths, lengths_stride_0, b, keys), lower, upper, scale, MASK,
+                ((lse, lse_stride_2), of_delta, apart + of_head.to(tl.int64) * (2 * queries)), sinks, (slots, numbers), b, h,
+                at * ROWS, tl.minimum(at * ROWS + ROWS, queries), queries, keys_there(lengths, lengths_stride_0, b, keys), lower,
+                upper, scale, MASK,
             )  # fmt: skip
 
 
@@ -140,6 +142,12 @@ def hopper_backward_end(
 
     If rows of the head, or of another that shares its keys, are kept APART, their part of all gradients.
     """
+    slots = (
+        (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+        (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+        (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+    )  # fmt: skip
+    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
     of_head, first = _last_first()
     b, h = of_head // heads, of_head % heads
     group = heads // key_heads
@@ -157,11 +165,6 @@ def hopper_backward_end(
     if APART:  # noqa: SIM102 - the one is compiled, the other a branch
         if state != 0:
             tl.debug_barrier()  # these gradients are stored again, by other threads
-            slots = (
-                (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
-                (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
-                (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
-            )  # fmt: skip
             strides = (
                 (q_stride_0, q_stride_1, q_stride_2), (k_stride_0, k_stride_1, k_stride_2), (v_stride_0, v_stride_1, v_stride_2),
                 (gradient_stride_0, gradient_stride_1, gradient_stride_2), (lse_stride_0, lse_stride_1, lse_stride_2),
@@ -169,6 +172,6 @@ def hopper_backward_end(
                 (of_v_stride_0, of_v_stride_1, of_v_stride_2),
             )  # fmt: skip
             add_large_rows(
-                (q, k, v, gradient, lse, of_q, of_k, of_v), strides, delta, apart, flag,
-                (slots, (n0, n1, n2, n3, n4, n5, n6, n7)), b, h, group, first, heads, queries, keys, keys_there(lengths, lengths_stride_0, b, keys), E, columns, lower, upper, scale, ROWS, MASK,
+                (q, k, v, gradient, lse, of_q, of_k, of_v), strides, delta, apart, flag, (slots, numbers), b, h, group, first,
+                heads, queries, keys, keys_there(lengths, lengths_stride_0, b, keys), E, columns, lower, upper, scale, ROWS, MASK,
             )  # fmt: skip
