@@ -50,7 +50,8 @@ def mark_rows(ME: gl.constexpr, problem, counter, acc, exponents, powers, place)
         sums = gl.convert_layout(gl.sum(acc, 1), exponents.type.layout, assert_trivial=True)
         bad = sums != sums
     else:
-        bad = _first_of_rows_is_nan(acc, exponents.type.layout)
+        layout: gl.constexpr = exponents.type.layout
+        bad = _first_of_rows_is_nan(acc, layout)
     if not problem.CAPPED:
         bad = bad | (powers != powers) | ((gl.abs(exponents) > _LARGE) & (gl.abs(exponents) < float("inf")))
     zeros = gl.zeros_like(exponents).to(gl.int32)
