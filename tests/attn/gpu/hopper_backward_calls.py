@@ -241,7 +241,7 @@ LARGE = {  # as CALLS, of queries and keys that :func:`large` makes
     "large, 64 and 128, some rows": ((1, (2, 1), 150, 150, 64, 128), {"mask": window(30), "of_lse": True}),
     "large, 256, causal": ((1, (2, 2), 70, 60, 256, 256), {"mask": CAUSAL}),
     "large, 72, causal documents, some rows": (
-        (2, (2, 1), 50, 50, 72, 72), masked((*SEGMENTS, *CAUSAL, AND), *[documents(2, 50, 3)] * 2, heads_inside=True),
+        (2, (2, 1), 50, 50, 72, 72), masked((*SEGMENTS, *CAUSAL, AND), *[documents(2, 50, 3)] * 2, out_is_bshd=True),
     ),
     "large, 64, lengths": ((2, (2, 1), 50, 50, 64, 64), masked(LENGTH, lengths(0, 30))),
 }  # fmt: skip

@@ -225,7 +225,7 @@ class TestOnGpu:
         if ordered:
             request.getfixturevalue("deterministic")
         sizes, what = LARGE[case]
-        made = filled(*sizes, dtype=FP16, heads_inside=what.get("heads_inside", False))
+        made = filled(*sizes, dtype=FP16, out_is_bshd=what.get("out_is_bshd", False))
         given = called(large(made, "some" in case), **what)
         first = compared(given)
         assert not ordered or all(map(torch.equal, first, hopper_backward.backward(*given)))

@@ -69,8 +69,8 @@ def is_apart(lse, delta):
 @triton.jit
 def _large(numbers, i, queries):
     """:func:`is_apart` of rows of a head."""
-    lse = tl.load(numbers[0][0] + i.to(tl.int64) * numbers[0][1], mask=i < queries, other=0.0)
-    return is_apart(lse, tl.load(numbers[1] + i, mask=i < queries, other=0.0))
+    lse = tl.load(numbers[0] + i.to(tl.int64) * numbers[1], mask=i < queries, other=0.0)
+    return is_apart(lse, tl.load(numbers[2] + i, mask=i < queries, other=0.0))
 
 
 @triton.jit
@@ -102,15 +102,15 @@ def store_exact_sums(
                     _products(q, i, queries, k, j, limit), m, l, mask[0], mask[1], b, h, i, j, queries, limit, 0, lower, upper,
                     scale, 0.0, MASK, (), True, False, True, False, True,
                 )  # fmt: skip
-            tl.store(numbers[2] + i, m, mask=large)
-            tl.store(numbers[2] + queries + i, tl.log2(l), mask=large)
+            tl.store(numbers[3] + i, m, mask=large)
+            tl.store(numbers[3] + queries + i, tl.log2(l), mask=large)
 
 
 @triton.jit
 def _sums_of(numbers, large, i, queries):
     """What :func:`store_exact_sums` has found; a greatest product of infinity for other rows, so that probabilities are 0."""
-    greatest = tl.load(numbers[2] + i, mask=large, other=float("inf"))
-    return greatest, tl.load(numbers[2] + queries + i, mask=large, other=0.0)
+    greatest = tl.load(numbers[3] + i, mask=large, other=float("inf"))
+    return greatest, tl.load(numbers[3] + queries + i, mask=large, other=0.0)
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _slopes(rows, k, v, sums, mask, b, h, i, j, queries, limit, lower, upper, sc
     shown = seen(mask[0], mask[1], b, h, i[:, None], j[None, :], queries, limit, lower, upper, MASK, True)
     shown &= (sums[0] < float("inf"))[:, None]
     p = tl.exp2((s - sums[0][:, None]) * (scale * LOG2E) - sums[1][:, None])
-    slopes = p * (products - tl.load(rows[2][1] + i, mask=i < queries, other=0.0)[:, None])
+    slopes = p * (products - tl.load(rows[2][2] + i, mask=i < queries, other=0.0)[:, None])
     return tl.where(shown, p, 0.0), tl.where(shown, slopes, 0.0)
 
 
@@ -159,11 +159,11 @@ def add_large_rows(
 
 @triton.jit
 def _rows_of_head(tensors, strides, delta, apart, b, h, heads, queries, channels, columns):
-    """Of a head of queries these, the gradients of their results, and their numbers: log-sum-exps, delta, and what is apart."""
+    """Of a head of queries these, the gradients of their results, and the addresses of their numbers."""
     of_all = (b * heads + h).to(tl.int64) * queries
-    lse = head_of(tensors[4], strides[4], b, h, 1)
+    lse, stride, _ = head_of(tensors[4], strides[4], b, h, 1)
     q, gradient = head_of(tensors[0], strides[0], b, h, channels), head_of(tensors[3], strides[3], b, h, columns)
-    return q, gradient, (lse, delta + of_all, apart + 2 * of_all)
+    return q, gradient, (lse, stride, delta + of_all, apart + 2 * of_all)
 
 
 @triton.jit

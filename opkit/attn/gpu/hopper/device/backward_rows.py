@@ -92,7 +92,7 @@ def hopper_backward_begin(
             store_exact_sums(
                 head_of(q, (q_stride_0, q_stride_1, q_stride_2), b, h, channels),
                 head_of(k, (k_stride_0, k_stride_1, k_stride_2), b, h // group, channels),
-                ((lse, lse_stride_2), of_delta, apart + of_head.to(tl.int64) * (2 * queries)), sinks, (slots, numbers), b, h,
+                (lse, lse_stride_2, of_delta, apart + of_head.to(tl.int64) * (2 * queries)), sinks, (slots, numbers), b, h,
                 at * ROWS, tl.minimum(at * ROWS + ROWS, queries), queries, keys_there(lengths, lengths_stride_0, b, keys), lower,
                 upper, scale, MASK,
             )  # fmt: skip
