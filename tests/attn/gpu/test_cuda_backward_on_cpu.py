@@ -114,6 +114,20 @@ class TestBackward:
         )  # no query sees them; keys before them, in the same tile, are seen
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
+    @pytest.mark.parametrize("mask", [CAUSAL, ()])
+    @pytest.mark.parametrize("helpers", [False, True])
+    def test_rows_of_huge_logits_are_left_to_others(self, machine, monkeypatch, helpers, mask):
+        if helpers:
+            let_helpers_prepare(monkeypatch)
+        q, k, v = filled(1, (4, 2), 200, 200, 64, 64)
+        q[:, :, ::3] *= 2.0**20
+        call, _ = with_results(q, k, v, mask=mask)
+        call[0][:, :, ::3] = 0  # then their part is 0
+        wide = [x.double() if isinstance(x, torch.Tensor) else x for x in call]
+        expected = gradients.attention_backward(*wide)
+        call[0][:, :, ::3] = 1
+        assert off(backward_cuda.backward(*call)[:3], expected[:3]) < 2 * torch.finfo(BF16).eps
+
     @pytest.mark.parametrize("head", [64, 128])
     def test_a_query_that_is_not_finite_reaches_what_it_sees_alone(self, machine, head):
         q, k, v = filled(1, (2, 1), 300, 300, head, head)

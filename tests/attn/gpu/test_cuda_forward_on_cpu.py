@@ -1,5 +1,7 @@
 """The forward for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
+import math
+
 import pytest
 import torch
 from cuda_on_cpu import LISTS_OF_128, NONE, all_but, filled, on_cpu, survives
@@ -65,6 +67,15 @@ class TestForward:
         torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
         assert out[~clean].isnan().any(-1).all()
         torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+    @pytest.mark.parametrize("mask", [CAUSAL, ()])
+    @pytest.mark.parametrize("size", [1e6, 1e12])
+    def test_huge_logits(self, machine, head, mask, size):
+        q, k, v = (x.round_() for x in filled(1, (2, 1), 300, 300, head, head))
+        q[..., 4:] = 0  # products are exact, and several keys' weights matter
+        q *= 2.0 ** round(math.log2(size))
+        given = arguments(q, k, v, mask=mask, scale=0.25)
+        compared(given, forward_cuda.forward(*given))
 
     def test_the_counter_is_left_as_it_was(self, machine, head, monkeypatch):
         kept = []

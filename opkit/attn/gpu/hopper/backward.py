@@ -38,6 +38,7 @@ _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those t
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 128  #: rows of a block
 _WIDE = 32  #: floats in a row of the sums
+_LARGE_ROWS = 512  #: of a program that only looks for rows kept apart: so many that a call has few programs
 _BACKWARD_KERNEL = Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward")
 _WIDE_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backward_wide")
 _BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
@@ -212,6 +213,34 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     return series
 
 
+def large_rows(call: GradientCall) -> Callable[..., None]:
+    """Return a function that adds the part of rows kept apart to gradients that another kernel has computed without them.
+
+    It takes a call like ``call``, of the same strides, and the gradients of q, k and v, and delta.
+    """
+    from opkit.attn.gpu import arguments
+
+    shape = arguments.shape_of(call)
+    q, v, of_rows = call.q, call.v, _row_numbers(call, shape)
+    wide, tile = _padded(max(q.shape[3], v.shape[3])), Tile(_LARGE_ROWS, False, False)
+    begin = PreparedLaunch(
+        _begin_kernel(v.shape[3], wide, tile, False, shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
+    )
+    end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})
+    masks = [name for name, x in zip(plans.TENSORS, arguments.tensors_of(call, shape), strict=True) if x is not None]
+    names = ("q", "k", "v", "gradient", "lse", *_RESULTS, "counter", *masks, *(["sinks"] if call.sinks is not None else []))
+    series = PreparedSeries([begin, end], names, {}, _scratch_of_large_rows(call))
+    counter = counters(q.device, 2 + call.k.shape[0] * call.k.shape[1])
+
+    def add(call: GradientCall, *results: Tensor) -> None:
+        more = [x for x in arguments.tensors_of(call, shape) if x is not None]
+        if call.sinks is not None:
+            more.append(call.sinks.to(torch.float32).contiguous())
+        series(call.q, call.k, call.v, call.gradient, call.lse, *results, counter(), *more)
+
+    return add
+
+
 def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
     """The results by name, as functions that make them."""
     results = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
@@ -226,8 +255,13 @@ def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
     sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
     total = Scratch((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
     turns = {"turns": Scratch((blocks,), torch.int32)} if ordered else {}
-    apart = {"apart": Scratch((batch * heads * 2 * queries,), torch.float32)} if _may_be_large(call) else {}
-    return {"sums": sums, "total": total, **turns, **apart}
+    return {"sums": sums, "total": total, **turns, **_scratch_of_large_rows(call)}
+
+
+def _scratch_of_large_rows(call: GradientCall) -> dict[str, Scratch]:
+    """Two numbers of each row that is kept apart."""
+    rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
+    return {"apart": Scratch((2 * rows,), torch.float32)} if may_be_large(call) else {}
 
 
 def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
@@ -235,11 +269,11 @@ def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
     batch, heads, queries, _ = call.q.shape
     return {
         **plans.numbers_of(shape), "programs": batch * heads, "heads": heads, "key_heads": call.k.shape[1],
-        "queries": queries, "keys": call.k.shape[2], "scale": call.scale, "APART": _may_be_large(call),
+        "queries": queries, "keys": call.k.shape[2], "scale": call.scale, "APART": may_be_large(call),
     }  # fmt: skip
 
 
-def _may_be_large(call: GradientCall) -> bool:
+def may_be_large(call: GradientCall) -> bool:
     """Whether logits may be so large that rows are computed apart; the least scales are those of no such logits."""
     from opkit.attn.gpu import arguments
 

@@ -6,6 +6,9 @@ buffer by itself; that sums go to memory from registers while others multiply; a
 prepare rows of later heads and round gradients of earlier ones beside the products, where other kernels did both before and
 after them. Long calls get it, the kernel in Gluon is called for others.
 
+Rows with huge logits are left out; two short launches look for them and add their part, as the kernel in Gluon does
+(:func:`opkit.attn.gpu.hopper.backward.large_rows`).
+
 Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
 segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), and turns beside them. nvcc
 makes a library of its own of each way, when it is first needed.
@@ -87,7 +90,7 @@ def takes(call: GradientCall) -> bool:
 def fits(call: GradientCall) -> bool:
     """Whether :func:`backward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
-    plain = call.softcap == 0 and not shape.lengths and (not shape.mask or of_segments(shape))
+    plain = gluon.may_be_large(call) and not shape.lengths and (not shape.mask or of_segments(shape))
     heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
     return gluon.fits(call) and plain and heads and call.q.shape[0] * call.q.shape[1] <= _MOST
 
@@ -148,6 +151,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     common, gpu = _problem(call, ordered), call.q.get_device()
     sums, total, counts = _room(call, ordered)
     tile = _rows(call), _KEYS
+    as_they_lie, copied = (gluon.large_rows(call) for _ in range(2))  # copies have strides of their own
 
     def run(*given: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = given[:7]
@@ -163,6 +167,10 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
+        q, k, v, _, gradient = inputs
+        same = gradient is given[0] and all(x is y for x, y in zip(inputs[:3], given[2:5], strict=True))
+        add_large_rows = as_they_lie if same else copied
+        add_large_rows(GradientCall(*given)._replace(gradient=gradient, q=q, k=k, v=v), *results)
         return results[0], results[1], results[2], results[3]
 
     return run

@@ -223,5 +223,5 @@ def _marks(call: Call) -> int:
     """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
     groups = _groups(call)
-    tiles = batch * heads * -(-queries // (groups * _ROWS)) if call.mask else 0
+    tiles = batch * heads * -(-queries // (groups * _ROWS))
     return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups

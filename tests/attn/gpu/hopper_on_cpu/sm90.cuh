@@ -328,6 +328,7 @@ SM90 float exp2_approx(float x) {
     const float y = std::exp2(x);
     return y < 1.17549435e-38f ? 0 : y;
 }
+SM90 float rounded_product(float a, float b) { return a * b; }
 template <typename E>
 SM90 uint32_t pack(float first, float second) {
     const E both[] = {E(first), E(second)};

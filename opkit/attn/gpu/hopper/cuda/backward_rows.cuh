@@ -40,6 +40,12 @@ SM90 Numbers numbers_of(const Problem& problem, int of_head, int row) {
     return found;
 }
 
+// Whether other kernels add a row's part of the gradients, as `is_apart` of device/backward_large.py says too.
+SM90 bool is_apart(float power, float delta) {
+    constexpr float LARGE = 4096;
+    return fabsf(power) > LARGE && fabsf(power) < INFINITY && fabsf(delta) < INFINITY;
+}
+
 // Tell what products read of a row, whose result times its gradient sums up to `sum`, and its delta.
 template <class S>
 SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& numbers, float sum) {
@@ -48,6 +54,7 @@ SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& 
     float power = -numbers.power / problem.scale;
     if (numbers.power == -INFINITY) power = -INFINITY;
     else if (S::LISTED && !(fabsf(delta) < INFINITY)) power = NAN;  // what the row sees is to be NaN, though its gradient be cleaned
+    else if (is_apart(numbers.power, delta)) power = -INFINITY;
     to[0] = in_parts(power);
     to[S::ROWS] = in_parts(-delta);
     if (row < problem.queries) problem.delta[int64_t(of_head) * problem.queries + row] = delta;

@@ -291,7 +291,7 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         finish_tile<L, BANDED>(problem, shared, done, work, group, mine);
     }
     if (group == 0) take_turn<L>(group);  // the last one that was passed on
-    if (BANDED) mend<L>(problem, group);
+    mend<L>(problem, group);
 }
 
 template <typename L, bool BANDED>

@@ -88,15 +88,16 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int firs
 }
 
 // What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
-// are times for that.
+// are times for that. All of a row's weights have the same factor of what rounding takes from a base, as earlier sums are times the
+// quotient of rounded bases.
 template <int N>
 SM90 float base_of(const float (&s)[N], int half, float factor, float& top, float& by) {
     float most = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
     for (int i = 1; i < N / 4; i++) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
     most = fmaxf(top, quad_max(most));
-    const float base = most == -INFINITY ? 0.f : most * factor;
-    by = exp2_approx(top * factor - base);
+    const float base = most == -INFINITY ? 0.f : rounded_product(most, factor);
+    by = exp2_approx(rounded_product(top, factor) - base);
     top = most;
     return base;
 }
@@ -141,13 +142,21 @@ SM90 int owner(int group) { return blockIdx.x * OWNERS + group; }
 SM90 int* owners(const Problem& problem) { return problem.counter + 2; }
 SM90 int* marks(const Problem& problem) { return owners(problem) + gridDim.x * OWNERS; }
 
-// Mark 64 rows of which some results are not numbers; `rows` is their number among all.
-template <int N>
-SM90 void mark(const Problem& problem, const float (&acc)[N], int group, int rows) {
+// Whether a row's logits are so large that its factor of rounding is not near 1, or that some weights overflowed.
+SM90 bool has_large_logits(float exponent, float total) {
+    constexpr float LARGE = 1 << 24;
+    return (fabsf(exponent) > LARGE && fabsf(exponent) < INFINITY) || total != total;
+}
+
+// Mark 64 rows that are `bad`, or of which some results are not numbers and may not be seen; `rows` is their number among all.
+template <bool BANDED, int N>
+SM90 void mark(const Problem& problem, const float (&acc)[N], bool bad, int group, int rows) {
     float sum = 0;
+    if (BANDED) {
 #pragma unroll
-    for (int i = 0; i < N; i++) sum += acc[i];
-    if (sum == sum) return;
+        for (int i = 0; i < N; i++) sum += acc[i];
+    }
+    if (sum == sum && !bad) return;
     marks(problem)[rows] = owner(group) + 1;
     owners(problem)[owner(group)] = 1;
 }
@@ -159,18 +168,20 @@ SM90 void finish(const Problem& problem, const Tile& at, float factor, int group
     const int row = at.row + group * GROUP_ROWS + warp * 16 + lane / 4;
     const int of_all = at.batch * problem.heads + at.head;
     float by[2];
+    bool bad = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float sum = quad_sum(total[half]);
+        const float sum = quad_sum(total[half]), exponent = rounded_product(top[half], factor);
+        bad |= has_large_logits(exponent, sum);
         by[half] = sum == 0.f ? 0.f : values_by(problem, at.batch, at.head) / sum;
         if (lane % 4 == 0 && row + 8 * half < problem.queries)
-            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (top[half] * factor + log2f(sum)) * LN2;
+            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (exponent + log2f(sum)) * LN2;
     }
-    if (BANDED) mark(problem, acc, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
+    mark<BANDED>(problem, acc, bad, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
     store<Result>(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
 }
 
-// ---- results that are not numbers, computed again so that a value reaches only the rows that see it ------------------------
+// ---- rows that are computed again: a value that is not a number reaches only the rows that see it, and huge logits are exact ----
 
 template <typename E, int N>
 SM90 void read_row(float (&x)[N], const Rows& rows, int batch, int head, int i, int size) {
@@ -190,31 +201,43 @@ SM90 bool of_one(const Problem& problem, int batch, int i, int j) {
     return lists.of_queries[batch * lists.queries_batch + i * lists.queries_row] == lists.of_keys[batch * lists.keys_batch + j * lists.keys_row];
 }
 
-// The results of one row, by one warp.
+// A row's logit with key `j`, or -inf where it does not see the key. `q` is the row.
+template <typename L, int N>
+SM90 float logit_of(const Problem& problem, const float (&q)[N], int batch, int key_head, int i, int j) {
+    if (!of_one<L>(problem, batch, i, j)) return -INFINITY;
+    float k[N], logit = 0;
+    read_row<Key>(k, problem.k, batch, key_head, j, problem.head_size);
+    for (int n = 0; n < N; n++) logit += q[n] * k[n];
+    for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
+    return logit;
+}
+
+// The results of one row, by one warp. Differences from the greatest logit are taken before they are multiplied.
 template <typename L>
 SM90 void mend_row(const Problem& problem, int of_all, int i) {
     const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
-    const float power = problem.lse[int64_t(of_all) * problem.queries + i] * LOG2E, base = power == -INFINITY ? 0.f : power;
-    const int end = min(i + problem.upper, problem.keys - 1);
-    const float factor = factor_of(problem, batch, head), by = values_by(problem, batch, head);
-    constexpr int D = L::D;
-    float q[D / LANES], x[D / LANES], sums[D / LANES] = {};
+    const int first = max(i + problem.lower, 0), end = min(i + problem.upper, problem.keys - 1);
+    const float factor = factor_of(problem, batch, head);
+    constexpr int N = L::D / LANES;
+    float q[N], v[N], sums[N] = {}, top = -INFINITY, total = 0;
     read_row<Key>(q, problem.q, batch, head, i, problem.head_size);
-    for (int j = max(i + problem.lower, 0); j <= end; j++) {
+    for (int j = first; j <= end; j++) top = fmaxf(top, logit_of<L>(problem, q, batch, key_head, i, j));
+    const float base = top == -INFINITY ? 0.f : top;
+    for (int j = first; j <= end; j++) {
         if (!of_one<L>(problem, batch, i, j)) continue;
-        float logit = 0;
-        read_row<Key>(x, problem.k, batch, key_head, j, problem.head_size);
-        for (int n = 0; n < D / LANES; n++) logit += q[n] * x[n];
-        for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
-        const float weight = exp2_approx(logit * factor - base);
-        read_row<T>(x, problem.v, batch, key_head, j, problem.value_size);
-        for (int n = 0; n < D / LANES; n++) sums[n] += weight * x[n];
+        const float weight = exp2_approx((logit_of<L>(problem, q, batch, key_head, i, j) - base) * factor);
+        read_row<T>(v, problem.v, batch, key_head, j, problem.value_size);
+        total += weight;
+        for (int n = 0; n < N; n++) sums[n] += weight * v[n];
     }
+    const float by = total == 0.f ? 0.f : values_by(problem, batch, head) / total;
     Result* out = first_of<Result>(problem.out, batch, head) + i * problem.out.row;
-    for (int n = 0; n < D / LANES; n++) {
+    for (int n = 0; n < N; n++) {
         const int column = n * LANES + threadIdx.x % LANES;
         if (column < problem.value_size) out[column] = Result(sums[n] * by);
     }
+    if (threadIdx.x % LANES == 0)
+        problem.lse[int64_t(of_all) * problem.queries + i] = (rounded_product(top, factor) + log2f(total)) * LN2;
 }
 
 // Compute again what this warpgroup has marked.

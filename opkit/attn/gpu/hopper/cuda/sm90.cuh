@@ -346,6 +346,9 @@ SM90 float exp2_approx(float x) {
     return y;
 }
 
+// A product that is rounded: the compiler does not make it part of a sum.
+SM90 float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+
 // Two floats, rounded to nearest, the first in the lower half.
 SM90 uint32_t pack(float first, float second, __nv_bfloat16) {
     uint32_t both;
