@@ -228,7 +228,17 @@ def large_rows(call: GradientCall) -> Callable[..., None]:
     )
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})
     masks = [name for name, x in zip(plans.TENSORS, arguments.tensors_of(call, shape), strict=True) if x is not None]
-    names = ("q", "k", "v", "gradient", "lse", *_RESULTS, "counter", *masks, *(["sinks"] if call.sinks is not None else []))
+    names = (
+        "q",
+        "k",
+        "v",
+        "gradient",
+        "lse",
+        *_RESULTS,
+        "counter",
+        *masks,
+        *(["sinks"] if call.sinks is not None else []),
+    )
     series = PreparedSeries([begin, end], names, {}, _scratch_of_large_rows(call))
     counter = counters(q.device, 2 + call.k.shape[0] * call.k.shape[1])
 
