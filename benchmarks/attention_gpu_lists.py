@@ -31,7 +31,7 @@ from torch import Tensor
 
 import opkit
 from opkit.attn import calls as attention_calls
-from opkit.attn.gpu import plans, spans, tile_lists
+from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
@@ -137,8 +137,8 @@ def tiles_of(head: int) -> tuple[Blocks, Blocks]:
 
 def forget() -> None:
     """Release the cached lists."""
-    tile_lists._cache.clear()
-    spans._cache.clear()
+    tile_lists._lists_cache.clear()
+    tile_lists._spans_cache.clear()
 
 
 def built(*arguments: Any) -> tile_lists.TileLists:

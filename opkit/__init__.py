@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from opkit import masks as masks
     from opkit import nn as nn
     from opkit.attn.api import attention as attention
+    from opkit.attn.api import batch_invariant as batch_invariant
     from opkit.attn.compat.hugging_face import register_transformers as register_transformers
     from opkit.attn.compat.sdpa import sdpa_override as sdpa_override
     from opkit.attn.compat.sdpa import set_sdpa_override as set_sdpa_override
-    from opkit.attn.invariance import batch_invariant as batch_invariant
     from opkit.attn.merging import merge_attention as merge_attention
     from opkit.attn.paged.api import append_kv as append_kv
     from opkit.attn.paged.api import paged_attention as paged_attention
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
-    "batch_invariant": ("opkit.attn.invariance", "batch_invariant"),
+    "batch_invariant": ("opkit.attn.api", "batch_invariant"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),

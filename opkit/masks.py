@@ -10,9 +10,9 @@ from opkit.attn.masks.algebra import Segments as Segments
 from opkit.attn.masks.algebra import VarLen as VarLen
 from opkit.attn.masks.biases import ALiBi as ALiBi
 from opkit.attn.masks.biases import RelativePosition as RelativePosition
+from opkit.attn.masks.biases import ScoreMods as ScoreMods
+from opkit.attn.masks.biases import Softcap as Softcap
 from opkit.attn.masks.block_masks import Blocks as Blocks
 from opkit.attn.masks.diagonals import Causal as Causal
 from opkit.attn.masks.diagonals import PrefixLM as PrefixLM
 from opkit.attn.masks.diagonals import SlidingWindow as SlidingWindow
-from opkit.attn.masks.score_mods import ScoreMods as ScoreMods
-from opkit.attn.masks.score_mods import Softcap as Softcap

@@ -69,6 +69,11 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def dense_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of ``x``, or of a copy of it, in dense rows: few GPU architectures have the types of float8."""
+    return dense_rows(x).view(torch.uint8)
+
+
 def address(x: Tensor | None) -> int:
     """Return the address of the elements of ``x``; 0 for None."""
     return 0 if x is None else x.data_ptr()

@@ -1,6 +1,6 @@
 """Kernels whose result for a row does not depend, to the last bit, on the rest of the batch.
 
-The tiles kernel is such a one: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches
+The tiles kernel is one of them: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches
 and threads there are. What breaks the rule elsewhere is the choice of another kernel for few queries, and a division of the keys
 that depends on how many there are of them (He et al., "Defeating Nondeterminism in LLM Inference", 2025,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference).
@@ -18,6 +18,8 @@ from opkit import config
 from opkit.attn import cpu
 from opkit.attn.calls import Call
 from opkit.attn.masks import program
+from opkit.attn.paged.cpu import available
+from opkit.attn.paged.reference import gather_pages
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
@@ -69,7 +71,7 @@ def paged(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The tiles kernel for each sequence, whose keys and values are gathered: as :func:`forward` of the same keys, bit by bit.
+    """Run the tiles kernel for each sequence, whose keys and values are gathered: as :func:`forward` of the same keys, bit by bit.
 
     Pages that are quantised or of another dtype than ``q`` are computed in float32.
 
@@ -77,7 +79,7 @@ def paged(
         KernelError: ``q`` is of another dtype than the tiles kernel takes.
         ValueError: a length or a page that is needed is out of range.
     """
-    if q.dtype not in cpu.NAMES or not cpu.available() or k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
+    if q.dtype not in cpu.NAMES or not available() or k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
         _refuse("opkit::paged_attention", f"q of {q.dtype} {tuple(q.shape)} with k_pages {tuple(k_pages.shape)}")
     same = k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype
     dtype = q.dtype if same else torch.float32
@@ -87,16 +89,17 @@ def paged(
     for sequence, length in enumerate(lengths.tolist()):
         rows = slice(ends[sequence], ends[sequence + 1])
         pages = _pages(page_table[sequence], length, k_pages)
-        k, v = (_gathered(x, s, pages, length, dtype) for x, s in ((k_pages, k_scale), (v_pages, v_scale)))
+        k, v = (gather_pages(x, s, pages, dtype) for x, s in ((k_pages, k_scale), (v_pages, v_scale)))
+        k, v = (x.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (k, v))
         some = q[rows].to(dtype).transpose(0, 1).unsqueeze(0)
         band = _band(lower, upper, length - some.shape[2])
-        found, sums = forward(some, k, v, [], [], sinks, None, band, [], scale, softcap, 0.0, True)
-        out[rows], lse[rows] = found[0].transpose(0, 1).to(q.dtype), sums[0].mT
+        result, sums = forward(some, k, v, [], [], sinks, None, band, [], scale, softcap, 0.0, True)
+        out[rows], lse[rows] = result[0].transpose(0, 1).to(q.dtype), sums[0].mT
     return out, lse
 
 
 def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
-    """The pages of a sequence."""
+    """Return the numbers of the pages of a sequence."""
     most = table.shape[0] * pages.shape[1]
     if not 0 <= length <= most:
         raise ValueError(f"opkit::paged_attention: a length is {length}; it must be from 0 to {most}")
@@ -106,15 +109,8 @@ def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
     return found
 
 
-def _gathered(x: Tensor, scale: Tensor | None, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """(1, key heads, length, head size)."""
-    taken = x.view(torch.uint8)[pages].view(x.dtype) if x.itemsize == 1 else x[pages]
-    wide = taken.to(dtype) if scale is None else taken.to(dtype) * scale[pages].to(dtype).unsqueeze(-1)
-    return wide.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
-
-
 def _band(lower: int, upper: int, shift: int) -> list[int]:
-    """The program of a band of positions; empty where there is no limit."""
+    """Return the program of a band of positions; empty where there is no limit."""
     if lower <= -program.UNLIMITED and upper >= program.UNLIMITED:
         return []
     ends = (

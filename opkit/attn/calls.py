@@ -1,4 +1,4 @@
-"""Named tuples of the arguments of ``opkit::attention`` and of the operators of its gradients, in the operators' order."""
+"""Named tuples of the arguments of attention's operators, in the operators' order."""
 
 from __future__ import annotations
 
@@ -150,3 +150,35 @@ def predicate(kind: Any, condition: Callable[[Any], bool]) -> Callable[..., bool
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kind._fields]
     when.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return when
+
+
+class PagedCall(NamedTuple):
+    """The arguments of :func:`opkit.attn.paged.reference.paged_attention`, which says what they are."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    lower: int
+    upper: int
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class AppendCall(NamedTuple):
+    """The arguments of :func:`opkit.attn.paged.reference.append_kv`, which says what they are."""
+
+    k: Tensor
+    v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    lengths_before: Tensor
+    starts: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None

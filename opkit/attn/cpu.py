@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from opkit.attn import gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
 from opkit.attn.calls import AnyCall, Call, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.masks import program
-from opkit.attn.masks.memory_safety import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
+from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
@@ -132,7 +131,7 @@ def takes_gradients(call: GradientCall) -> bool:
 
 
 def _tensors_fit(call: AnyCall) -> bool:
-    if call.q.dtype not in NAMES or not shapes_fit(call.q, call.k, call.v) or not available():
+    if call.q.dtype not in NAMES or not shapes_fit(call.q, call.k, call.v) or not paged_cpu.available():
         return False
     return all(each.dtype in _BIAS_NAMES for each in call.bias_tensors) and bias_fits(call) and mask_fits(call)
 
@@ -183,16 +182,6 @@ def decode(*arguments: Any) -> Run:
     out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)
     return lambda q, k, v, mask_tensors, bias_tensors, sinks, *_: run(q, k, v, sinks)
-
-
-@functools.cache
-def available() -> bool:
-    """Return whether opkit's compiled core is installed."""
-    try:
-        import opkit._core
-    except ImportError:  # opkit runs from a source tree that was not installed
-        return False
-    return hasattr(opkit._core, "AttentionForward")
 
 
 def _same(inputs: Sequence[Tensor], tensors: Sequence[Any]) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from opkit.attn import arguments, reference
 from opkit.attn.calls import Float8Call
+from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.gpu.portable import forward
 from opkit.attn.operator import attention_operator
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.op.definition import custom_op
@@ -75,12 +77,9 @@ def in_float32(*arguments: Any) -> tuple[Tensor, Tensor]:
 @functools.cache
 def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """Return ``opkit::attention_float8``; the first call defines it and registers its kernels."""
-    from opkit.attn.gpu.hopper import float8_cuda
-    from opkit.attn.gpu.portable import float8
-
     op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
     op.register_kernel("cpu", in_float32, name="float32", trusted=True)
-    float8.register(op)
+    forward.register_float8(op)
     float8_cuda.register(op)
     return op
 

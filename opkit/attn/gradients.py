@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn import philox, reference
+from opkit.attn import reference
 from opkit.attn.calls import BiasCall, GradientCall
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
@@ -141,7 +141,7 @@ def _logit_gradients(call: GradientCall | BiasCall, delta: Tensor) -> _LogitGrad
     retained = weights
     if call.dropout_p > 0 and call.seed is not None:
         factor = 0.0 if call.dropout_p >= 1 else 1 / (1 - call.dropout_p)
-        factor = philox.retained(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
+        factor = reference.retained(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
         of_weights, retained = of_weights * factor, weights * factor
     of_logits = torch.where(seen, weights * (of_weights - delta.unsqueeze(-1)), 0.0)
     inner = of_logits * scale if capped is None else of_logits * (1 - capped.square()) * scale

@@ -9,19 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.gpu.portable import merging as on_gpu
+from opkit.attn.allocation import overwritten
+from opkit.attn.gpu.blocks import tiles_in
+from opkit.attn.gpu.limits import device
 from opkit.errors import ArgumentError, DtypeError, ShapeError
+from opkit.kernels.triton.named import Named
 from opkit.op.definition import custom_op
+from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.launch import PreparedLaunch
 
 _LSES = (torch.float32, torch.float64)
+NAME = "triton"
+MOST_PARTS, LARGEST = 8, 4096
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ELEMENTS = 2048  # of a program's rows
+_MERGE = Named("opkit.attn.gpu.decode.device.merge", "merge_parts")
+_TENSORS = (*(f"out{i}" for i in range(MOST_PARTS)), *(f"lse{i}" for i in range(MOST_PARTS)), "out", "lse")
 
 
 @functools.cache
 def merge_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """Return ``opkit::merge_attention``; the first call defines it and registers its kernel."""
     op = custom_op("opkit::merge_attention", mutates_args=())(reference)
-    on_gpu.register(op)
+    register(op)
     return op
 
 
@@ -86,3 +99,46 @@ def reference(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     for out, weight in zip(outs, weights, strict=True):
         total = total + weight * torch.where(weight > 0, out.to(total.dtype), 0.0)
     return total.to(outs[0].dtype), torch.where(masked, -torch.inf, lse)
+
+
+def register(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::merge_attention`` its kernel for GPUs."""
+    op.register_kernel(device(), merge, when=takes, name=NAME, trusted=True)
+
+
+def takes(outs: list[Tensor], lses: list[Tensor]) -> bool:
+    """Whether :func:`merge` takes a call: at most eight parts, no float64, rows of at most 4096."""
+    first, sums = outs[0], lses[0]
+    dtypes = first.dtype in _DTYPES and sums.dtype == torch.float32
+    same = all(x.shape == first.shape and x.dtype == first.dtype for x in outs)
+    return dtypes and same and len(outs) == len(lses) <= MOST_PARTS and 0 < first.shape[-1] <= LARGEST
+
+
+@functools.cache
+def _kernel(count: int, columns: int) -> TritonKernel:
+    wide = 1 << (columns - 1).bit_length()
+    return triton_kernel(
+        _MERGE, grid=lambda rows, ROWS: tiles_in(rows, ROWS), COUNT=count, D=columns, WIDE=wide,
+        ROWS=max(1, _ELEMENTS // wide),
+    )  # fmt: skip
+
+
+@PreparedKernel
+def merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
+    """The merged result and log-sum-exp; its arguments are those of :func:`opkit.attn.merging.reference`."""
+    rows = lses[0].numel()
+    new = [overwritten(torch.empty(x.shape, dtype=x.dtype, device=x.device)) for x in (outs[0], lses[0])]
+    launch = PreparedLaunch(_kernel(len(outs), outs[0].shape[-1]), _TENSORS, {"rows": rows})
+
+    def run(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        read = [_padded([x.contiguous() for x in each]) for each in (outs, lses)]
+        out, lse = (make() for make in new)
+        if rows:
+            launch(*read[0], *read[1], out, lse)
+        return out, lse
+
+    return run
+
+
+def _padded(tensors: list[Tensor]) -> list[Tensor | None]:
+    return [*tensors, *[None] * (MOST_PARTS - len(tensors))]

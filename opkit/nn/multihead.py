@@ -10,7 +10,7 @@ from opkit.attn.api import attention
 from opkit.attn.compat.torch_private import causal_bias_of
 from opkit.attn.masks.algebra import And, Dense, Mask, as_mask
 from opkit.attn.masks.diagonals import Causal
-from opkit.attn.probabilities import mask_as_tensors, with_probabilities
+from opkit.attn.reference import mask_as_tensors, with_probabilities
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
 _NAME = "opkit.nn.MultiheadAttention"

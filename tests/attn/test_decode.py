@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from opkit.attn.paged.cpu import UNLIMITED, decode, takes
+from opkit.attn.masks.program import UNLIMITED
+from opkit.attn.paged.cpu import decode, takes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # of results

@@ -7,7 +7,7 @@ import torch
 from attention_oracle import close, inputs, naive
 
 import opkit
-from opkit.attn import philox
+from opkit.attn import reference
 from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
 
@@ -27,7 +27,7 @@ def test_random_words_are_those_of_philox():
     rng = random.Random(0)
     for _ in range(20):
         counter, key = [rng.randrange(2**32) for _ in range(4)], [rng.randrange(2**32) for _ in range(2)]
-        found = philox.words(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+        found = reference.philox_words(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
         assert tuple(map(int, found)) == philox_words(tuple(counter), tuple(key))
 
 
@@ -51,7 +51,7 @@ def test_dropout_keeps_what_philox_says(dropout_p, keys):
         word = philox_words((j // 4, i, b * heads + h, 0), tuple(s % 2**32 for s in seed))[j % 4]
         kept[b, h, i, j] = word / 2**32 >= dropout_p
     assert torch.equal(
-        philox.retained(torch.tensor(seed), dropout_p, batch, heads, program.Grid(queries, keys, q.device)), kept
+        reference.retained(torch.tensor(seed), dropout_p, batch, heads, program.Grid(queries, keys, q.device)), kept
     )
     out = attention_operator()(q, k, v, [], [], None, torch.tensor(seed), [], [], 0.5, 0.0, dropout_p, False)
     close(out, naive(q, k, v, kept=kept, dropout_p=dropout_p), torch.float64)

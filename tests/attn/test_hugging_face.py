@@ -7,7 +7,7 @@ import torch
 from attention_inputs import seen
 
 import opkit
-from opkit.attn.compat import hugging_face_masks
+from opkit.attn.compat import hugging_face
 from opkit.attn.masks.algebra import KeyPadding
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -143,7 +143,7 @@ PLACES = [(12, 12, 0, 0), (5, 12, 7, 0), (1, 12, 11, 0), (4, 6, 8, 6), (4, 12, 0
 
 def dense(given, queries, keys):
     """What a mask lets queries see."""
-    if isinstance(given, hugging_face_masks.Prepared):
+    if isinstance(given, hugging_face.Prepared):
         return seen(given.mask, BATCH, 1, queries, keys)
     given = torch.ones(1, dtype=torch.bool) if given is None else given
     return given.expand(BATCH, 1, queries, keys)
@@ -165,9 +165,9 @@ def test_mask_functions(place, padding):
             "kv_offset": kv_offset,
         }
         call |= {"mask_function": function, "attention_mask": given, "allow_is_causal_skip": False}
-        found, expected = hugging_face_masks.mask_interface(**call), masks.sdpa_mask(**call)
+        found, expected = hugging_face.mask_interface(**call), masks.sdpa_mask(**call)
         aligned = q_offset == kv_offset or q_offset + queries == kv_offset + keys
-        assert isinstance(found, hugging_face_masks.Prepared) is (known and aligned), name
+        assert isinstance(found, hugging_face.Prepared) is (known and aligned), name
         assert torch.equal(dense(found, queries, keys), dense(expected, queries, keys)), name
 
 
@@ -193,9 +193,9 @@ def test_packed_mask_functions():
     for inner, positions in cases:
         call = {"batch_size": BATCH, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0}
         call |= {"mask_function": packed(masks, inner, positions, sequences), "allow_is_causal_skip": False}
-        found = hugging_face_masks.mask_interface(**call)
+        found = hugging_face.mask_interface(**call)
         known = not positions_count(masks) or (positions is consecutive and inner is not chunks)
-        assert isinstance(found, hugging_face_masks.Prepared) is known
+        assert isinstance(found, hugging_face.Prepared) is known
         assert torch.equal(dense(found, 8, 8), masks.sdpa_mask(**call))
 
 
@@ -204,14 +204,14 @@ def test_right_padding_is_a_length():
 
     call = {"batch_size": 2, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0}
     padding = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
-    found = hugging_face_masks.mask_interface(**call, mask_function=masks.causal_mask_function, attention_mask=padding)
+    found = hugging_face.mask_interface(**call, mask_function=masks.causal_mask_function, attention_mask=padding)
     assert isinstance(found.mask.parts[1], KeyPadding)
 
 
 def test_a_mask_of_more_keys_than_there_are():
-    prepared = hugging_face_masks.Prepared(opkit.masks.Causal(), (1, 1, 4, 9))
+    prepared = hugging_face.Prepared(opkit.masks.Causal(), (1, 1, 4, 9))
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
-    found = opkit.attention(q, k, k, mask=hugging_face_masks.fitted(prepared, q, k))
+    found = opkit.attention(q, k, k, mask=hugging_face.fitted(prepared, q, k))
     torch.testing.assert_close(found, opkit.attention(q, k, k, mask=opkit.masks.Causal()))
 
 

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from opkit.attn.api import attention
-from opkit.attn.masks import score_mods
 from opkit.attn.masks.algebra import Mask, SizedMask
-from opkit.attn.masks.biases import SizedBias
+from opkit.attn.masks.biases import SizedBias, parse_score_mod
 from opkit.attn.masks.block_masks import Blocks
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.op import torch_private as private
@@ -69,7 +68,7 @@ def flex_attention(
             "if heads share keys."
         )
     sizes = (query.shape[-2], key.shape[-2])
-    softcap, parts = score_mods.parsed(score_mod)
+    softcap, parts = parse_score_mod(score_mod)
     biases = [_of_sizes(part, part.bias, sizes) if isinstance(part, SizedBias) else part for part in parts]
     key, value = (
         x.expand(query.shape[0], *x.shape[1:]) if private.or_false(x.shape[0] == 1) else x for x in (key, value)

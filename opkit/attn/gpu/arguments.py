@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall
-from opkit.attn.gpu import blocks, candidates, plans, search, tile_lists
-from opkit.attn.gpu.blocks import Blocks, Rule
-from opkit.attn.gpu.candidates import Kernel
+from opkit.attn.calls import AnyCall, BiasCall, Call, Float8Call, GradientCall
+from opkit.attn.gpu import blocks, plans, search, tile_lists
+from opkit.attn.gpu.blocks import Blocks, Kernel, Rule
 from opkit.attn.gpu.plans import Shape
 from opkit.attn.gpu.search import Question, Tiles
 from opkit.attn.masks.program import Grid
 from opkit.kernels.tuning.configs import Config
+from opkit.kernels.tuning.record_format import Identity
+from opkit.op.dispatch.prepared import TunedKernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 
@@ -26,6 +27,7 @@ Constants = tuple[tuple[str, Any], ...]
 MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale must be finite
 _SHORT = 512  # queries; fewer have a search of their own
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
+Prepare = Callable[..., Callable[..., Any]]
 
 
 def shape_of(call: AnyCall) -> Shape:
@@ -68,7 +70,7 @@ def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
         return None
     (d, e), pair = (call.q.shape[3], call.v.shape[3]), _pair(call, shape)
     memory = machine.shared(search.number_of(device))
-    tried = candidates.candidates(kernel, d, e, call.q.element_size(), memory, pair)
+    tried = blocks.candidates(kernel, d, e, call.q.element_size(), memory, pair)
     configs = [
         Config({"ROWS": each.rows, "KEYS": each.keys}, {"num_warps": each.warps, "num_stages": each.stages})
         for each in tried
@@ -221,3 +223,32 @@ class Tiled:
         results = [each for each in tensors[self._written] if each is not None]
         search.emptied(*results)
         return launch.time(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys)), results
+
+
+def _tuned(
+    calls: Callable[[], Iterator[Mapping[str, Any]]], call: Callable[..., Any], *kernels: Kernel
+) -> Callable[[Prepare], TunedKernel]:
+    def decorate(prepare: Prepare) -> TunedKernel:
+        notes = functools.partial(_notes, call, kernels)
+        return TunedKernel(prepare, tuple(calls()), functools.partial(_identities, kernels), notes)
+
+    return decorate
+
+
+def _identities(kernels: Sequence[Kernel]) -> list[Identity]:
+    return [search.identity(each.name, each.sources) for each in kernels]
+
+
+def _notes(call: Callable[..., Any], kernels: Sequence[Kernel], *arguments: Any) -> list[str]:
+    fitted = fit_to_slots(call(*arguments))
+    return [tiles_of(each, fitted, shape_of(fitted)).explained(each.name, "by its table") for each in kernels]
+
+
+def _without_descales(*arguments: Any) -> Call:
+    return Float8Call(*arguments).plain
+
+
+tuned_forward = _tuned(search.forward_examples, Call, blocks.FORWARD_KERNEL)
+tuned_backward = _tuned(search.backward_examples, GradientCall, blocks.KEYS_KERNEL, blocks.QUERIES_KERNEL)
+tuned_bias_backward = _tuned(search.bias_examples, BiasCall, blocks.BIAS_KERNEL)
+tuned_float8 = _tuned(search.float8_examples, _without_descales, blocks.FORWARD_KERNEL)

@@ -1,11 +1,23 @@
-"""How large the tiles of the portable kernels are: tables, from the largest tiles to the smallest, and which row is taken."""
+"""Choose the tiles of the portable kernels: by tables, or, on a GPU without tables, by trying their rows and neighbours."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+
+_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
+MAX_TRIED = 16  #: tiles that are tried; each costs seconds of compiling
+_TRIED_SIZES, _TRIED_WARPS, _TRIED_STAGES = (
+    (16, 128),
+    (4, 8),
+    (1, 4),
+)  # of a tile's rows and keys, and of the compiler's options
+_MAX_REGISTERS = 224  # of a thread's 255, for what is summed up
+_FORWARD_SOURCES = ("device/tile.py", "portable/device/forward.py")
+_BACKWARD_SOURCES = (*_FORWARD_SOURCES, "portable/device/backward_rows.py", "portable/device/backward.py")
 
 
 class Blocks(NamedTuple):
@@ -24,8 +36,6 @@ class Rule(NamedTuple):
     size: int
     blocks: Blocks
 
-
-_SMALLEST, _WHOLE, _LEAST_REST = 16, 512, 64
 
 FORWARD = (
     Rule(64, 2, Blocks(128, 128, 8, 3)),
@@ -189,3 +199,77 @@ def shared_memory(device: torch.device) -> int:
         return 232448
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 65536))
+
+
+class Kernel(NamedTuple):
+    """A portable kernel whose tiles are searched for.
+
+    Attributes:
+        name: of its Triton function.
+        rules: its table in :mod:`opkit.attn.gpu.blocks`.
+        tensors: how many tiles of queries' rows it keeps, as for :func:`opkit.attn.gpu.blocks.choose`.
+        sums: of tiles, and of padded heads of keys and values, how many numbers of float32 it keeps in registers.
+        sources: the files, in this folder, of what runs on the GPU.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    tensors: int
+    sums: Callable[[Blocks, int, int], int]
+    sources: tuple[str, ...]
+
+
+FORWARD_KERNEL = Kernel(
+    "attention_forward", FORWARD, 1, lambda size, d, e: size.rows * (e + size.keys), _FORWARD_SOURCES
+)  # fmt: skip
+KEYS_KERNEL = Kernel(
+    "attention_of_keys", OF_KEYS, 2, lambda size, d, e: size.keys * (d + e + 2 * size.rows), _BACKWARD_SOURCES
+)  # fmt: skip
+QUERIES_KERNEL = Kernel(
+    "attention_of_queries", OF_QUERIES, 2, lambda size, d, e: size.rows * (d + 2 * size.keys), _BACKWARD_SOURCES
+)  # fmt: skip
+BIAS_KERNEL = Kernel(
+    "attention_of_bias", OF_BIAS, 2, lambda size, d, e: 3 * size.rows * size.keys,
+    (*_BACKWARD_SOURCES, "portable/device/bias.py"),
+)  # fmt: skip
+
+
+def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int) -> tuple[Blocks, ...]:
+    """Return the tiles to try, the table's own choice first, :data:`MAX_TRIED` at most.
+
+    Args:
+        kernel: one of those above.
+        d: the size of a head of keys.
+        e: of values.
+        size: bytes of an element.
+        memory: of a block, in bytes.
+        pair: bytes that are read for each pair of a query and a key.
+
+    >>> candidates(FORWARD_KERNEL, 128, 128, 2, 166912, 0)[:2]
+    (Blocks(rows=128, keys=64, warps=8, stages=4), Blocks(rows=128, keys=64, warps=8, stages=2))
+    """
+    head = max(d, e)
+    rows = roomy(kernel.rules, head, size, memory, kernel.tensors, pair)
+    wide = sum(parts(d)), sum(parts(e))
+
+    def fits(each: Blocks) -> bool:
+        registers = kernel.sums(each, *wide) / (32 * each.warps)
+        in_memory = bytes_of(each, head, size, kernel.tensors, pair) <= memory
+        return in_memory and registers <= _MAX_REGISTERS and _is_tried(each)
+
+    neighbours = (each for row in rows for each in _neighbours(row) if fits(each))
+    return tuple(dict.fromkeys((*rows, *neighbours)))[:MAX_TRIED]
+
+
+def _neighbours(row: Blocks) -> Iterator[Blocks]:
+    """Yield tiles that differ in one size or option."""
+    for name in ("rows", "keys", "warps"):
+        for times in (0.5, 2):
+            yield row._replace(**{name: int(getattr(row, name) * times)})
+    for more in (-1, 1):
+        yield row._replace(stages=row.stages + more)
+
+
+def _is_tried(each: Blocks) -> bool:
+    sized = all(_TRIED_SIZES[0] <= count <= _TRIED_SIZES[1] for count in (each.rows, each.keys))
+    return sized and each.warps in _TRIED_WARPS and _TRIED_STAGES[0] <= each.stages <= _TRIED_STAGES[1]

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall, dtypes_and_shapes, predicate
-from opkit.attn.gpu import tuned
+from opkit.attn.gpu import arguments
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda, packed
 from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, fits, takes
-from opkit.attn.gpu.mla import decode as mla
+from opkit.attn.gpu.hopper import mla as mla
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, fits, takes
+from opkit.attn.gpu.portable import backward as portable_backward
+from opkit.attn.gpu.portable import forward as portable_forward
 from opkit.attn.gpu.portable import invariant
-from opkit.attn.masks.memory_safety import results_fit, sinks_fit
+from opkit.attn.masks.program import results_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.op.operator import CustomOp
 
 NAME = "triton"
 _HOPPER = 1  # of a kernel's priority: above the portable ones
-
-
-def device() -> str:
-    """Return the device that the kernels are for: "cpu" in a process in which Triton's interpreter runs."""
-    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -73,7 +69,7 @@ def takes_bias_gradients(call: BiasCall) -> bool:
     return takes_gradients(as_gradients)
 
 
-@tuned.forward
+@arguments.tuned_forward
 def forward(*arguments: Any) -> Any:
     """Compute the operator's result and log-sum-exp.
 
@@ -83,12 +79,10 @@ def forward(*arguments: Any) -> Any:
     call = Call(*arguments)
     _check_supported(takes(call), call)
     _refuse_batch_invariance()
-    from opkit.attn.gpu.portable import forward as portable
-
-    return portable.forward(call)
+    return portable_forward.prepare_forward(call)
 
 
-@tuned.backward
+@arguments.tuned_backward
 def backward(*arguments: Any) -> Any:
     """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
@@ -97,12 +91,10 @@ def backward(*arguments: Any) -> Any:
     """
     call = GradientCall(*arguments)
     _check_supported(takes_gradients(call), call)
-    from opkit.attn.gpu.portable import backward as portable_backward
-
-    return portable_backward.backward(call)
+    return portable_backward.prepare_backward(call)
 
 
-@tuned.of_biases
+@arguments.tuned_bias_backward
 def bias_backward(*arguments: Any) -> Any:
     """Compute the gradients of some of the tensors of a bias; the arguments are a :class:`~opkit.attn.calls.BiasCall`.
 
@@ -111,9 +103,7 @@ def bias_backward(*arguments: Any) -> Any:
     """
     call = BiasCall(*arguments)
     _check_supported(takes_bias_gradients(call), call)
-    from opkit.attn.gpu.portable import bias as portable_bias
-
-    return portable_bias.backward(call)
+    return portable_backward.prepare_bias_backward(call)
 
 
 def _refuse_batch_invariance() -> None:

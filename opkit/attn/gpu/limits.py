@@ -1,11 +1,13 @@
-"""Check which calls the portable kernels take, without importing Triton."""
+"""Which devices Triton kernels are for, and which calls the portable ones take."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 from opkit.attn.calls import AnyCall, Call
-from opkit.attn.masks.memory_safety import bias_fits, mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks.program import bias_fits, mask_fits, shapes_fit, sinks_fit
 
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,3 +30,13 @@ def sizes_fit(call: AnyCall) -> bool:
         return False
     added = all(each.dtype in _BIASES for each in call.bias_tensors) and bias_fits(call)
     return call.v.shape[3] <= LARGEST_VALUES and added and mask_fits(call)
+
+
+def device() -> str:
+    """Return the device that the kernels are for: "cpu" in a process in which Triton's interpreter runs."""
+    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def devices() -> list[str]:
+    """The devices that the kernel runs on: the CPU too in a process in which Triton interprets."""
+    return ["cuda", "cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else ["cuda"]

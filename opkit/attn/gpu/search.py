@@ -8,7 +8,8 @@ do not make (but for calls of few queries), and of a GPU model, a release of Tri
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opkit import config
+from opkit.attn.masks import program
 from opkit.errors import CompileError
 from opkit.kernels.tuning import records, tuning
 from opkit.kernels.tuning.buckets import bucket_of
@@ -44,6 +46,10 @@ _APART = 0.05  # of the largest number: what rounding may make of results, in bf
 Timed = tuple[float, Sequence[Tensor]]  #: milliseconds, and what was computed
 B = TypeVar("B")
 L = TypeVar("L")
+_DTYPES, _HEAD_SIZES = ("bf16", "fp16"), (64, 128, 256)
+_CAUSAL: tuple[list[int], ...] = ([], [program.BAND, -program.UNLIMITED, 0])
+_EXAMPLE_SIZES, _BIAS_SIZES, _DECODED_SIZES = (2, 16, 4096), (1, 16, 2048), (8, 8, 8192)  # batch, heads, sequence
+_GROUP = 4  # query heads to one of keys, where queries are decoded
 
 
 def machine_for(device: torch.device) -> Machine | None:
@@ -218,3 +224,64 @@ def emptied(*tensors: Tensor) -> None:
     """Fill with NaN what a candidate is to write, so that it shows where it does not."""
     for each in tensors:
         each.fill_(torch.nan)
+
+
+def _tensor(dtype: str, *sizes: int) -> str:
+    return f"{dtype}[{', '.join(map(str, sizes))}]"
+
+
+def _example_numbers(d: int, mask: list[int]) -> dict[str, Any]:
+    """Return the arguments that are not tensors."""
+    return {"mask_tensors": [], "bias_tensors": [], "mask": mask, "bias": [], "scale": d**-0.5, "softcap": 0.0}
+
+
+def _forward_example(q: str, k: str, d: int, mask: list[int]) -> dict[str, Any]:
+    rest = {"sinks": None, "seed": None, "dropout_p": 0.0, "out_is_bshd": False}
+    return {"q": q, "k": k, "v": k, **_example_numbers(d, mask), **rest}
+
+
+def forward_examples() -> Iterator[dict[str, Any]]:
+    """Of ``opkit::attention``, with as many queries as keys."""
+    for dtype, d, mask in itertools.product(_DTYPES, _HEAD_SIZES, _CAUSAL):
+        x = _tensor(dtype, *_EXAMPLE_SIZES, d)
+        yield _forward_example(x, x, d, mask)
+
+
+def decoding_examples() -> Iterator[dict[str, Any]]:
+    """Of the same, with one query."""
+    for dtype, d in itertools.product(_DTYPES, _HEAD_SIZES):
+        batch, heads, keys = _DECODED_SIZES
+        yield _forward_example(
+            _tensor(dtype, batch, _GROUP * heads, 1, d), _tensor(dtype, batch, heads, keys, d), d, []
+        )
+
+
+def backward_examples() -> Iterator[dict[str, Any]]:
+    """Of ``opkit::attention_backward``."""
+    for dtype, d, mask in itertools.product(_DTYPES, _HEAD_SIZES, _CAUSAL):
+        tensors = dict.fromkeys(("gradient", "q", "k", "v", "out"), _tensor(dtype, *_EXAMPLE_SIZES, d))
+        yield {
+            **tensors,
+            "of_lse": None,
+            "lse": _tensor("fp32", *_EXAMPLE_SIZES),
+            **_example_numbers(d, mask),
+            "out_is_bshd": False,
+        }
+
+
+def bias_examples() -> Iterator[dict[str, Any]]:
+    """Of ``opkit::attention_bias_backward``: of one dense bias."""
+    batch, heads, queries = _BIAS_SIZES
+    for dtype, d in itertools.product(_DTYPES, _HEAD_SIZES[:2]):
+        tensors = dict.fromkeys(("gradient", "q", "k", "v"), _tensor(dtype, *_BIAS_SIZES, d))
+        sums = dict.fromkeys(("delta", "lse"), _tensor("fp32", *_BIAS_SIZES))
+        bias = {"bias_tensors": [_tensor(dtype, batch, heads, queries, queries)], "bias": [program.BIAS_DENSE, 0]}
+        yield {**tensors, **sums, **_example_numbers(d, []), **bias, "wanted": [0]}
+
+
+def float8_examples() -> Iterator[dict[str, Any]]:
+    """Of ``opkit::attention_float8``."""
+    for d, mask in itertools.product(_HEAD_SIZES[:2], _CAUSAL):
+        tensors = dict.fromkeys(("q", "k", "v"), _tensor("fp8e4m3", *_EXAMPLE_SIZES, d))
+        rest = {"descales": [_tensor("fp32", *_EXAMPLE_SIZES[:2])] * 3, "sinks": None, "out_is_bshd": False}
+        yield {**tensors, **_example_numbers(d, mask), **rest}

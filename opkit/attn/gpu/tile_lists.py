@@ -1,4 +1,4 @@
-"""Build the lists of live tiles of a call on the GPU, and cache them while the tensors of its mask do not change."""
+"""Build the lists of a call's live tiles, and the span of keys that each row sees, on the GPU; cache them while its mask lives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from opkit.op.triton.kernel import TritonKernel
 
 T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
-_TURNS = "opkit.attn.gpu.device.tile_turns"
-_STATES = Named("opkit.attn.gpu.device.tile_states", "tile_states")
+_TURNS = "opkit.attn.gpu.device.tile_lists"
+_STATES = Named("opkit.attn.gpu.device.tile_lists", "tile_states")
 _STEP = 32  # tiles, or rows of a tile, that a program reads together
 _MAX_CACHED = 64  # lists, and as many orders
 MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
+_order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
+_SPANS = Named("opkit.attn.gpu.device.tile_lists", "spans")
+_SPANS_STEP = 2048  # numbers that a program reads together
+_SPANS_ROWS = 256  # of a program
 
 
 class TileLists(NamedTuple):
@@ -34,8 +38,7 @@ class TileLists(NamedTuple):
     counts: Tensor
 
 
-_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
-_order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
+_lists_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
 
 
 def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
@@ -47,7 +50,7 @@ def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> TileList
     """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
     masks, sizes = list(call.mask_tensors), _sizes(call)
     build = functools.partial(_build, shape, masks, blocks, sizes, by_keys, call.q.device)
-    return get_or_build(_cache, (shape, blocks[:2], sizes, by_keys), call, build)
+    return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys), call, build)
 
 
 def turns_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
@@ -187,4 +190,52 @@ def _states_kernel(tile: tuple[int, int]) -> TritonKernel:
         ROWS=rows,
         COLUMNS=columns,
         STEP=min(_STEP, rows),
+    )
+
+
+class Spans(NamedTuple):
+    """Spans and ranges as :func:`opkit.attn.gpu.device.tile_lists.spans` writes them, with the batches that numbers have."""
+
+    rows: Tensor
+    tiles: Tensor
+
+
+_spans_cache: TensorCache[Spans] = TensorCache(_MAX_CACHED)
+
+
+def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, name: Hashable) -> Spans:
+    """Return :func:`spans_of` views of the tensors of a call's mask, cached with these; ``name`` identifies the views."""
+    return get_or_build(_spans_cache, (name, tile), call, functools.partial(spans_of, own, others, tile))
+
+
+def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
+    """Return which of the ``others`` with its own number each row sees, and each tile of rows.
+
+    Args:
+        own: a number for each row, int32, (batch or 1, rows).
+        others: a number for each of the others, int32, (batch or 1, others); at least one.
+        tile: rows of a tile, a power of two.
+    """
+    batch = max(x.shape[0] for x in (own, others))
+    rows, count = own.shape[1], others.shape[1]
+    tiles = tiles_in(rows, tile)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=own.device)
+    result = Spans(new(batch, rows, 2), new(batch, tiles, 4))
+    programs = tiles_in(rows, max(_SPANS_ROWS, tile))
+    _spans_kernel(tile, min(_SPANS_STEP, 1 << (count - 1).bit_length()))(
+        own=own.expand(batch, -1), others=others.expand(batch, -1), spans=result.rows, ranges=result.tiles, rows=rows,
+        count=count, rounds=count.bit_length(), programs=programs, batch=batch,
+    )  # fmt: skip
+    return result
+
+
+@functools.cache
+def _spans_kernel(tile: int, some: int) -> TritonKernel:
+    return triton_kernel(
+        _SPANS,
+        grid=lambda programs, batch: (programs, batch),
+        num_warps=4,
+        TILES=max(1, _SPANS_ROWS // tile),
+        TILE=tile,
+        SOME=some,
     )

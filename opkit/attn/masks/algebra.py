@@ -152,8 +152,10 @@ class Segments(Mask):
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit ``SEGMENTS``."""
-        queries = builder.integers(self, "q_ids", self.q_ids, ("batch", "queries"))
-        keys = builder.integers(self, "kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys"))
+        queries = builder.integers("Segments: q_ids", self.q_ids, ("batch", "queries"))
+        keys = builder.integers(
+            "Segments: kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys")
+        )
         builder.emit(program.SEGMENTS, queries, keys)
 
     def at(self, index: LogitIndex) -> Tensor:
@@ -184,18 +186,20 @@ class VarLen(Mask):
     cu_seqlens_k: Tensor | None = None
 
     @property
-    def of_keys(self) -> Tensor:
-        """Where each sequence's keys begin, and where the last ends."""
-        return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Where each sequence begins and the last ends, in queries and in keys."""
+        return self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit ``SEGMENTS`` of the sequences' numbers."""
-        own = builder.packed_sequences(self) if packed is None or packed.mask is not self else packed
-        builder.emit(program.SEGMENTS, builder.tensor(own.of_queries), builder.tensor(own.of_keys))
+        if packed is None or any(x is not y for x, y in zip(packed.starts, self.starts, strict=True)):
+            packed = builder.packed_sequences(self.starts)
+        builder.emit(program.SEGMENTS, builder.tensor(packed.of_queries), builder.tensor(packed.of_keys))
 
     def at(self, index: LogitIndex) -> Tensor:
-        own = sequences_before(self.cu_seqlens_q, index.i)
-        return (own == sequences_before(self.of_keys, index.j)) & (own < self.cu_seqlens_q.shape[0] - 1)
+        queries, keys = self.starts
+        own = sequences_before(queries, index.i)
+        return (own == sequences_before(keys, index.j)) & (own < queries.shape[0] - 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,7 +214,7 @@ class KeyPadding(Mask):
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit ``LENGTH``."""
-        builder.lengths(self, self.lengths, packed)
+        builder.lengths("KeyPadding", self.lengths, packed)
 
     def at(self, index: LogitIndex) -> Tensor:
         return index.first(self.lengths)
@@ -258,8 +262,8 @@ class Dense(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class And(Mask):
-    """A query sees the keys that it sees by every one of ``parts``; written ``a & b``."""
+class _Combination(Mask):
+    """A mask made of several."""
 
     parts: tuple[Mask, ...]
 
@@ -267,6 +271,10 @@ class And(Mask):
     def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether no part holds tensors."""
         return all(part.static for part in self.parts)
+
+
+class And(_Combination):
+    """A query sees the keys that it sees by every one of ``parts``; written ``a & b``."""
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit each part, and ``AND`` after all but the first."""
@@ -280,20 +288,12 @@ class And(Mask):
     def at(self, index: LogitIndex) -> Tensor:
         parts = conjuncts(self)
         packed = [part for part in parts if isinstance(part, VarLen)]
-        index = index._replace(starts=(packed[0].cu_seqlens_q, packed[0].of_keys)) if packed else index
+        index = index._replace(starts=packed[0].starts) if packed else index
         return functools.reduce(operator.and_, [part.at(index) for part in parts])
 
 
-@dataclasses.dataclass(frozen=True)
-class Or(Mask):
+class Or(_Combination):
     """A query sees the keys that it sees by any one of ``parts``; written ``a | b``."""
-
-    parts: tuple[Mask, ...]
-
-    @property
-    def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether no part holds tensors."""
-        return all(part.static for part in self.parts)
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit each part, and ``OR`` after all but the first."""
@@ -384,14 +384,10 @@ def _lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
 
 
 def packed_sequences_of(parts: list[Mask], builder: ProgramBuilder) -> PackedSequences | None:
-    """Return the sequences that the VarLen among the parts of a conjunction separates.
-
-    Raises:
-        ArgumentError: there are several.
-    """
+    """Return the sequences that the VarLen among the parts of a conjunction separates; raise for several of them."""
     masks = list({id(mask): mask for mask in parts if isinstance(mask, VarLen)}.values())
     if len(masks) > 1:
         raise ArgumentError(
             f"opkit.attention: a conjunction holds {len(masks)} VarLen masks, one is allowed. Use Segments for the others."
         )
-    return builder.packed_sequences(masks[0]) if masks else None
+    return builder.packed_sequences(masks[0].starts) if masks else None

@@ -1,16 +1,21 @@
-"""Biases, which are added to the logits: tensors, ALiBi, decomposed relative positions; several of them in a list."""
+"""Biases, which are added to the logits, and functions ``score_mod(score, b, h, q_idx, kv_idx)`` of flex_attention, made of them."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from opkit.attn.arguments import check_softcap
 from opkit.attn.masks import program
 from opkit.attn.masks.logit_index import LogitIndex
 from opkit.attn.masks.program_builder import CallSizes, broadcasts, check_tensor, dense, number_in
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.op import torch_private as private
+
+_SCORE_MODS = "Softcap, ALiBi, RelativePosition, a floating tensor that is added, or ScoreMods of several"
 
 
 class Bias:
@@ -165,3 +170,80 @@ def refuse_moved(bias: object) -> None:
             "opkit.attention: ALiBi counts distances in the packed sequences, where VarLen's queries and keys lie at different "
             "places. Give a tensor of distances as the bias, or one sequence of lengths to VarLen."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Softcap:
+    """A ``score_mod``: the logits become ``cap * tanh(logits / cap)``. In :func:`opkit.attention` it is ``softcap=cap``.
+
+    Args:
+        cap: above 0.
+
+    >>> Softcap(2.0)(torch.tensor(100.0), *torch.zeros(4, dtype=torch.int64))
+    tensor(2.)
+    """
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        check_softcap(self.cap)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return ``score``, bounded."""
+        return self.cap * torch.tanh(score / self.cap)
+
+
+class ScoreMods:
+    """A ``score_mod`` that applies several, one after another.
+
+    Args:
+        parts: a :class:`Softcap`, which must be the first; biases of :mod:`opkit.masks`; floating tensors that broadcast to
+            (batch, heads, queries, keys), which are added.
+
+    >>> from opkit.masks import ALiBi
+    >>> mods = ScoreMods(Softcap(2.0), ALiBi(torch.tensor([0.5])))
+    >>> mods(torch.tensor(100.0), *torch.tensor([0, 0, 3, 1]))
+    tensor(1.)
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+        parse_score_mod(self)
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Return ``score`` after all parts were applied."""
+        for part in self.parts:
+            if isinstance(part, Tensor):
+                score = score + LogitIndex(b, h, q_idx, kv_idx).of_all(part)
+            else:
+                score = part(score, b, h, q_idx, kv_idx)
+        return score
+
+
+def parse_score_mod(score_mod: Any) -> tuple[float | None, list[Any]]:
+    """Return the soft cap and the biases, some with their sizes, that a ``score_mod`` consists of.
+
+    Raises:
+        ArgumentTypeError: it is a function of another kind.
+        ArgumentError: a soft cap comes after a bias, or after a soft cap.
+    """
+    parts = [] if score_mod is None else list(score_mod.parts) if isinstance(score_mod, ScoreMods) else [score_mod]
+    caps = [part.cap for part in parts if isinstance(part, Softcap)]
+    if len(caps) > 1 or (caps and not isinstance(parts[0], Softcap)):
+        raise ArgumentError(
+            f"opkit: a Softcap must be the first of {parts!r}, and the only one: biases are added to capped logits."
+        )
+    others = parts[1:] if caps else parts
+    for part in others:
+        _check_score_mod(part)
+    return (caps[0] if caps else None), others
+
+
+def _check_score_mod(part: Any) -> None:
+    if isinstance(part, (Bias, SizedBias)) or (isinstance(part, Tensor) and part.is_floating_point()):
+        return
+    name = getattr(part, "__qualname__", None) or f"{type(part).__name__}: {part!r}"
+    raise ArgumentTypeError(
+        f"opkit: a score_mod is one of opkit.masks ({_SCORE_MODS}), got {name}. A Python function is not run: express it by "
+        "these, pass what it adds to the logits as a tensor, or call torch.nn.attention.flex_attention.flex_attention."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch import Tensor
 from opkit.attn.masks import program
 from opkit.attn.masks.algebra import Mask, SizedMask
 from opkit.attn.masks.logit_index import LogitIndex
+from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentTypeError
-
-if TYPE_CHECKING:
-    from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

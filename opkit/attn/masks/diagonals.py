@@ -12,7 +12,7 @@ With as many queries as keys the two are the same.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from opkit.attn.masks import program
 from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.logit_index import LogitIndex
 from opkit.attn.masks.program import UNLIMITED
+from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 
 Align = Literal["top-left", "bottom-right"]
 ALIGNS = ("top-left", "bottom-right")
@@ -125,7 +123,7 @@ class PrefixLM(Mask):
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit ``LENGTH BAND OR``."""
-        builder.lengths(self, self.lengths, packed)
+        builder.lengths("PrefixLM", self.lengths, packed)
         builder.band(-UNLIMITED, 0, self.align, packed)
         builder.emit(program.OR)
 

@@ -1,4 +1,4 @@
-"""Define the programs of masks and biases, integers over lists of tensors, and interpret them in torch operations.
+"""Define the programs of masks and biases, integers over lists of tensors; interpret them in torch operations; check tensors.
 
 A mask's program is in postfix: a leaf pushes which keys each query sees, and ``AND``, ``OR`` and ``NOT`` combine what was
 pushed. An empty program hides nothing. A bias's program is a list of terms, which are added. Each opcode is followed by
@@ -26,14 +26,47 @@ bias                           is added to the logit of query ``i`` and key ``j`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from opkit.attn.calls import AnyCall, GradientCall
+
 AND, OR, NOT, BAND, SEGMENTS, LENGTH, DENSE, BAND_AT = range(8)
 BIAS_DENSE, BIAS_ALIBI, BIAS_REL = range(3)
 UNLIMITED = 2**62
+
+MASK_OPERANDS = {AND: 0, OR: 0, NOT: 0, BAND: 2, SEGMENTS: 2, LENGTH: 1, DENSE: 1, BAND_AT: 3}
+BIAS_OPERANDS = {BIAS_DENSE: 1, BIAS_ALIBI: 1, BIAS_REL: 3}
+_MASK_TENSORS = {
+    SEGMENTS: 2,
+    LENGTH: 1,
+    DENSE: 1,
+    BAND_AT: 1,
+}  # how many operands, the first ones, are numbers of tensors
+_BIAS_TENSORS = {BIAS_DENSE: 1, BIAS_ALIBI: 1, BIAS_REL: 2}
+
+Tensors = Sequence[Tensor]
+GridSizes = tuple[int, int, int, int]  # batch, heads, queries, keys
+
+
+def instructions(program: Sequence[int], operands: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return the opcodes of a program, each with its operands; ``operands`` says how many there are.
+
+    >>> instructions([BAND, -1, 0, LENGTH, 0, AND], MASK_OPERANDS)
+    [(3, -1, 0), (5, 0), (0,)]
+    """
+    found: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(program):
+        end = at + 1 + operands[int(program[at])]
+        found.append((int(program[at]), *program[at + 1 : end]))
+        at = end
+    return found
+
+
+# ---- interpretation --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,140 +88,167 @@ class Grid:
         return torch.arange(self.keys, device=self.device)
 
 
-Tensors = Sequence[Tensor]
-
-
 def visible(program: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor | None:
     """Return which keys each query sees: bool, (batch or 1, heads or 1, queries, keys); None where nothing is hidden."""
     stack: list[Tensor] = []
-    at = 0
-    while at < len(program):
-        operands, operate = _MASK[int(program[at])]
-        operate(stack, program[at + 1 : at + 1 + operands], tensors, grid)
-        at += 1 + operands
+    for opcode, *operands in instructions(program, MASK_OPERANDS):
+        if opcode == AND:
+            stack.append(stack.pop() & stack.pop())
+        elif opcode == OR:
+            stack.append(stack.pop() | stack.pop())
+        elif opcode == NOT:
+            stack.append(~stack.pop())
+        else:
+            stack.append(_visible_by(opcode, operands, tensors, grid))
     if not stack:
         return None
     (result,) = stack
     return result.expand(*result.shape[:2], grid.queries, grid.keys)
 
 
-def _and(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append(stack.pop() & stack.pop())
-
-
-def _or(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append(stack.pop() | stack.pop())
-
-
-def _not(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append(~stack.pop())
-
-
-def _band(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append(_between(grid.columns - grid.rows, *operands)[None, None])
-
-
-def _band_at(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    offsets = tensors[operands[0]].long().unsqueeze(-1)
-    stack.append(_between(grid.columns - grid.rows - offsets, *operands[1:]).unsqueeze(1))
+def _visible_by(opcode: int, operands: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor:
+    """Return what a leaf of a mask's program pushes."""
+    if opcode == BAND:
+        return _between(grid.columns - grid.rows, *operands)[None, None]
+    first = tensors[operands[0]]
+    if opcode == SEGMENTS:
+        return (first.unsqueeze(-1) == tensors[operands[1]].unsqueeze(-2)).unsqueeze(1)
+    if opcode == LENGTH:
+        return (grid.columns < first.unsqueeze(-1))[:, None, None]
+    if opcode == BAND_AT:
+        return _between(grid.columns - grid.rows - first.long().unsqueeze(-1), *operands[1:]).unsqueeze(1)
+    return first  # DENSE
 
 
 def _between(distances: Tensor, lower: int, upper: int) -> Tensor:
     return (distances >= lower) & (distances <= upper)
 
 
-def _segments(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    queries, keys = tensors[operands[0]], tensors[operands[1]]
-    stack.append((queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1))
-
-
-def _length(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append((grid.columns < tensors[operands[0]].unsqueeze(-1))[:, None, None])
-
-
-def _dense(stack: list[Tensor], operands: Sequence[int], tensors: Tensors, grid: Grid) -> None:
-    stack.append(tensors[operands[0]])
-
-
-_Operate = Callable[[list[Tensor], Sequence[int], Tensors, Grid], None]
-_MASK: dict[int, tuple[int, _Operate]] = {
-    AND: (0, _and),
-    OR: (0, _or),
-    NOT: (0, _not),
-    BAND: (2, _band),
-    SEGMENTS: (2, _segments),
-    LENGTH: (1, _length),
-    DENSE: (1, _dense),
-    BAND_AT: (3, _band_at),
-}
-
-
 def biased(logits: Tensor, program: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor:
     """Return ``logits``, (batch, heads, queries, keys), with each term of a bias's program added in their dtype."""
-    at = 0
-    while at < len(program):
-        operands, term = _BIAS[int(program[at])]
-        logits = logits + term(program[at + 1 : at + 1 + operands], tensors, grid, logits.dtype)
-        at += 1 + operands
+    for opcode, *operands in instructions(program, BIAS_OPERANDS):
+        first = tensors[operands[0]].to(logits.dtype)
+        if opcode == BIAS_DENSE:
+            logits = logits + first
+        elif opcode == BIAS_ALIBI:
+            logits = logits + -first[..., None, None] * _alibi_distances(grid).to(logits.dtype)
+        else:
+            columns = tensors[operands[1]].to(logits.dtype)
+            logits = logits + (first.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)[..., : grid.keys]
     return logits
 
 
-def _bias_dense(operands: Sequence[int], tensors: Tensors, grid: Grid, dtype: torch.dtype) -> Tensor:
-    return tensors[operands[0]].to(dtype)
-
-
-def _bias_alibi(operands: Sequence[int], tensors: Tensors, grid: Grid, dtype: torch.dtype) -> Tensor:
-    distances = (grid.rows + (grid.keys - grid.queries) - grid.columns).abs()
-    return -tensors[operands[0]].to(dtype)[..., None, None] * distances.to(dtype)
-
-
-def _bias_rel(operands: Sequence[int], tensors: Tensors, grid: Grid, dtype: torch.dtype) -> Tensor:
-    high, wide = tensors[operands[0]].to(dtype), tensors[operands[1]].to(dtype)
-    return (high.unsqueeze(-1) + wide.unsqueeze(-2)).flatten(-2)[..., : grid.keys]
-
-
-_Term = Callable[[Sequence[int], Tensors, Grid, torch.dtype], Tensor]
-_BIAS: dict[int, tuple[int, _Term]] = {
-    BIAS_DENSE: (1, _bias_dense),
-    BIAS_ALIBI: (1, _bias_alibi),
-    BIAS_REL: (3, _bias_rel),
-}
+def _alibi_distances(grid: Grid) -> Tensor:
+    """Return the distances of keys and queries where the last query is at the last key, (queries, keys)."""
+    return (grid.rows + (grid.keys - grid.queries) - grid.columns).abs()
 
 
 def bias_gradients(of_logits: Tensor, program: Sequence[int], tensors: Tensors) -> list[Tensor | None]:
     """Return the gradients of a bias's tensors, in their dtypes, from that of the logits; None for one that no term names."""
     gradients: list[Tensor | None] = [None] * len(tensors)
-    at = 0
-    while at < len(program):
-        kind = int(program[at])
-        operands = program[at + 1 : at + 1 + _BIAS[kind][0]]
-        for number, gradient in zip(operands, _BIAS_GRADIENTS[kind](of_logits, operands, tensors), strict=False):
+    for opcode, *operands in instructions(program, BIAS_OPERANDS):
+        numbers = operands[: _BIAS_TENSORS[opcode]]
+        for number, gradient in zip(numbers, _term_gradients(opcode, numbers, of_logits, tensors), strict=True):
             summed = gradient.sum_to_size(tensors[number].shape).to(tensors[number].dtype)
             earlier = gradients[number]
             gradients[number] = summed if earlier is None else earlier + summed
-        at += 1 + len(operands)
     return gradients
 
 
-def _of_dense(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
-    return [of_logits]
+def _term_gradients(opcode: int, numbers: Sequence[int], of_logits: Tensor, tensors: Tensors) -> list[Tensor]:
+    """Return the gradients of the tensors of one term, before they are summed to the tensors' sizes."""
+    if opcode == BIAS_DENSE:
+        return [of_logits]
+    if opcode == BIAS_ALIBI:
+        grid = Grid(of_logits.shape[-2], of_logits.shape[-1], of_logits.device)
+        return [-(of_logits * _alibi_distances(grid).to(of_logits.dtype)).sum((-1, -2))]
+    rows, columns = (tensors[number].shape[-1] for number in numbers)
+    missing = rows * columns - of_logits.shape[-1]
+    image = torch.nn.functional.pad(of_logits, (0, missing)).unflatten(-1, (rows, columns))
+    return [image.sum(-1), image.sum(-2)]
 
 
-def _of_alibi(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
-    grid = Grid(of_logits.shape[-2], of_logits.shape[-1], of_logits.device)
-    distances = (grid.rows + (grid.keys - grid.queries) - grid.columns).abs()
-    return [-(of_logits * distances.to(of_logits.dtype)).sum((-1, -2))]
+# ---- checks: kernels read memory as programs say ---------------------------------------------------------------------
 
 
-def _of_rel(of_logits: Tensor, operands: Sequence[int], tensors: Tensors) -> list[Tensor]:
-    high, wide = tensors[operands[0]].shape[-1], tensors[operands[1]].shape[-1]
-    missing = high * wide - of_logits.shape[-1]
-    spread = torch.nn.functional.pad(of_logits, (0, missing)).unflatten(-1, (high, wide))
-    return [spread.sum(-1), spread.sum(-2)]
+def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether queries, keys and values have four dimensions, one dtype, and sizes that agree."""
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
+        return False
+    heads = q.shape[1] % k.shape[1] == 0 if k.shape[1] else q.shape[1] == 0
+    return heads and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
 
 
-_BIAS_GRADIENTS: dict[int, Callable[[Tensor, Sequence[int], Tensors], list[Tensor]]] = {
-    BIAS_DENSE: _of_dense,
-    BIAS_ALIBI: _of_alibi,
-    BIAS_REL: _of_rel,
-}
+def sinks_fit(sinks: Tensor | None, q: Tensor) -> bool:
+    """Return whether there is one sink for each head, or no sinks."""
+    return sinks is None or tuple(sinks.shape) == (q.shape[1],)
+
+
+def results_fit(call: GradientCall) -> bool:
+    """Return whether the results of the forward and their gradients have the shapes and dtypes that they must have."""
+    results = [each.shape == (*call.q.shape[:3], call.v.shape[3]) for each in (call.out, call.gradient)]
+    sums = [call.lse] if call.of_lse is None else [call.lse, call.of_lse]
+    same = call.out.dtype == call.gradient.dtype == call.q.dtype
+    return same and all(results) and all(x.shape == call.q.shape[:3] and x.dtype == torch.float32 for x in sums)
+
+
+def mask_fits(call: AnyCall) -> bool:
+    """Return whether each tensor that a mask's program names exists and has the right shape and dtype."""
+    return _fits(call.mask, call.mask_tensors, call, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit)
+
+
+def bias_fits(call: AnyCall) -> bool:
+    """Return the same for a bias's program."""
+    return _fits(call.bias, call.bias_tensors, call, BIAS_OPERANDS, _BIAS_TENSORS, _bias_tensors_fit)
+
+
+def _fits(
+    words: Sequence[int],
+    tensors: Tensors,
+    call: AnyCall,
+    operands: Mapping[int, int],
+    named: Mapping[int, int],
+    check: Callable[[int, Sequence[int], Tensors, GridSizes], bool],
+) -> bool:
+    sizes = call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    at = 0
+    while at < len(words):
+        opcode = words[at]
+        if opcode not in operands:
+            return False
+        count, numbers = operands[opcode], words[at + 1 : at + 1 + named.get(opcode, 0)]
+        if len(words) < at + 1 + count or not all(0 <= n < len(tensors) for n in numbers):
+            return False
+        if numbers and not check(opcode, words[at + 1 : at + 1 + count], [tensors[n] for n in numbers], sizes):
+            return False
+        at += 1 + count
+    return True
+
+
+def _mask_tensors_fit(opcode: int, operands: Sequence[int], tensors: Tensors, sizes: GridSizes) -> bool:
+    """Return whether the tensors of a leaf of a mask's program have the shapes and dtypes of the table above."""
+    batch, _, queries, keys = sizes
+    if opcode == DENSE:
+        return tensors[0].dtype == torch.bool and _broadcasts(tensors[0], *sizes)
+    if any(x.dtype != torch.int32 for x in tensors):
+        return False
+    if opcode == LENGTH:
+        return _broadcasts(tensors[0], batch)
+    by_query = _broadcasts(tensors[0], batch, queries)
+    return by_query and (opcode == BAND_AT or _broadcasts(tensors[1], batch, keys))
+
+
+def _bias_tensors_fit(opcode: int, operands: Sequence[int], tensors: Tensors, sizes: GridSizes) -> bool:
+    """Return whether the tensors of a term of a bias have the shapes of the table above."""
+    if opcode == BIAS_DENSE:
+        return _broadcasts(tensors[0], *sizes)
+    if opcode == BIAS_ALIBI:
+        return _broadcasts(tensors[0], *sizes[:2])
+    (rows, columns), width = tensors, operands[2]
+    if rows.dim() != 4 or columns.dim() != 4 or width < 1 or columns.shape[3] != width:
+        return False
+    return all(_broadcasts(x[..., 0], *sizes[:3]) for x in tensors) and rows.shape[3] * width >= sizes[3]
+
+
+def _broadcasts(tensor: Tensor, *sizes: int) -> bool:
+    return tensor.dim() == len(sizes) and all(mine in (1, full) for mine, full in zip(tensor.shape, sizes, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from opkit.attn.masks import program
 from opkit.attn.tensor_cache import get_or_compute
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.op import torch_private as private
-
-if TYPE_CHECKING:
-    from opkit.attn.masks.algebra import Mask, VarLen
 
 _OWN = "opkit.attention"
 
@@ -39,36 +36,36 @@ class CallSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedSequences:
-    """The sequences that a :class:`VarLen` separates.
+    """The sequences that a ``VarLen`` separates.
 
     Attributes:
-        mask: says where each sequence begins and ends.
+        starts: where each sequence begins and the last ends, in queries and in keys: the mask's own tensors.
         of_queries: each query's sequence number: int32, (1, queries).
         of_keys: each key's sequence number: int32, (1, keys).
     """
 
-    mask: VarLen
+    starts: tuple[Tensor, Tensor]
     of_queries: Tensor
     of_keys: Tensor
 
     @property
     def same(self) -> bool:
         """Whether queries and keys are packed alike, so that distances within a sequence are the packed ones."""
-        return self.mask.of_keys is self.mask.cu_seqlens_q
+        return self.starts[0] is self.starts[1]
 
     def offsets(self, align: str) -> Tensor:
         """Return how far the diagonal of each query's sequence is off the packed one: int32, (1, queries)."""
-        starts = self.mask.cu_seqlens_q, self.mask.of_keys
+        queries, keys = self.starts
 
         def compute() -> Tensor:
             edge = self.of_queries.clamp(min=0).long() + (1 if align == "bottom-right" else 0)
-            return (starts[1][edge] - starts[0][edge]).to(torch.int32)
+            return (keys[edge] - queries[edge]).to(torch.int32)
 
-        return get_or_compute(("offsets", align, self.of_queries.shape[1]), starts, compute)
+        return get_or_compute(("offsets", align, self.of_queries.shape[1]), self.starts, compute)
 
     def beyond(self, lengths: Tensor) -> Tensor:
         """Return 0 for the first ``lengths[s]`` keys of sequence ``s`` (a scalar: of each), else 1: int32, (1, keys)."""
-        starts = self.mask.of_keys
+        starts = self.starts[1]
 
         def compute() -> Tensor:
             each = lengths.reshape(-1).expand(starts.shape[0] - 1)
@@ -119,15 +116,15 @@ class ProgramBuilder:
         else:
             self.emit(program.BAND_AT, self.tensor(packed.offsets(align)), lower, upper)
 
-    def lengths(self, mask: Mask, lengths: Tensor, packed: PackedSequences | None) -> None:
-        """Emit that the first keys are visible, of each batch or of each packed sequence."""
-        name = f"{type(mask).__name__}: lengths"
+    def lengths(self, mask: str, lengths: Tensor, packed: PackedSequences | None) -> None:
+        """Emit that the first keys are visible, of each batch or of each packed sequence; ``mask`` is the name in errors."""
+        name = f"{mask}: lengths"
         _check_integers(name, lengths, self.sizes.device)
         if packed is None:
             _check_one_each(name, lengths, self.sizes.batch, "batch")
             self.emit(program.LENGTH, self.tensor(_one_each(lengths)))
             return
-        _check_one_each(name, lengths, packed.mask.of_keys.shape[0] - 1, "packed sequence")
+        _check_one_each(name, lengths, packed.starts[1].shape[0] - 1, "packed sequence")
         flags = packed.beyond(lengths)
         shape = (1, self.sizes.queries)
         zeros = functools.partial(torch.zeros, shape, dtype=torch.int32, device=self.sizes.device)
@@ -135,9 +132,8 @@ class ProgramBuilder:
             program.SEGMENTS, self.tensor(get_or_compute(("zeros", *shape), (lengths,), zeros)), self.tensor(flags)
         )
 
-    def integers(self, mask: Mask, name: str, tensor: Tensor, dims: tuple[str, str]) -> int:
+    def integers(self, name: str, tensor: Tensor, dims: tuple[str, str]) -> int:
         """Return the number of an int32 tensor (batch or 1, size), made from ``tensor``, which may lack the batch."""
-        name = f"{type(mask).__name__}: {name}"
         _check_integers(name, tensor, self.sizes.device)
         full = (self.sizes.batch, getattr(self.sizes, dims[1]))
         shape = (1, *tensor.shape) if tensor.dim() == 1 else tuple(tensor.shape)
@@ -151,13 +147,13 @@ class ProgramBuilder:
         """Return the number of a tensor that broadcasts to the logits, with 4 dimensions."""
         return self.tensor(dense(name, tensor, self.sizes, floating))
 
-    def packed_sequences(self, mask: VarLen) -> PackedSequences:
-        """Return the sequences that ``mask`` separates.
+    def packed_sequences(self, starts: tuple[Tensor, Tensor]) -> PackedSequences:
+        """Return the sequences that begin at ``starts``, in queries and in keys.
 
         Raises:
             ShapeError: the batch is not 1, or the two tensors have different lengths.
         """
-        sizes, starts = self.sizes, (mask.cu_seqlens_q, mask.of_keys)
+        sizes = self.sizes
         for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True):
             _check_integers(f"VarLen: {name}", tensor, sizes.device)
             if tensor.dim() != 1 or not private.or_true(tensor.shape[0] >= 2) or not _same_shape(tensor, starts[0]):
@@ -171,7 +167,7 @@ class ProgramBuilder:
                 'layout="thd".'
             )
         return PackedSequences(
-            mask, _sequence_numbers(starts[0], sizes.queries, -1), _sequence_numbers(starts[1], sizes.keys, -2)
+            starts, _sequence_numbers(starts[0], sizes.queries, -1), _sequence_numbers(starts[1], sizes.keys, -2)
         )
 
 

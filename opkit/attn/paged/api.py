@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant
-from opkit.attn.gpu.decode.append import register_append
-from opkit.attn.gpu.decode.paged import register_paged
+from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_pages_cuda
-from opkit.attn.gpu.mla import paged as mla_paged
+from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
+from opkit.attn.masks.program import UNLIMITED
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.attn.paged import reference as paged_reference
 from opkit.errors import ArgumentError, DtypeError, ShapeError
@@ -196,8 +196,8 @@ def _band(causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]
         raise ArgumentError(f"opkit.paged_attention: window is {window}; a query sees at least 1 key, or pass None")
     if isinstance(window, int):
         right = 0
-    lower = -paged_cpu.UNLIMITED if left < 0 else -left
-    upper = paged_cpu.UNLIMITED if right < 0 else right
+    lower = -UNLIMITED if left < 0 else -left
+    upper = UNLIMITED if right < 0 else right
     return lower, min(upper, 0) if causal else upper
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkit.attn.allocation import address, dense_rows, like, overwritten
+from opkit.attn.calls import PagedCall
+from opkit.attn.masks.program import UNLIMITED
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 
-UNLIMITED = 2**62  #: an end of a band that hides nothing
 LARGEST_HEAD = 1024
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
@@ -111,24 +112,6 @@ def contiguous(
         return out, lse
 
     return run
-
-
-class PagedCall(NamedTuple):
-    """The arguments of :func:`opkit.attn.paged.reference.paged_attention`, which says what they are."""
-
-    q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    page_table: Tensor
-    lengths: Tensor
-    starts: Tensor
-    lower: int
-    upper: int
-    scale: float
-    softcap: float
-    sinks: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
 
 
 @PreparedKernel

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
+from opkit.attn.reference import softmax
+
 _ELEMENTS = 1 << 26  # of gathered keys at a time
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -62,9 +64,14 @@ def _gathered(pages: Tensor, scale: Tensor | None, wanted: Tensor, visible: Tens
     """``(queries, keys, kv_heads, d)``: each query's keys, zeros where it sees none."""
     if pages.shape[0] == 0:
         return torch.zeros((*visible.shape, *pages.shape[2:]), dtype=wide, device=pages.device)
+    return gather_pages(pages, scale, wanted, wide).flatten(1, 2).masked_fill(~visible[..., None, None], 0.0)
+
+
+def gather_pages(pages: Tensor, scale: Tensor | None, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the pages whose numbers are in ``wanted``, times their scales, ``(*wanted.shape, page size, heads, d)``."""
+    # torch indexes few types of float8, hence the bytes
     dense = pages.view(torch.uint8)[wanted].view(pages.dtype) if pages.itemsize == 1 else pages[wanted]
-    dense = dense.to(wide) if scale is None else dense.to(wide) * scale[wanted].to(wide)[..., None]
-    return dense.flatten(1, 2).masked_fill(~visible[..., None, None], 0.0)
+    return dense.to(dtype) if scale is None else dense.to(dtype) * scale[wanted].to(dtype).unsqueeze(-1)
 
 
 def _attend(
@@ -80,13 +87,9 @@ def _attend(
     grouped = q.unflatten(1, (k.shape[2], q.shape[1] // max(k.shape[2], 1)))
     logits = torch.einsum("thgd,tkhd->thgk", grouped, k).flatten(1, 2) * scale
     logits = torch.tanh(logits / softcap) * softcap if softcap > 0 else logits
-    logits = logits.masked_fill(~visible[:, None], -torch.inf)
-    sink = torch.full_like(q[0, :, 0], -torch.inf) if sinks is None else sinks.to(q.dtype)
-    logits = torch.cat([logits, sink[None, :, None].expand(*q.shape[:2], 1)], dim=-1)
-    lse = logits.logsumexp(-1)
-    masked = (lse == -torch.inf)[..., None]
-    weights = logits.masked_fill(masked, 0.0).softmax(-1)[..., :-1].masked_fill(masked, 0.0)
-    out = torch.einsum("thgk,tkhd->thgd", weights.unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
+    weights, logits, masked = softmax(logits.unsqueeze(2), visible[:, None, None], sinks)  # one query a sequence
+    lse = torch.where(masked.squeeze(-1), -torch.inf, logits.logsumexp(-1)).squeeze(2)
+    out = torch.einsum("thgk,tkhd->thgd", weights.squeeze(2).unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
     return out.to(dtype), lse
 
 

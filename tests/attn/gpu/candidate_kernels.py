@@ -8,7 +8,7 @@ from torch import Tensor
 import opkit
 from opkit.attn import gradients, reference
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import arguments, candidates
+from opkit.attn.gpu import arguments, blocks
 from opkit.attn.gpu.search import Tiles
 from opkit.attn.masks.program import BAND
 
@@ -16,9 +16,9 @@ SHARED = 166912  # bytes that a block may have on an A100
 MASK, SCALE = [BAND, -(2**62), 0], 0.25
 
 
-def candidates_of(kernel: candidates.Kernel, d: int, dtype: torch.dtype) -> tuple[candidates.Blocks, ...]:
+def candidates_of(kernel: blocks.Kernel, d: int, dtype: torch.dtype) -> tuple[blocks.Blocks, ...]:
     """What is tried for heads of ``d``."""
-    return candidates.candidates(kernel, d, d, dtype.itemsize, SHARED, 0)
+    return blocks.candidates(kernel, d, d, dtype.itemsize, SHARED, 0)
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -54,7 +54,7 @@ def _numbered(number: int):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    from opkit.attn.gpu.portable.forward import forward as portable
+    from opkit.attn.gpu.portable.forward import prepare_forward as portable
 
     arguments.tiles_of = _numbered(number)
     call = call_of(q, k, v)
@@ -64,7 +64,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tens
 def _backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from opkit.attn.gpu.portable.backward import backward as portable
+    from opkit.attn.gpu.portable.backward import prepare_backward as portable
 
     arguments.tiles_of = _numbered(number)
     call = gradient_call_of(gradient, q, k, v, out, lse)

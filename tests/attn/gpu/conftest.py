@@ -10,7 +10,7 @@ from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
 from torch.utils import _pytree as pytree
 
 from opkit.attn import gradients
-from opkit.attn.gpu import spans, tile_lists
+from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
 from opkit.attn.operator import attention_operator
 from opkit.op.operator import use_kernel
@@ -112,5 +112,5 @@ def listed(machine, monkeypatch):
     """Has lists and spans of tiles built by torch, since the kernels that build them run on no processor."""
     monkeypatch.setattr(tile_lists, "lists_of", lists_in_torch)
     monkeypatch.setattr(tile_lists, "visits_of_call", visits_in_torch)
-    monkeypatch.setattr(spans, "spans_of", listing_kernels.spans_in_torch)
+    monkeypatch.setattr(tile_lists, "spans_of", listing_kernels.spans_in_torch)
     return machine

@@ -9,9 +9,9 @@ import torch
 
 from opkit import config
 from opkit.attn.calls import Call, GradientCall
-from opkit.attn.gpu import candidates
+from opkit.attn.gpu import blocks
 from opkit.attn.gpu.decode import launches as decoding
-from opkit.attn.gpu.portable import backward, bias, forward
+from opkit.attn.gpu.portable import backward, forward
 from opkit.attn.masks.program import BAND
 from opkit.kernels.triton import compiling, layout
 from opkit.kernels.tuning import tuning
@@ -30,7 +30,7 @@ def imported(name, file):
 
 FAR = 2**62
 CAUSAL = [BAND, -FAR, 0]
-KERNELS = (candidates.FORWARD, candidates.OF_KEYS, candidates.OF_QUERIES, candidates.OF_BIAS)
+KERNELS = (blocks.FORWARD_KERNEL, blocks.KEYS_KERNEL, blocks.QUERIES_KERNEL, blocks.BIAS_KERNEL)
 
 
 def tiles(request):
@@ -45,7 +45,13 @@ def milliseconds(size):
     return abs(keys - 32) + rows / 1000 + warps / 10000 + stages / 100000
 
 
-_CACHES = (forward.kernel, backward.keys_kernel, backward.queries_kernel, backward.delta_kernel, bias.kernel)
+_CACHES = (
+    forward.forward_kernel,
+    backward.keys_kernel,
+    backward.queries_kernel,
+    backward.delta_kernel,
+    backward.bias_kernel,
+)
 _CACHES += (decoding._kernel, decoding._merging)
 
 
@@ -126,11 +132,11 @@ def call(batch=1, heads=2, queries=600, d=64, keys=None, dtype=torch.bfloat16, m
 
 
 def tried(kernel, d=64, e=None, size=2, shared=166912, pair=0):
-    return [tuple(each) for each in candidates.candidates(kernel, d, e or d, size, shared, pair)]
+    return [tuple(each) for each in blocks.candidates(kernel, d, e or d, size, shared, pair)]
 
 
 LABEL = "ROWS={}, KEYS={}, num_warps={}, num_stages={}"
-FASTEST = min(tried(candidates.FORWARD), key=milliseconds)
+FASTEST = min(tried(blocks.FORWARD_KERNEL), key=milliseconds)
 
 
 def timed(gpu):

@@ -39,7 +39,7 @@ from hopper_backward_calls import (
 from hopper_calls import FP16, shaped
 
 from opkit.attn.gpu import plans
-from opkit.attn.gpu.device import programs
+from opkit.attn.gpu.device import tile
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper.backward import Tile
 
@@ -112,10 +112,10 @@ def check_turns(listed, turns, counts):
 
 def emulate():
     """From now on ``hopper_backward.backward`` launches the kernel that multiplies in Python."""
-    of_slots = {name: gluon_in_python.plain(getattr(programs, name)) for name in ("element", "number", "_between")}
-    masks._visible = gluon_in_python.plain(programs.visible, **of_slots)
-    masks._of_queries = gluon_in_python.plain(programs.of_queries, **of_slots)
-    masks._of_keys = gluon_in_python.plain(programs.of_keys, **of_slots)
+    of_slots = {name: gluon_in_python.plain(getattr(tile, name)) for name in ("element", "number", "_between")}
+    masks._visible = gluon_in_python.plain(tile.visible, **of_slots)
+    masks._of_queries = gluon_in_python.plain(tile.of_queries, **of_slots)
+    masks._of_keys = gluon_in_python.plain(tile.of_keys, **of_slots)
     for add in (device.add, wide_device.add):
         sys.modules[add.__module__].reduce_add = gluon_in_python.reduce_add
     prepared = hopper_backward.PreparedLaunch

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import opkit
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.spans import Spans, spans_of
-from opkit.attn.gpu.tile_lists import TileLists, states_of, visits_of
+from opkit.attn.gpu.tile_lists import Spans, TileLists, spans_of, states_of, visits_of
 
 
 @opkit.custom_op("listing_tests::states", mutates_args=(), inline=False)
@@ -30,7 +29,7 @@ def states_by_kernel(x: Tensor, shape: list[int], stride: list[int], rows: int, 
 
 
 def spans_in_torch(own, others, tile):
-    """What :func:`opkit.attn.gpu.spans.spans_of` finds."""
+    """What :func:`opkit.attn.gpu.tile_lists.spans_of` finds."""
     batch, count = max(own.shape[0], others.shape[0]), others.shape[1]
     own, others = own.expand(batch, -1), others.expand(batch, -1)
     rows, tiles = [], []

@@ -9,7 +9,7 @@ import opkit
 from opkit.attn import gradients, reference
 from opkit.attn.calls import BiasCall, GradientCall
 from opkit.attn.gpu import blocks, kernels
-from opkit.attn.gpu.portable import bias as portable_bias
+from opkit.attn.gpu.portable import backward as portable_bias
 from opkit.attn.masks import program
 from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, BIAS_DENSE, BIAS_REL, DENSE, LENGTH, SEGMENTS
 from opkit.masks import ALiBi, Causal, RelativePosition, Segments

@@ -6,7 +6,7 @@ import torch
 from fake_gpu import CAUSAL, KERNELS, tried
 
 from opkit.attn import gradients, reference
-from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
+from opkit.attn.gpu import arguments, blocks, kernels, search
 from opkit.attn.gpu.decode import decoding, plan
 from opkit.attn.masks.program import BIAS_DENSE
 from opkit.kernels.triton import compiling, resources
@@ -24,9 +24,9 @@ def test_candidates_begin_with_the_table_s_own_and_have_room(kernel, shared):
     for d in (16, 64, 128, 256, 576):
         for size in (1, 2, 4):
             e = min(d, 512)
-            found = candidates.candidates(kernel, d, e, size, shared, 0)
+            found = blocks.candidates(kernel, d, e, size, shared, 0)
             assert found[0] == blocks.choose(kernel.rules, d, size, 4096, shared, kernel.tensors)
-            assert len(set(found)) == len(found) <= candidates.MAX_TRIED
+            assert len(set(found)) == len(found) <= blocks.MAX_TRIED
             assert all(blocks.bytes_of(each, d, size, kernel.tensors, 0) <= shared for each in found[1:])
             for rows, keys, warps, stages in found:
                 assert rows in (16, 32, 64, 128)  # for 256 Triton 3.7 makes kernels for sm_100 that do nothing
@@ -36,11 +36,11 @@ def test_candidates_begin_with_the_table_s_own_and_have_room(kernel, shared):
 
 
 def test_candidates_differ_in_each_way_and_spare_registers():
-    found = tried(candidates.FORWARD, 128)
+    found = tried(blocks.FORWARD_KERNEL, 128)
     assert found[:3] == [(128, 64, 8, 4), (128, 64, 8, 2), (64, 64, 4, 2)]
     assert {(64, 64, 8, 4), (128, 32, 8, 4), (128, 64, 4, 4), (128, 64, 8, 3)} <= set(found)
     assert (128, 128, 4, 2) not in found  # 256 sums a thread
-    assert len(tried(candidates.FORWARD, 64, pair=4)) < len(tried(candidates.FORWARD, 64))
+    assert len(tried(blocks.FORWARD_KERNEL, 64, pair=4)) < len(tried(blocks.FORWARD_KERNEL, 64))
 
 
 @pytest.mark.sweep
@@ -87,7 +87,7 @@ def close(found, exact, bound=4e-3):
 def test_each_candidate_computes_the_same(interpreted):
     q, k, v = made((1, 2, 150, 64), (1, 1, 130, 64), (1, 1, 130, 64))
     exact, exact_lse = reference.attention(*candidate_kernels.call_of(q.double(), k.double(), v.double()))
-    for number, _ in enumerate(candidate_kernels.candidates_of(candidates.FORWARD, 64, torch.float16)):
+    for number, _ in enumerate(candidate_kernels.candidates_of(blocks.FORWARD_KERNEL, 64, torch.float16)):
         out, lse = interpreted("candidate_tests::forward", q, k, v, number, kernel="interpreted")
         close(out, exact)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)
@@ -108,9 +108,9 @@ def test_each_candidate_computes_the_same_gradients(interpreted):
 
 
 COMPILED = {
-    ("sm_80", 166912): (candidates.OF_KEYS, 64),
-    ("sm_100", 232448): (candidates.OF_BIAS, 64),
-    ("gfx942", 65536): (candidates.FORWARD, 64),
+    ("sm_80", 166912): (blocks.KEYS_KERNEL, 64),
+    ("sm_100", 232448): (blocks.BIAS_KERNEL, 64),
+    ("gfx942", 65536): (blocks.FORWARD_KERNEL, 64),
 }
 
 
@@ -118,7 +118,7 @@ COMPILED = {
 @pytest.mark.parametrize(("target", "shared"), COMPILED)
 def test_candidates_compile(target, shared, monkeypatch):
     kernel, d = COMPILED[target, shared]
-    for size in candidates.candidates(kernel, d, d, 2, shared, 0):
+    for size in blocks.candidates(kernel, d, d, 2, shared, 0):
         monkeypatch.setattr(arguments, "tiles_of", lambda *_, size=size: search.Tiles(None, lambda _: size))
         (launch,) = [each for each in _launches(d) if each.bound.kernel.name == kernel.name]
         taken = resources.of(compiling.build(request_for(launch, None, target)))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from launched_kernels import found_at
 
+from opkit.attn.calls import PagedCall
 from opkit.attn.gpu.decode import decoding, launches, paged
 from opkit.attn.masks import program
-from opkit.attn.paged.cpu import PagedCall
 from opkit.op.triton.series import PreparedSeries
 
 fake_libraries, fake, fake_h200 = launched_kernels.fake_libraries, launched_kernels.fake, launched_kernels.fake_h200

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import opkit.attn.gpu
+import opkit.attn
 from opkit.kernels.triton import signatures
 from opkit.kernels.triton.named import Named
 from opkit.op.triton import parameters
@@ -22,7 +22,7 @@ DRIVER = ROOT / "tests" / "kernels" / "fake_driver.c"
 
 def named():
     """The kernels that modules of the host name."""
-    walked = pkgutil.walk_packages(opkit.attn.gpu.__path__, "opkit.attn.gpu.")
+    walked = pkgutil.walk_packages(opkit.attn.__path__, "opkit.attn.")
     modules = [importlib.import_module(each.name) for each in walked if ".device" not in each.name]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, Named)}
     return sorted(found, key=lambda each: (each.module, each.name))

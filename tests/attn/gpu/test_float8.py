@@ -7,7 +7,7 @@ import triton
 
 from opkit.attn.calls import Float8Call
 from opkit.attn.float8 import attention_float8
-from opkit.attn.gpu.portable import float8
+from opkit.attn.gpu.portable import forward
 from opkit.attn.masks import program
 from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
 from opkit.errors import KernelError
@@ -74,7 +74,7 @@ def test_as_the_reference(run, case, dtype):
     assert out.dtype == torch.bfloat16
     assert (out.transpose(1, 2) if call[-1] else out).is_contiguous()
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2**-7)
-    native = run.__name__ == "on_gpu" and float8.multiplies_float8(torch.device("cuda")) and call[0].shape[3] > 16
+    native = run.__name__ == "on_gpu" and forward.multiplies_float8(torch.device("cuda")) and call[0].shape[3] > 16
     atol = 1e-2 if native else 1e-4  # Hopper's products of float8 keep 14 bits of a sum
     torch.testing.assert_close(lse, of_rows, rtol=1e-5, atol=atol)
 
@@ -112,19 +112,19 @@ def test_what_is_hidden_does_not_leak(run, dtype):
 def test_compiles(target, native, dtype, monkeypatch):
     if target == "gfx942" and triton.__version__ < "3.7":
         pytest.skip("Triton 3.6 fails on it (PassManager::run failed)")
-    monkeypatch.setattr(float8, "multiplies_float8", lambda device: native)
+    monkeypatch.setattr(forward, "multiplies_float8", lambda device: native)
     q, descale = torch.empty(2, 8, 300, 128, dtype=dtype, device="meta"), torch.empty(2, 8, device="meta")
     call = q, q, q, [descale] * 3, [], [], None, [BAND, -FAR, 0], [], 0.1, 0.0, False
-    report = compile_launches(lambda: float8.forward(*call), [target])
+    report = compile_launches(lambda: forward.forward_float8(*call), [target])
     report.raise_for_failures()
 
 
 def test_what_is_taken():
     x, ones = torch.ones(1, 2, 3, 4).to(KINDS[0]), torch.ones(1, 2)
     call = Float8Call(x, x, x, [ones] * 3, [], [], None, [], [], 1.0, 0.0, False)
-    assert float8.takes(call)
-    assert not float8.takes(call._replace(descales=[ones] * 2))
-    assert not float8.takes(call._replace(descales=[ones.double()] * 3))
-    assert not float8.takes(call._replace(q=x.half(), k=x.half(), v=x.half()))
+    assert forward.takes_float8(call)
+    assert not forward.takes_float8(call._replace(descales=[ones] * 2))
+    assert not forward.takes_float8(call._replace(descales=[ones.double()] * 3))
+    assert not forward.takes_float8(call._replace(q=x.half(), k=x.half(), v=x.half()))
     with pytest.raises(KernelError, match=r"kernel 'triton' does not take q, k, v of torch.float8_e4m3fn"):
-        float8.forward(*call._replace(descales=[ones] * 2))
+        forward.forward_float8(*call._replace(descales=[ones] * 2))

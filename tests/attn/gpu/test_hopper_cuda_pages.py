@@ -5,10 +5,10 @@ import torch
 from hopper_calls import BF16, FP16, on_hopper_with_nvcc, refuses, unlike
 from paged_calls import UNLIMITED, Cache, of_pages
 
+from opkit.attn.calls import PagedCall
 from opkit.attn.gpu.hopper import decode_cuda, library
 from opkit.attn.gpu.hopper import decode_pages_cuda as decoding
 from opkit.attn.paged.api import paged_attention_operator
-from opkit.attn.paged.cpu import PagedCall
 
 
 def given(

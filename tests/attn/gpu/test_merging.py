@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opkit.attn.gpu.portable import merging
+from opkit.attn import merging
 from opkit.attn.merging import merge_attention_operator, reference
 from opkit.op.operator import use_kernel
 from opkit.testing import compile_launches

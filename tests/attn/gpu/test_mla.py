@@ -14,8 +14,8 @@ from opkit.attn.calls import Call
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.attn.gpu.decode.paged import paged as split_paged
-from opkit.attn.gpu.mla import decode as mla
-from opkit.attn.gpu.mla import paged as mla_paged
+from opkit.attn.gpu.hopper import mla as mla
+from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
@@ -164,7 +164,7 @@ def test_values_elsewhere_are_for_the_other_kernels(few, monkeypatch):
     given = list(arguments(1, mask=() if few else LENGTH, lengths=None if few else [7], device="cpu"))
     given[2] = _elsewhere(given[2])
     monkeypatch.setattr(decoding.decode, "prepare", lambda *given: lambda *_: "split")
-    monkeypatch.setattr(portable, "forward", lambda call: lambda *_: "triton")
+    monkeypatch.setattr(portable, "prepare_forward", lambda call: lambda *_: "triton")
     assert mla.forward(*given) == ("split" if few else "triton")
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from fake_gpu import CAUSAL, FASTEST, KERNELS, call, gradient_call, launched, timed, tried
 
-from opkit.attn.gpu import arguments, blocks, candidates, kernels, search
-from opkit.attn.gpu.decode import decoding, division
+from opkit.attn.gpu import arguments, blocks, kernels, search
+from opkit.attn.gpu.decode import decoding, launches
 from opkit.attn.gpu.portable import forward
 from opkit.attn.masks.program import BIAS_DENSE, SEGMENTS
 from opkit.errors import TuningWarning
@@ -29,12 +29,12 @@ fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
 
 def test_the_fastest_is_found_once_for_a_class_and_kept(gpu):
     kernels.forward(*call())
-    assert timed(gpu) == tried(candidates.FORWARD)
-    assert FASTEST == launched(gpu) != tried(candidates.FORWARD)[0]
+    assert timed(gpu) == tried(blocks.FORWARD_KERNEL)
+    assert FASTEST == launched(gpu) != tried(blocks.FORWARD_KERNEL)[0]
     for other in (call(batch=3), call(heads=5), call(queries=1000), call(queries=1000, keys=77), call(d=40)):
         kernels.forward(*other)
         assert launched(gpu) == FASTEST
-    assert len(gpu.timed) == len(tried(candidates.FORWARD))
+    assert len(gpu.timed) == len(tried(blocks.FORWARD_KERNEL))
     gpu.restart()
     kernels.forward(*call(queries=2000))
     assert launched(gpu) == FASTEST
@@ -89,7 +89,7 @@ def test_products_of_float32_by_torch_s_settings_are_two_classes(gpu, monkeypatc
 def test_few_queries_have_no_more_rows_than_they_need(gpu):
     kernels.forward(*call(queries=20))
     assert launched(gpu)[0] == 32
-    assert len(set(timed(gpu))) == len(gpu.timed) < len(tried(candidates.FORWARD))  # what is cut alike is timed once
+    assert len(set(timed(gpu))) == len(gpu.timed) < len(tried(blocks.FORWARD_KERNEL))  # what is cut alike is timed once
     gpu.timed.clear()
     kernels.forward(*call(queries=500))
     assert (gpu.timed, launched(gpu)[0] > 32) == ([], True)
@@ -100,7 +100,7 @@ def test_another_gpu_and_an_edited_kernel_are_searched_anew(gpu, monkeypatch):
     gpu.restart()
     gpu.become("NVIDIA L4", "sm_89", 101376)
     kernels.forward(*call())
-    assert timed(gpu) == tried(candidates.FORWARD, shared=101376)
+    assert timed(gpu) == tried(blocks.FORWARD_KERNEL, shared=101376)
     gpu.restart()
     kernels.forward(*call())
     assert not gpu.timed
@@ -108,11 +108,11 @@ def test_another_gpu_and_an_edited_kernel_are_searched_anew(gpu, monkeypatch):
     monkeypatch.setattr(search, "identity", lambda *named: dataclasses.replace(edited(*named), hash="edited"))
     gpu.restart()
     kernels.forward(*call())
-    assert timed(gpu) == tried(candidates.FORWARD, shared=101376)
+    assert timed(gpu) == tried(blocks.FORWARD_KERNEL, shared=101376)
 
 
 def test_the_hash_is_of_what_runs_on_the_gpu():
-    names = [each for kernel in KERNELS for each in kernel.sources] + list(division.SOURCES)
+    names = [each for kernel in KERNELS for each in kernel.sources] + list(launches.SOURCES)
     root = Path(search.__file__).parent
     assert all((root / name).is_file() for name in names)
     hashes = {search.identity(each.name, each.sources).hash for each in KERNELS}
@@ -125,7 +125,7 @@ def test_a_damaged_record_is_searched_again(gpu):
     gpu.restart()
     with pytest.warns(TuningWarning, match="is not used, and it is measured again"):
         kernels.forward(*call())
-    assert timed(gpu) == tried(candidates.FORWARD)
+    assert timed(gpu) == tried(blocks.FORWARD_KERNEL)
 
 
 def test_results_are_taken_to_another_machine(gpu, tmp_path, monkeypatch):
@@ -173,10 +173,10 @@ def test_nothing_is_timed_while_a_graph_is_captured(gpu, monkeypatch):
     with pytest.warns(TuningWarning, match=r"attention_forward.* cannot be while a CUDA graph is captured.*ROWS=128"):
         run(*call())
     run(*call())
-    assert (gpu.timed, launched(gpu)) == ([], tried(candidates.FORWARD)[0])
+    assert (gpu.timed, launched(gpu)) == ([], tried(blocks.FORWARD_KERNEL)[0])
     monkeypatch.setattr(autotune, "capturing", lambda: False)
     run(*call())
-    assert (len(gpu.timed), launched(gpu)) == (len(tried(candidates.FORWARD)), FASTEST)
+    assert (len(gpu.timed), launched(gpu)) == (len(tried(blocks.FORWARD_KERNEL)), FASTEST)
     monkeypatch.setattr(autotune, "capturing", lambda: True)
     kernels.forward(*call(batch=7))
     assert launched(gpu) == FASTEST
@@ -195,14 +195,14 @@ def test_switched_off(gpu):
     run = kernels.forward.prepare(*call())
     for _ in range(2):
         run(*call())
-        assert (gpu.timed, launched(gpu)) == ([], tried(candidates.FORWARD)[0])
+        assert (gpu.timed, launched(gpu)) == ([], tried(blocks.FORWARD_KERNEL)[0])
 
 
 def test_nothing_is_timed_while_launches_are_recorded_or_traced(gpu):
     with recording() as found:
         kernels.forward(*call())
     assert [values.bound.kernel.name for values in found] == ["attention_forward"]
-    question = arguments.question_of(candidates.FORWARD, call(), arguments.shape_of(call()))
+    question = arguments.question_of(blocks.FORWARD_KERNEL, call(), arguments.shape_of(call()))
     with torch.utils._python_dispatch.TorchDispatchMode():
         choice = question.ask(lambda config: pytest.fail("timed"))
     assert (choice.source, gpu.timed) == ("first", [])
@@ -221,10 +221,10 @@ def test_of_the_gpus_that_tables_were_made_on_nothing_is_asked(gpu):
 
 
 SHIPPED = {
-    candidates.FORWARD: [(128, 128, 8, 3), (128, 64, 8, 4), (64, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-    candidates.OF_KEYS: [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (16, 32, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
-    candidates.OF_QUERIES: [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 1), (32, 16, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
-    candidates.OF_BIAS: [(64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (32, 16, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
+    blocks.FORWARD_KERNEL: [(128, 128, 8, 3), (128, 64, 8, 4), (64, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    blocks.KEYS_KERNEL: [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (16, 32, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
+    blocks.QUERIES_KERNEL: [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 1), (32, 16, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
+    blocks.BIAS_KERNEL: [(64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 8, 1), (32, 16, 8, 1), (32, 32, 4, 1), (32, 32, 4, 1)],
 }  # fmt: skip
 """Of an H200, for heads of 64, 128, 256 and 576 in two bytes, and of 64 and 128 in four."""
 
@@ -238,7 +238,7 @@ def test_the_shipped_tables_stay_what_they_are(kernel):
 
 def test_batch_invariance_is_never_searched_for(gpu):
     given = call()
-    forward.forward(given, ordered=True)(*given)
+    forward.prepare_forward(given, ordered=True)(*given)
     assert (gpu.timed, launched(gpu)) == ([], tuple(blocks.invariant(64, 2, 232448)))
 
 

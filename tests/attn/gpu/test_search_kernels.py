@@ -12,9 +12,9 @@ from opkit import config
 from opkit.attn import gradients, reference
 from opkit.attn.api import select
 from opkit.attn.calls import BiasCall, Call
-from opkit.attn.gpu import candidates, kernels, search
-from opkit.attn.gpu.decode import decoding, division, plan
-from opkit.attn.gpu.portable import bias
+from opkit.attn.gpu import blocks, kernels, search
+from opkit.attn.gpu.decode import decoding, launches, plan
+from opkit.attn.gpu.portable import backward
 from opkit.attn.masks.program import AND, BIAS_DENSE, SEGMENTS
 from opkit.errors import CompileError, KernelError
 from opkit.kernels.tuning import observation, records, tuning
@@ -28,7 +28,7 @@ fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
 
 def test_both_kernels_of_the_backward(gpu):
     kernels.backward(*gradient_call(call()))
-    expected = {each: tried(each) for each in (candidates.OF_QUERIES, candidates.OF_KEYS)}
+    expected = {each: tried(each) for each in (blocks.QUERIES_KERNEL, blocks.KEYS_KERNEL)}
     assert timed(gpu) == [each for found in expected.values() for each in found]
     for kernel, found in expected.items():
         assert launched(gpu, kernel.name) == min(found, key=milliseconds)
@@ -41,7 +41,7 @@ def test_lists_of_tiles_have_the_chosen_tiles(gpu):
     given = call(mask=(SEGMENTS, 0, 0, *CAUSAL, AND), masks=(torch.zeros(1, 600, dtype=torch.int32),))
     kernels.forward(*given)
     built = [(each.constexprs["ROWS"], each.constexprs["KEYS"]) for each in gpu.launches("tile_lists")]
-    assert built == [*dict.fromkeys(each[:2] for each in tried(candidates.FORWARD))]
+    assert built == [*dict.fromkeys(each[:2] for each in tried(blocks.FORWARD_KERNEL))]
     assert launched(gpu) == FASTEST
 
 
@@ -52,9 +52,9 @@ def test_gradients_of_biases(gpu):
     bias_call = BiasCall(given.q, lse, given.q, given.k, given.v, lse, *rest, [0])
     (found,) = kernels.bias_backward(*bias_call)
     assert found.shape == (1, 2, 600, 600)
-    assert timed(gpu) == tried(candidates.OF_BIAS, pair=2)
+    assert timed(gpu) == tried(blocks.BIAS_KERNEL, pair=2)
     assert launched(gpu, "attention_of_bias")[1] == 32
-    assert bias.backward(bias_call)(*bias_call)[0].shape == found.shape
+    assert backward.prepare_bias_backward(bias_call)(*bias_call)[0].shape == found.shape
 
 
 def test_decoding(gpu):
@@ -65,7 +65,7 @@ def test_decoding(gpu):
     assert len(entry.tried) == len(plan.CHANGES)
     gpu_seen = decoding.device_of(-1)
     shape = decoding.shape_of(given, decoding.numbers_of(-FAR, FAR, 0.1, 0.0), False)
-    chosen = plan.blocks_of(shape, gpu_seen, division.change_of(_config(entry.best)))
+    chosen = plan.blocks_of(shape, gpu_seen, launches.change_of(_config(entry.best)))
     sizes = [plan.blocks_of(shape, gpu_seen, change).block for change in plan.CHANGES]
     assert sizes[0] != chosen.block == min(sizes, key=lambda block: abs(block - 32))
     last = gpu.launches("decode")[-1]
@@ -96,7 +96,9 @@ def test_a_candidate_that_does_not_compile_or_has_no_room_is_passed_over(gpu):
     gpu.refuse = refuse
     kernels.forward(*call())
     chosen = launched(gpu)
-    assert chosen == min((each for each in tried(candidates.FORWARD) if each[1] > 32 and each[2] > 4), key=milliseconds)
+    assert chosen == min(
+        (each for each in tried(blocks.FORWARD_KERNEL) if each[1] > 32 and each[2] > 4), key=milliseconds
+    )
     skipped = {each.label: each.skipped for each in records.listed()[0].entries[0].tried if each.ms is None}
     assert skipped[LABEL.format(*FASTEST)] == "unfit: it does not compile: no such layout"
     assert "out of resources: shared memory" in skipped.values()
@@ -112,7 +114,7 @@ class Size(NamedTuple):
 @pytest.mark.parametrize("wrong", [torch.nan, 3.0])
 def test_a_candidate_that_computes_something_else_is_passed_over(gpu, wrong):
     configs = tuple(tuning.Config({"BLOCK": block}) for block in (64, 32, 16))
-    question = search.Question(search.identity("decode", division.SOURCES), configs, "NVIDIA L4", "bfloat16 | d=64")
+    question = search.Question(search.identity("decode", launches.SOURCES), configs, "NVIDIA L4", "bfloat16 | d=64")
     tiles: search.Tiles[Size, int] = search.Tiles(question, lambda config: Size(config.constexprs["BLOCK"]))
     results = torch.full((2, 3), torch.nan, dtype=torch.bfloat16)
 
@@ -148,7 +150,7 @@ def test_what_runs_already_is_asked_again_when_it_is_tuned(gpu):
     assert ([choice.source for choice in choices], gpu.timed) == (["tuned"], [])
     with observation.observed(force=True) as choices:
         run(*call())
-    assert timed(gpu) == tried(candidates.FORWARD)
+    assert timed(gpu) == tried(blocks.FORWARD_KERNEL)
     assert choices[0].config.label == LABEL.format(*FASTEST)
 
 

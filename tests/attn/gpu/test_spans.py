@@ -6,8 +6,8 @@ import torch
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn.calls import Call
-from opkit.attn.gpu import spans
-from opkit.attn.gpu.spans import spans_of
+from opkit.attn.gpu import tile_lists
+from opkit.attn.gpu.tile_lists import spans_of
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 
@@ -75,7 +75,7 @@ def test_they_are_kept_with_the_tensors_of_the_mask():
 
     def launched(what="all"):
         with recording() as launches:
-            spans.spans_of_call(call, ids, ids, 64, what)
+            tile_lists.spans_of_call(call, ids, ids, 64, what)
         return len(launches)
 
     assert [launched(), launched(), launched("others")] == [1, 0, 1]

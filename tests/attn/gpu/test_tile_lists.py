@@ -35,7 +35,7 @@ def launched(mask, tensors, length=1024, heads=4):
 
 @pytest.fixture(autouse=True)
 def _nothing_kept():
-    for each in (tile_lists._cache, tile_lists._order_cache, tensor_cache._tensors):
+    for each in (tile_lists._lists_cache, tile_lists._order_cache, tensor_cache._tensors):
         each.clear()
 
 
@@ -53,14 +53,14 @@ def test_lists_of_tensors_that_are_gone_are_let_go():
     for _ in range(3):
         launched(DOCUMENTS, [ids()])
         gc.collect()
-        assert len(tile_lists._cache) == 0
+        assert len(tile_lists._lists_cache) == 0
 
 
 def test_no_more_than_some_are_kept():
     kept = [ids() for _ in range(tile_lists._MAX_CACHED + 3)]
     for each in kept:
         launched(DOCUMENTS, [each])
-    assert len(tile_lists._cache) == tile_lists._MAX_CACHED
+    assert len(tile_lists._lists_cache) == tile_lists._MAX_CACHED
     assert launched(DOCUMENTS, [kept[-1]]) == ["attention_forward"]
     assert launched(DOCUMENTS, [kept[0]]) == ["tile_lists", "attention_forward"]
 
@@ -123,7 +123,7 @@ def test_lists_of_a_users_tensor_are_built_once(case):
     del x, other
     gc.collect()
     assert gone() is None
-    assert (len(tile_lists._cache), len(tensor_cache._tensors)) == (0, 0)
+    assert (len(tile_lists._lists_cache), len(tensor_cache._tensors)) == (0, 0)
 
 
 def turned(documents):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +12,17 @@ from torch import Tensor
 from opkit import config
 from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
-from opkit.attn.gpu import examples, search
-from opkit.attn.gpu.decode.division import KERNEL, SOURCES, Divided, divided, explained, question_of
+from opkit.attn.gpu import search
+from opkit.attn.gpu.decode import launches as decode_launches
+from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, question_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, parts
+from opkit.attn.gpu.limits import devices
 from opkit.attn.masks import program
-from opkit.attn.masks.memory_safety import shapes_fit, sinks_fit
+from opkit.attn.masks.program import shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op.dispatch.prepared import TunedKernel
 from opkit.op.operator import CustomOp
-
-if TYPE_CHECKING:
-    from opkit.attn.gpu.decode.launches import DecodeLaunches
 
 NAME = "split"
 FEW = 128  #: rows of a head of keys, with which reading keys takes longer than the products
@@ -39,12 +37,7 @@ TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be Na
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for few queries."""
-    op.register_kernel(where(), decode, when=predicate(Call, takes_few), name=NAME, priority=_PRIORITY, trusted=True)
-
-
-def where() -> list[str]:
-    """The devices that the kernel runs on: the CPU too in a process in which Triton interprets."""
-    return ["cuda", "cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else ["cuda"]
+    op.register_kernel(devices(), decode, when=predicate(Call, takes_few), name=NAME, priority=_PRIORITY, trusted=True)
 
 
 # ---- what is taken ---------------------------------------------------------------------------------------------------
@@ -112,7 +105,7 @@ def identities() -> list[Identity]:
     return [search.identity(KERNEL, SOURCES)]
 
 
-@functools.partial(TunedKernel, examples=tuple(examples.decoding()), identities=identities, notes=notes)
+@functools.partial(TunedKernel, examples=tuple(search.decoding_examples()), identities=identities, notes=notes)
 def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
@@ -180,15 +173,13 @@ def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeLaunches |
     }  # fmt: skip
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:
-        from opkit.attn.gpu.decode import launches as decode_launches
-
         constants = {
             **decode_launches.constants_of(blocks, group, sizes, dtype, gpu), **settled,
             "MIXED": banded and queries > 1 and group % blocks.rows != 0,
             "WHOLE": not banded and keys % blocks.block == 0,
         }  # fmt: skip
         slots = batch * -(-height // blocks.rows)
-        return decode_launches.plan(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
+        return decode_launches.launches_of(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
 
     return divided(question_of(shape, gpu, q.device, dtype), functools.partial(blocks_of, shape, gpu), made)
 

@@ -1,4 +1,4 @@
-"""Launches of the decoding kernel: the kernel for a set of constants, and the merging one where there are splits."""
+"""Launches of the decoding kernel, of the kernel that merges splits, and the search for the fastest division of calls."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import allocate_scratch
-from opkit.attn.gpu.decode.plan import DecodeBlocks, Device, parts, power
+from opkit.attn.gpu import search
+from opkit.attn.gpu.decode import plan
+from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device, parts, power
+from opkit.attn.gpu.search import Question, Tiles
 from opkit.kernels.triton.named import Named
+from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
@@ -25,6 +29,13 @@ _MERGE = Named("opkit.attn.gpu.decode.device.merge", "merge")
 _DECODED = ("q", "k", "v", "out", "lse", "sinks", "partial", "table", "lengths", "starts", "k_scale", "v_scale")
 _MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
+KERNEL = "decode"
+SOURCES = ("device/tile.py", "decode/device/decode.py", "decode/device/merge.py", "decode/plan.py")
+Divide = Callable[..., DecodeBlocks]
+# Relative to what the rules say, since these give other numbers to calls of one class.
+_CONFIGS = tuple(
+    Config({"BLOCK_TIMES": each.block, "STAGES_MORE": each.stages, "WARPS_TIMES": each.warps}) for each in CHANGES
+)
 
 
 class DecodeLaunches(NamedTuple):
@@ -75,7 +86,7 @@ class DecodeLaunches(NamedTuple):
         return took
 
 
-def plan(
+def launches_of(
     blocks: DecodeBlocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]
 ) -> DecodeLaunches:
     """The launches of a division.
@@ -183,3 +194,76 @@ def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dic
         dims = "bht" if not paged else "bth" if x in "kv" else "th"
         bound |= {f"{x}_{d}": f"{x}_stride_{n}" for n, d in enumerate(dims)}
     return bound, {f"{x}_b": 0 for x in tensors if paged and x not in "kv"}
+
+
+def divided(
+    question: Question | None, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]
+) -> DecodeLaunches | Divided:
+    """Launches of calls of some shapes.
+
+    Args:
+        question: which change of the rules is the fastest; None where they are not changed.
+        divide: the rules for these calls, of a change.
+        make: the launches of a division.
+    """
+    return make(divide()) if question is None else Divided(question, divide, make)
+
+
+class Divided:
+    """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
+
+    def __init__(self, question: Question, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]) -> None:
+        self._make = make
+        self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
+
+    def run(self, *given: Any) -> None:
+        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.run`."""
+        _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
+        launches.run(*given)
+
+    def series(
+        self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.series`."""
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            there, made = dict(zip(names, tensors, strict=True)), {name: make() for name, make in results.items()}
+            pages = tuple([there.get(name) for name in ("table", "lengths", "starts", "k_scale", "v_scale")])
+            self.run(made["out"], made["lse"], there.get("sinks"), [there[name] for name in "qkv"], pages)
+            return tuple(made.values())
+
+        return run
+
+    def _time(self, given: tuple[Any, ...], blocks: DecodeBlocks) -> search.Timed:
+        out, lse = given[:2]
+        search.emptied(out, lse)
+        return self._make(blocks).time(*given), (out, lse)
+
+
+def explained(question: Question | None, divide: Divide) -> str:
+    """How calls are divided, and why."""
+    tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
+    return tiles.explained(KERNEL, "by rule")
+
+
+def _divided(divide: Divide, config: Config | None) -> DecodeBlocks:
+    return divide() if config is None else divide(change_of(config))
+
+
+def change_of(config: Config) -> Change:
+    """The change that a configuration stands for.
+
+    >>> change_of(Config({"BLOCK_TIMES": 2, "STAGES_MORE": 0, "WARPS_TIMES": 1}))
+    Change(block=2, stages=0, warps=1)
+    """
+    said = config.constexprs
+    return Change(said["BLOCK_TIMES"], said["STAGES_MORE"], said["WARPS_TIMES"])
+
+
+def question_of(shape: DecodeShape, gpu: Device, device: torch.device, compute: torch.dtype) -> Question | None:
+    """Which change of the rules is the fastest for calls of a shape; None on GPUs that the rules were made on."""
+    machine = search.machine_for(device)
+    if machine is None:
+        return None
+    name = search.class_of(search.name_of(compute), plan.class_of(shape, plan.blocks_of(shape, gpu)))
+    return search.question(KERNEL, SOURCES, _CONFIGS, device, machine, name)

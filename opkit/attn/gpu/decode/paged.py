@@ -1,16 +1,17 @@
-"""The kernel of ``opkit::paged_attention`` on GPUs: that of decoding, which reads keys and values through a page table."""
+"""Pages on GPUs: the decoding kernel reads keys and values through a page table, and another one writes them to pages."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, like
-from opkit.attn.calls import dtypes_and_shapes
+from opkit.attn.allocation import dense_bytes, dense_rows, like
+from opkit.attn.calls import AppendCall, PagedCall, dtypes_and_shapes
+from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.decoding import (
     FAR,
     FLOATS,
@@ -20,25 +21,27 @@ from opkit.attn.gpu.decode.decoding import (
     may_share,
     numbers_of,
     refuse_batch_invariance,
-    where,
 )
-from opkit.attn.gpu.decode.division import Divided, divided, question_of
+from opkit.attn.gpu.decode.launches import DecodeLaunches, Divided, divided, question_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
-from opkit.attn.paged.cpu import PagedCall
+from opkit.attn.gpu.limits import devices
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-
-if TYPE_CHECKING:
-    from opkit.attn.gpu.decode.launches import DecodeLaunches
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel
 
 MOST_SEQUENCES = 16384  #: each program finds its own among all of them at once
 _NARROW = (torch.int8, torch.float8_e4m3fn)
+MAX_HEAD = 4096  #: elements of a head, which one program holds
+_SCALED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scale of 1 stands for
+_APPEND = Named("opkit.attn.gpu.decode.device.append", "append")
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` its kernel for GPUs."""
-    op.register_kernel(where(), paged, when=takes_pages, name=NAME, trusted=True)
+    op.register_kernel(devices(), paged, when=takes_pages, name=NAME, trusted=True)
 
 
 def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> bool:
@@ -51,7 +54,7 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     Lengths, starts and pages are read on the GPU alone, and what of them is out of range is taken as the nearest that is
     not: nothing waits for the GPU, and a CUDA graph of a call serves other lengths. Of queries that ``starts`` leaves out,
@@ -72,7 +75,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
     given_too = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
     names = ("q", "k", "v", "table", "lengths", "starts", *(name for name, x in given_too.items() if x is not None))
     launches = [_plan(call, shared).series(names, {"out": new_out, "lse": new_lse}) for shared in _shared(call)]
-    bytes_of = _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
+    bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*given: Any) -> tuple[Tensor, ...]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
@@ -88,11 +91,6 @@ def _shared(call: PagedCall) -> tuple[bool, ...]:
     """Whether values may be the first columns of keys, and then also whether they may not."""
     scaled = call.k_scale is not None or call.v_scale is not None
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
-
-
-def _bytes(pages: Tensor) -> Tensor:
-    """Float8 as bytes: few architectures have the type."""
-    return dense_rows(pages).view(torch.uint8)
 
 
 def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
@@ -113,12 +111,10 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
     }  # fmt: skip
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:
-        from opkit.attn.gpu.decode import launches as decode_launches
-
         constants = decode_launches.constants_of(blocks, group, (d, dv), computed, gpu)
         constants |= {**settled, "MIXED": mixed and group % blocks.rows != 0}
         slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
-        return decode_launches.plan(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
+        return decode_launches.launches_of(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
 
     asked = question_of(shape, gpu, call.q.device, computed)
     return divided(asked, functools.partial(blocks_of, shape, gpu), made)
@@ -127,3 +123,74 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
 def _computed(call: PagedCall) -> torch.dtype:
     """The dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
     return call.q.dtype if call.k_pages.dtype in (call.q.dtype, *_NARROW) else torch.float32
+
+
+def register_append(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::append_kv`` its kernel for GPUs."""
+    op.register_kernel(devices(), append, when=takes_append, name=NAME, trusted=True)
+
+
+def takes_append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, lengths_before: Tensor) -> bool:
+    """Whether :func:`append` takes these dtypes and sizes; pages must have dense rows, as they are written to."""
+    known = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_SCALED_MAX)
+    dense = all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in (k_pages, v_pages))
+    small = max(k.shape[-1], v.shape[-1]) <= MAX_HEAD and lengths_before.shape[0] <= MOST_SEQUENCES
+    there = k_pages.shape[0] > 0 and k_pages.shape[1] > 0
+    return known and dense and small and there and k.dtype in FLOATS and v.dtype in FLOATS
+
+
+@PreparedKernel
+def append(*given: Any) -> Callable[..., None]:
+    """Write the tokens; those without a page of the table are written nowhere, as the GPU cannot refuse them.
+
+    Raises:
+        KernelError: it was forced on a call that it does not compute.
+    """
+    call = AppendCall(*given)
+    if not takes_append(call.k, call.v, call.k_pages, call.v_pages, call.lengths_before):
+        told = dtypes_and_shapes(call[:4])
+        raise KernelError(f"opkit::append_kv: kernel {NAME!r} does not take k, v, k_pages, v_pages of {told}")
+    if 0 in call.k.shape[:2] or call.lengths_before.shape[0] == 0:
+        return lambda *_: None
+    constants = {
+        "D": call.k.shape[2], "DV": call.v.shape[2], "D_WIDE": power(call.k.shape[2]), "DV_WIDE": power(call.v.shape[2]),
+        "PAGE": call.k_pages.shape[1], "BATCH": power(call.lengths_before.shape[0]),
+        "LARGEST": _SCALED_MAX.get(call.k_pages.dtype, 1.0), "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+        "INT8": call.k_pages.dtype == torch.int8,
+    }  # fmt: skip
+    return _append_run(append_kernel(call.k_scale is not None, call.v_scale is not None, tuple(constants.items())))
+
+
+def _append_run(kernel: Any) -> Callable[..., None]:
+    def run(*given: Any) -> None:
+        call = AppendCall(*given)
+        kernel(
+            k=dense_rows(call.k), v=dense_rows(call.v), k_pages=_float8_as_bytes(call.k_pages), v_pages=_float8_as_bytes(call.v_pages),
+            table=dense_rows(call.page_table), lengths=call.lengths_before.contiguous(), starts=call.starts.contiguous(),
+            k_scale=call.k_scale, v_scale=call.v_scale, programs=call.k.shape[0] * call.k.shape[1],
+        )  # fmt: skip
+
+    return run
+
+
+def _float8_as_bytes(pages: Tensor) -> Tensor:
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+
+
+@functools.cache
+def append_kernel(k_scaled: bool, v_scaled: bool, constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
+    """The kernel for a set of constants."""
+    bound = {"batch": "lengths_size_0", "kv_heads": "k_size_1", "pages": "k_pages_size_0", "width": "table_size_1"}
+    bound |= {"table_b": "table_stride_0"}
+    bound |= {f"{x}_{d}": f"{x}_stride_{n}" for x in "kv" for n, d in enumerate("th")}
+    bound |= {f"{x}p_{d}": f"{x}_pages_stride_{n}" for x in "kv" for n, d in enumerate("bth")}
+    unused: dict[str, Any] = {"K_SCALED": k_scaled, "V_SCALED": v_scaled}
+    for x, scaled in (("k", k_scaled), ("v", v_scaled)):
+        strides = {f"{x}s_{d}": f"{x}_scale_stride_{n}" for n, d in enumerate("bth")}
+        bound |= strides if scaled else {}
+        unused |= {} if scaled else dict.fromkeys(strides, 0)
+    return triton_kernel(_APPEND, grid=_programs, bind=bound, num_warps=1, **dict(constants), **unused)
+
+
+def _programs(programs: int) -> int:
+    return programs

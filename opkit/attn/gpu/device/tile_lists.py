@@ -1,9 +1,12 @@
-"""Which tiles a mask leaves, in Triton: of each tile of queries the tiles of keys that it sees, or the other way round.
+"""Triton kernels that find which tiles and keys a mask leaves visible.
 
-A mask's program is evaluated for whole tiles, as a pair of answers for each: whether some pair of a query and a key may be seen,
-and whether all are. The first may say yes too often and the second no, never the other way round; ``NOT`` swaps them. Of bands
-and documents the answer follows from the least and the greatest number of a tile; a tensor of bools is in its slot as what
-:mod:`opkit.attn.gpu.device.tile_states` found of its tiles.
+``tile_lists`` lists for each tile of queries the tiles of keys that it sees, or the reverse. A mask's program is evaluated for
+whole tiles, as a pair of answers for each: whether some pair of a query and a key may be visible, and whether all are. The first
+may be true too often and the second false too often, never the reverse; ``NOT`` swaps them. For bands and segments the answers
+follow from the least and the greatest number in a tile; for a tensor of bools, ``tile_states`` computes them first.
+
+``tile_turns`` and ``tile_visits`` compute the order in which tiles of keys add to the gradient of a block of queries. ``spans``
+finds by bisection the span of keys that each row sees under segments whose numbers are in order.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, element, number
-from opkit.attn.gpu.device.tile_states import ALL, ANY
+from opkit.attn.gpu.device.tile import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, element, number
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+ANY, ALL = tl.constexpr(1), tl.constexpr(2)
+_WORD = tl.constexpr(16)
+STATES_RUN_TIME = ("heads", "rows", "columns", "x_stride_0", "x_stride_1", "x_stride_2")
+ORDER_RUN_TIME = ("own", "others")  #: arguments whose value no kernel is compiled for
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -94,7 +100,7 @@ def _state(
             length = number(slots, PROGRAM[at][1], b, h)
             stack = stack + ((j < length) & (i == i), (j_end < length) & (i == i))
         elif PROGRAM[at][0] == DENSE:
-            stack = stack + _found(slots, PROGRAM[at][1], b, h, i // ROWS, j // KEYS, (i < queries) & (j < limit))
+            stack = stack + _states_of(slots, PROGRAM[at][1], b, h, i // ROWS, j // KEYS, (i < queries) & (j < limit))
         else:
             low, high = _ends(slots, PROGRAM[at][1], b, h, i, queries, ROWS, True)
             stack = stack + _band(
@@ -121,7 +127,190 @@ def _ends(slots, slot: tl.constexpr, b, h, at, count, TILE: tl.constexpr, OF_QUE
 
 
 @triton.jit
-def _found(slots, slot: tl.constexpr, b, h, row, column, inside):
-    """What :func:`opkit.attn.gpu.device.tile_states.tile_states` wrote of the tiles in ``row`` and ``column``."""
+def _states_of(slots, slot: tl.constexpr, b, h, row, column, inside):
+    """What :func:`opkit.attn.gpu.device.tile_lists.tile_states` wrote of the tiles in ``row`` and ``column``."""
     state = element(slots, slot, b, h, row, column, inside)
     return ((state & ANY) != 0, (state & ALL) != 0)
+
+
+@triton.jit(do_not_specialize=STATES_RUN_TIME)
+def tile_states(
+    x, x_stride_0, x_stride_1, x_stride_2, x_stride_3, states, heads, rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """``ANY`` where tile ``program_id(0)`` of ``x`` has a true element, and ``ALL`` where it has no other, or both.
+
+    ``states`` is (batch, heads, tiles of rows, tiles of columns), contiguous, ``x`` (batch, heads, rows, columns).
+    ``program_id(1)`` is batch * heads + head. ``STEP`` divides ``ROWS``.
+    """
+    wide = tl.cdiv(columns, COLUMNS)
+    i, j = tl.program_id(0) // wide * ROWS, tl.program_id(0) % wide * COLUMNS
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    x += b.to(tl.int64) * x_stride_0 + h.to(tl.int64) * x_stride_1
+    x += i.to(tl.int64) * x_stride_2 + j.to(tl.int64) * x_stride_3
+    high, broad = tl.minimum(rows - i, ROWS), tl.minimum(columns - j, COLUMNS)
+    even = (x_stride_2 % _WORD == 0) & (x.to(tl.int64) % _WORD == 0) & (broad == COLUMNS)
+    if even:
+        count = _count(
+            tl.multiple_of(x, _WORD), x_stride_2 // _WORD * _WORD, x_stride_3, high, COLUMNS, ROWS, COLUMNS, STEP
+        )
+    else:
+        count = _count(x, x_stride_2, x_stride_3, high, broad, ROWS, COLUMNS, STEP)
+    state = tl.where(count > 0, ANY, 0) | tl.where(count == high * broad, ALL, 0)
+    tl.store(states + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), state.to(tl.uint8))
+
+
+@triton.jit
+def _count(x, stride, stride_of_columns, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
+    """How many of the first elements of ``x`` are true: of its first rows the first columns."""
+    column = tl.arange(0, COLUMNS)
+    count = tl.zeros([STEP, COLUMNS], tl.int32)
+    for first in tl.static_range(0, ROWS, STEP):
+        row = first + tl.arange(0, STEP)
+        at = x + row.to(tl.int64)[:, None] * stride + column[None, :] * stride_of_columns
+        count += tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0).to(tl.int1).to(tl.int32)
+    return tl.sum(tl.sum(count, 1), 0)
+
+
+@triton.jit(do_not_specialize=ORDER_RUN_TIME)
+def tile_turns(tiles, counts, theirs, their_counts, turns, own, others, SOME: tl.constexpr):
+    """Of each tile in the list of tile ``program_id(0)`` how many of the tiles in its list are greater than ``program_id(0)``.
+
+    ``tiles`` and ``counts`` are as :func:`opkit.attn.gpu.device.tile_lists.tile_lists` writes them, ``theirs`` and
+    ``their_counts`` the lists the other way round; ``turns`` is as ``tiles``, and written where there is a tile.
+    ``program_id(1)`` is batch * heads + head. All are contiguous.
+    """
+    mine, row, theirs, their_counts = _place_of(theirs, their_counts, own, others)
+    whole, total = tl.load(counts + 2 * row), tl.load(counts + 2 * row + 1)
+    for start in range(0, others, SOME):
+        place = start + tl.arange(0, SOME)
+        there = (place < whole) | ((place >= others - total + whole) & (place < others))
+        tile = tl.load(tiles + row * others + place, mask=there, other=0)
+        turn = _greater(theirs, their_counts, tile, there, mine, own, SOME)
+        tl.store(turns + row * others + place, turn, mask=there)
+
+
+@triton.jit(do_not_specialize=ORDER_RUN_TIME)
+def tile_visits(tiles, counts, theirs, their_counts, visits, own, others, SOME: tl.constexpr):
+    """The list of tile ``program_id(0)`` in order, with turns: of each tile in it, the least first, two numbers.
+
+    They are twice the tile, and one more if it is partly visible; and its turn, as :func:`tile_turns` counts it. ``visits`` has
+    room for all others, and is written from its front on.
+    """
+    mine, row, theirs, their_counts = _place_of(theirs, their_counts, own, others)
+    tiles += row * others
+    whole, total = tl.load(counts + 2 * row), tl.load(counts + 2 * row + 1)
+    for start in range(0, total, SOME):
+        step = start + tl.arange(0, SOME)
+        there = step < total
+        tile = tl.load(tiles + _index(step, whole, others), mask=there, other=0)
+        less = tl.zeros([SOME], tl.int32)
+        for first in range(0, total, SOME):
+            other = first + tl.arange(0, SOME)
+            each = tl.load(tiles + _index(other, whole, others), mask=other < total, other=others)
+            less += tl.sum((each[None, :] < tile[:, None]).to(tl.int32), 1)
+        to = visits + 2 * (row * others + less)
+        tl.store(to, 2 * tile + (step >= whole).to(tl.int32), mask=there)
+        tl.store(to + 1, _greater(theirs, their_counts, tile, there, mine, own, SOME), mask=there)
+
+
+@triton.jit
+def _place_of(theirs, their_counts, own, others):
+    """The tile, its number among all, and the lists of the other tiles of its batch and head, with their counts."""
+    mine, outer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    return mine, outer * own + mine, theirs + outer * others * own, their_counts + outer * others * 2
+
+
+@triton.jit
+def _index(step, whole, count):
+    """Where in a list with room for ``count`` its tile ``step`` is: whole ones are at its front, others at its back."""
+    return tl.where(step < whole, step, count - 1 - step + whole)
+
+
+@triton.jit
+def _greater(theirs, their_counts, tile, there, mine, own, SOME: tl.constexpr):
+    """How many tiles in the list of each ``tile`` are greater than ``mine``."""
+    whole = tl.load(their_counts + 2 * tile, mask=there, other=0)
+    total = tl.load(their_counts + 2 * tile + 1, mask=there, other=0)
+    found = tl.zeros([SOME], tl.int32)
+    for first in range(0, tl.max(total, 0), SOME):
+        step = (first + tl.arange(0, SOME))[None, :]
+        seen = step < total[:, None]
+        each = tl.load(theirs + tile[:, None] * own + _index(step, whole[:, None], own), mask=seen, other=0)
+        found += tl.sum((seen & (each > mine)).to(tl.int32), 1)
+    return found
+
+
+@triton.jit(do_not_specialize=("rows", "count", "rounds"))
+def spans(
+    own, own_stride_0, own_stride_1, others, others_stride_0, others_stride_1, spans, ranges, rows, count, rounds,
+    TILES: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """The spans of the rows of ``TILES`` tiles of batch ``program_id(1)``, and the ranges of these tiles.
+
+    ``own`` has a number for each of ``rows`` rows, ``others`` for each of ``count`` others, at least one. ``spans`` is (batch,
+    rows, 2): a row sees others from the first number on and before the second, (0, count) if they are not in order. ``ranges`` is
+    (batch, tiles, 4): some row sees others from the first number on and before the second, all rows from the third on and before
+    the fourth; (-1, 0, ..) if the others or the rows are not in order. Both are contiguous. ``rounds`` halvings leave nothing of
+    ``count``.
+    """
+    batch = tl.program_id(1)
+    own += batch.to(tl.int64) * own_stride_0
+    others += batch.to(tl.int64) * others_stride_0
+    fall, falls = _falls(others, others_stride_1, count, SOME)
+    least, last = tl.load(others), tl.load(others + (count - 1) * others_stride_1)
+    in_order = (falls == 0) | ((falls == 1) & (last < least))
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    row = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    inside = row < rows
+    mine = tl.load(own + row * own_stride_1, mask=inside, other=0)
+    after = tl.load(own + (row + 1) * own_stride_1, mask=row + 1 < rows, other=0)
+    tail = (falls == 1) & (mine < least)
+    begin, stop = tl.where(tail, fall, 0), tl.where(tail | (falls == 0), count, fall)
+    first = _bisected(others, others_stride_1, begin, stop, mine, rounds, False)
+    end = _bisected(others, others_stride_1, begin, stop, mine, rounds, True)
+    some = inside & (first < end)
+    first, end = tl.where(some, first, 0), tl.where(some, end, 0)
+    place = (batch.to(tl.int64) * rows + row) * 2
+    tl.store(spans + place, tl.where(in_order, first, 0), mask=inside)
+    tl.store(spans + place + 1, tl.where(in_order, end, count), mask=inside)
+    beside = (row + 1 < rows) & ((row + 1) % TILE > 0)
+    own_falls = tl.sum((beside & (mine > after)).to(tl.int32), 1)
+    least_first, greatest_end = tl.min(tl.where(some, first, MOST), 1), tl.max(end, 1)
+    said = in_order & (own_falls <= 1)
+    count_of_tiles = tl.cdiv(rows, TILE)
+    ranges += (batch.to(tl.int64) * count_of_tiles + tile) * 4
+    there = tile < count_of_tiles
+    tl.store(ranges, tl.where(said, tl.minimum(least_first, greatest_end), -1), mask=there)
+    tl.store(ranges + 1, tl.where(said, greatest_end, 0), mask=there)
+    greatest_first = tl.max(tl.where(inside, tl.where(some, first, MOST), 0), 1)
+    least_end = tl.min(tl.where(inside, end, MOST), 1)
+    tl.store(ranges + 2, tl.where(said, greatest_first, MOST), mask=there)
+    tl.store(ranges + 3, tl.where(said, least_end, 0), mask=there)
+
+
+@triton.jit
+def _falls(numbers, stride, count, SOME: tl.constexpr):
+    """Where numbers fall last, and how often."""
+    fall, falls = 0, 0
+    for start in range(0, count, SOME):
+        at = start + tl.arange(0, SOME)
+        here = tl.load(numbers + at * stride, mask=at + 1 < count, other=0)
+        falling = (at + 1 < count) & (here > tl.load(numbers + (at + 1) * stride, mask=at + 1 < count, other=0))
+        fall = tl.maximum(fall, tl.max(tl.where(falling, at + 1, 0), 0))
+        falls += tl.sum(falling.to(tl.int32), 0)
+    return fall, falls
+
+
+@triton.jit
+def _bisected(numbers, stride, begin, stop, wanted, rounds, BEYOND: tl.constexpr):
+    """The first of the rising numbers from ``begin`` on and before ``stop`` that is not less than ``wanted``, or is greater."""
+    for _ in range(rounds):
+        middle = (begin + stop) // 2
+        found = tl.load(numbers + middle * stride, mask=begin < stop, other=0)
+        less = (found <= wanted) if BEYOND else (found < wanted)
+        begin, stop = (
+            tl.where((begin < stop) & less, middle + 1, begin),
+            tl.where((begin < stop) & (less == 0), middle, stop),
+        )
+    return begin

@@ -20,7 +20,7 @@ from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper.forward import counters, describable, evenly, has_moderate_factor, on_hopper, processors
 from opkit.attn.gpu.plans import Shape, Words
-from opkit.attn.masks.memory_safety import mask_fits, results_fit, shapes_fit
+from opkit.attn.masks.program import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout

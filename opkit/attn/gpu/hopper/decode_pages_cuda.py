@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import dense_rows, overwritten
-from opkit.attn.calls import predicate
+from opkit.attn.calls import PagedCall, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
@@ -21,7 +21,6 @@ from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
 from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Pages, Problem, launched, splits_of
 from opkit.attn.gpu.hopper.library import Rows
-from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
@@ -70,7 +69,7 @@ def _described(*pages: Tensor) -> bool:
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     It takes what :func:`opkit.attn.gpu.hopper.decode_cuda.decode` takes, of pages of a multiple of 16 keys and of q's dtype, one
     or more queries of each sequence, and bands. Lengths, starts and pages are read on the GPU alone, and what of them is out of

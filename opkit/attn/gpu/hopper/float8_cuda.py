@@ -15,7 +15,7 @@ from torch import Tensor
 from opkit.attn.calls import Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda, library
-from opkit.attn.gpu.portable import float8 as portable
+from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
@@ -40,7 +40,7 @@ def takes(call: Float8Call) -> bool:
 def fits(call: Float8Call) -> bool:
     """Whether :func:`forward` can compute a call."""
     blocks = max(call.k.shape[:2]) <= _MOST
-    return blocks and portable.takes(call) and forward_cuda.plain(call.plain)
+    return blocks and portable.takes_float8(call) and forward_cuda.plain(call.plain)
 
 
 @PreparedKernel
@@ -66,7 +66,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     plain = call.plain
     launch = library.launcher_or_none(forward_cuda.library_of(plain), call.q.dtype)
     if launch is None:
-        return portable.forward.prepare(*call)
+        return portable.forward_float8.prepare(*call)
     inner = forward_cuda.launching(launch, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:

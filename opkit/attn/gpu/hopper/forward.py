@@ -16,7 +16,7 @@ from opkit.attn.calls import AnyCall, Call, dtypes_and_shapes
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
-from opkit.attn.masks.memory_safety import mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout

@@ -8,7 +8,7 @@ compiler. Calls that are not short get it, and those that ask for ``kernel="hopp
 faster for others.
 
 Under segments nvcc makes a library of its own. If numbers of keys are in order, as those of packed documents are, a tile's steps
-begin where its first document does, and a row's span of keys is found before (:mod:`opkit.attn.gpu.spans`): to hide others takes
+begin where its first document does, and a row's span of keys is found before (:mod:`opkit.attn.gpu.tile_lists`): to hide others takes
 as little as a band. Else the blocks of keys that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`).
 """
 

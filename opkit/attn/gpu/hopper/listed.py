@@ -9,7 +9,7 @@ from torch import Tensor
 from opkit.attn.calls import Call, GradientCall
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.spans import spans_of_call
+from opkit.attn.gpu.tile_lists import spans_of_call
 from opkit.attn.masks import program
 
 _POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
@@ -41,7 +41,7 @@ def lists_of(
 
     What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
     a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
-    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.spans.Spans` of its rows; and where
+    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.tile_lists.Spans` of its rows; and where
     sums are made ``in_order``, what :func:`opkit.attn.gpu.tile_lists.visits_of` gives. These must be held until the
     kernel is launched.
     """

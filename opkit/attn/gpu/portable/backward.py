@@ -1,18 +1,22 @@
-"""Calls of the portable backward kernels: from the operator's arguments to launches."""
+"""The portable backward kernels, also of the gradients of biases: from the arguments of an operator to launches."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, overwritten, rows
-from opkit.attn.calls import GradientCall
-from opkit.attn.gpu import arguments, blocks, candidates, plans
-from opkit.attn.gpu.arguments import Run
+from opkit.attn.allocation import allocate_scratch, dense_rows, overwritten, rows
+from opkit.attn.calls import BiasCall, GradientCall
+from opkit.attn.gpu import arguments, blocks, plans, search
+from opkit.attn.gpu.arguments import Launches, Run
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.masks import program
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
@@ -26,6 +30,10 @@ _DELTA = Named("opkit.attn.gpu.portable.device.backward_rows", "attention_delta"
 _OF_KEYS, _OF_QUERIES = (
     Named("opkit.attn.gpu.portable.device.backward", name) for name in ("attention_of_keys", "attention_of_queries")
 )
+_BIAS_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "sinks", "seed", *plans.TENSORS)
+_OF_BIAS = Named("opkit.attn.gpu.portable.device.bias", "attention_of_bias")
+_PROGRAMS = 4  # for each multiprocessor; where tiles are fewer, several share one out among them
+_MIN_KEYS = 16  # keys of a tile
 
 
 @functools.cache
@@ -57,7 +65,7 @@ def queries_kernel(constants: arguments.Constants) -> TritonKernel:
     )
 
 
-def backward(example: GradientCall) -> Run:
+def prepare_backward(example: GradientCall) -> Run:
     """The gradients of q, k and v, and delta, for calls like ``example``."""
     q, k, v = example[2:5]
     new = [overwritten(rows(each, each.shape[3], example.out_is_bshd)) for each in (q, k, v)]
@@ -87,12 +95,12 @@ def _launch(example: GradientCall) -> Run:
     numbers = {**_numbers(example), **plans.numbers_of(shape)}
     sums = {"heads": heads, "queries": queries, "programs": batch * heads}
     of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
-    tiles = arguments.tiles_of(candidates.OF_KEYS, example, shape)
+    tiles = arguments.tiles_of(blocks.KEYS_KERNEL, example, shape)
     theirs = {**numbers, "kv_heads": kv_heads, "programs": batch * kv_heads}
     of_keys = arguments.Tiled(
         keys_kernel, tiles, shape, dtype, ("of_k", "of_v", *_TENSORS), theirs, written=slice(2), by_keys=True
     )
-    tiles = arguments.tiles_of(candidates.OF_QUERIES, example, shape)
+    tiles = arguments.tiles_of(blocks.QUERIES_KERNEL, example, shape)
     theirs = {**numbers, "heads": heads, "programs": batch * heads}
     of_queries = arguments.Tiled(
         queries_kernel, tiles, shape, dtype, ("of_q", "sinks", *_TENSORS), theirs, written=slice(1)
@@ -116,4 +124,161 @@ def _numbers(call: GradientCall) -> dict[str, Any]:
     return {
         "group": heads // kv_heads, "queries": call.q.shape[2], "keys": call.v.shape[2], "scale": call.scale,
         "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32), "rescale": arguments.rescale(call.dropout_p),
+    }  # fmt: skip
+
+
+class Term(NamedTuple):
+    """How a term of a bias's program depends on one of its tensors.
+
+    Attributes:
+        tensor: its number.
+        depends: whether on the batch, the head, the query, and on the row and the column of the keys.
+        high, wide: rows and columns of the keys; one row but for relative positions.
+        distances: whether it is times minus the distance of query and key.
+    """
+
+    tensor: int
+    depends: tuple[bool, bool, bool, bool, bool]
+    high: int
+    wide: int
+    distances: bool = False
+
+
+def terms_of(bias: Sequence[int], shapes: Sequence[Sequence[int]], keys: int) -> Iterator[Term]:
+    """The terms of a bias's program whose tensors have these shapes, for so many keys; one for each tensor of a term.
+
+    >>> next(terms_of([program.BIAS_DENSE, 0], [(1, 2, 1, 5)], 5))
+    Term(tensor=0, depends=(False, True, False, False, True), high=1, wide=5, distances=False)
+    """
+    at = 0
+    while at < len(bias):
+        kind, first = bias[at], bias[at + 1]
+        wide = [size > 1 for size in shapes[first]]
+        if kind == program.BIAS_DENSE:
+            yield Term(first, (wide[0], wide[1], wide[2], False, wide[3]), 1, keys)
+        elif kind == program.BIAS_ALIBI:
+            yield Term(first, (wide[0], wide[1], False, False, False), 1, keys, True)
+        else:
+            yield from _relative(first, bias[at + 2], shapes)
+        at += 4 if kind == program.BIAS_REL else 2
+
+
+def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) -> Iterator[Term]:
+    high, wide = shapes[of_rows][3], shapes[of_columns][3]
+    upright = wide == 1  # one column of keys is read as one row
+    sizes = (1, high) if upright else (high, wide)
+    for number, by_row in ((of_rows, True), (of_columns, False)):
+        b, h, i = (size > 1 for size in shapes[number][:3])
+        row, column = (False, by_row) if upright else (by_row, not by_row)
+        yield Term(number, (b, h, i, row, column), *sizes)
+
+
+@functools.cache
+def bias_kernel(constants: arguments.Constants) -> TritonKernel:
+    """The kernel with its constants settled."""
+    return triton_kernel(_OF_BIAS, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants))
+
+
+def prepare_bias_backward(example: BiasCall) -> Run:
+    """The gradients of the tensors that are wanted, for calls like ``example``."""
+    roomy = arguments.fit_to_slots(example)
+    fits = roomy is example
+    shapes = [tuple(each.shape) for each in example.bias_tensors]
+    terms = list(terms_of(example.bias, shapes, example.k.shape[2]))
+    shape = arguments.shape_of(roomy)
+    makers = [
+        [_TermGradient(roomy, term, example.bias_tensors[number]) for term in terms if term.tensor == number]
+        for number in example.wanted
+    ]
+    if 0 in (example.q.numel(), example.k.numel(), example.v.numel()):
+        makers = [[] for _ in makers]
+
+    def run(*given: Any) -> list[Tensor]:
+        call = BiasCall(*given)
+        like = [call.bias_tensors[number] for number in call.wanted]
+        call = call if fits else arguments.fit_to_slots(call)
+        rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
+        sums = call.lse.contiguous(), call.delta.contiguous(), call.sinks
+        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        return [_sum_of_terms([make(call, read) for make in each], x) for each, x in zip(makers, like, strict=True)]
+
+    return run
+
+
+def _sum_of_terms(found: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of the gradients that a tensor has from each term that names it."""
+    if not found:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return functools.reduce(torch.add, found)
+
+
+class _TermGradient:
+    """Makes the gradient of a tensor as one term has it."""
+
+    def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
+        most = max(_MIN_KEYS, 1 << (term.wide - 1).bit_length())  # keys of a tile: no more than a row has, rounded up
+        self.tiles: search.Tiles[Blocks, _BiasLaunch] = arguments.tiles_of(
+            blocks.BIAS_KERNEL, call, arguments.shape_of(call), lambda size: size._replace(keys=min(size.keys, most))
+        )
+        self.term, self.shape, self.dtype = term, tuple(tensor.shape), tensor.dtype
+
+    def __call__(self, call: BiasCall, read: Sequence[Any]) -> Tensor:
+        _, launch = self.tiles.chosen or self.tiles.choose(
+            functools.partial(_bias_launch, call, self.term, bias_kernel), functools.partial(self._time, call, read)
+        )
+        made = self._room(launch, read)
+        launch.launches(made, *read)
+        return made.sum(0).to(self.dtype) if launch.shares > 1 else made[0]
+
+    def _room(self, launch: _BiasLaunch, read: Sequence[Any]) -> Tensor:
+        """Room for the shares of the gradient."""
+        dtype = torch.float32 if launch.shares > 1 else self.dtype
+        return allocate_scratch(read[0], (launch.shares, *self.shape), dtype)
+
+    def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
+        launch = _bias_launch(call, self.term, inspect.unwrap(bias_kernel), size)
+        made = self._room(launch, read)
+        search.emptied(made)
+        return launch.launches.time(made, *read), [made.sum(0).to(self.dtype)]
+
+
+class _BiasLaunch(NamedTuple):
+    """Among how many programs each tile of the gradient is shared out, and what launches them."""
+
+    shares: int
+    launches: Launches
+
+
+def _bias_launch(
+    call: BiasCall, term: Term, kernel: Callable[[arguments.Constants], TritonKernel], size: Blocks
+) -> _BiasLaunch:
+    sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
+    tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
+    own = [count for count, depends in zip(tiles, term.depends, strict=True) if depends]
+    wanted = max(1, _PROGRAMS * blocks.processors(call.q.device) // math.prod(own))
+    shares = min(wanted, math.prod(tiles) // math.prod(own))
+    numbers = {
+        **_bias_numbers(call), **plans.numbers_of(arguments.shape_of(call)), "high": term.high, "wide": term.wide,
+        "shares": shares, "own": math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d),
+        "programs": math.prod(n for n, d in zip(tiles[:2], term.depends[:2], strict=True) if d),
+    }  # fmt: skip
+    constants = _bias_constants(call, term, size)
+    return _BiasLaunch(shares, arguments.launcher(bias_kernel, constants, call.q.dtype, _BIAS_TENSORS, numbers))
+
+
+def _bias_constants(call: BiasCall, term: Term, size: Blocks) -> arguments.Constants:
+    names = ("BY_BATCH", "BY_HEAD", "BY_QUERY", "BY_ROW", "BY_COLUMN")
+    found = dict(arguments.constants_of(call, arguments.shape_of(call), size))
+    found |= {**dict(zip(names, term.depends, strict=True)), "IMAGE": term.high > 1, "DISTANCES": term.distances}
+    del found["LISTED"]
+    return tuple(found.items())
+
+
+def _bias_numbers(call: BiasCall) -> dict[str, Any]:
+    """The numbers that the kernel takes whichever tensor it is for."""
+    (batch, heads, queries, _), kv_heads = call.q.shape, call.v.shape[1]
+    return {
+        "batch": batch, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": call.v.shape[2],
+        "scale": call.scale, "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32),
+        "rescale": arguments.rescale(call.dropout_p),
     }  # fmt: skip

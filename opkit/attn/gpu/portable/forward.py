@@ -1,20 +1,24 @@
-"""Calls of the portable forward kernel: from the operator's arguments to launches."""
+"""The portable forward kernel: from the arguments of an operator to launches, also for ``opkit::attention_float8``."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, overwritten, rows
-from opkit.attn.calls import Call
-from opkit.attn.gpu import arguments, blocks, candidates, plans, search
+from opkit.attn.allocation import dense_bytes, dense_rows, overwritten, rows
+from opkit.attn.calls import Call, Float8Call, dtypes_and_shapes, predicate
+from opkit.attn.gpu import arguments, blocks, plans, search
 from opkit.attn.gpu.arguments import Run
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, sizes_fit
+from opkit.attn.masks.program import sinks_fit
+from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
+from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
@@ -22,10 +26,13 @@ _DESCALES = ("q_by", "k_by", "v_by")
 _TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *plans.TENSORS)
 _RESULTS = slice(6, 8)  # of these, out and lse
 _FORWARD = Named("opkit.attn.gpu.portable.device.forward", "attention_forward")
+NAME = "triton"
+_MIN_FLOAT8_HEAD = 16  #: channels; products of float8 take more at once
+_FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @functools.cache
-def kernel(constants: arguments.Constants) -> TritonKernel:
+def forward_kernel(constants: arguments.Constants) -> TritonKernel:
     """The forward kernel with its constants settled."""
     return triton_kernel(
         _FORWARD,
@@ -34,7 +41,7 @@ def kernel(constants: arguments.Constants) -> TritonKernel:
     )
 
 
-def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
+def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     """The operator's result and log-sum-exp, for calls like ``example``; descales may follow the arguments of a call.
 
     With ``ordered`` what a query gives does not depend, to the last bit, on what is computed beside it. ``fp8`` is as
@@ -50,7 +57,9 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
     numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
-    launch = arguments.Tiled(kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants)
+    launch = arguments.Tiled(
+        forward_kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants
+    )
 
     def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
         call = Call(*given) if fits else arguments.fit_to_slots(Call(*given))
@@ -64,7 +73,7 @@ def forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
 
 def tiles_of(call: Call) -> search.Tiles[Any, Any]:
     """The tiles of calls like this one, whose mask and bias have room in the kernel."""
-    return arguments.tiles_of(candidates.FORWARD, call, arguments.shape_of(call))
+    return arguments.tiles_of(blocks.FORWARD_KERNEL, call, arguments.shape_of(call))
 
 
 def _numbers(call: Call) -> dict[str, Any]:
@@ -75,3 +84,54 @@ def _numbers(call: Call) -> dict[str, Any]:
         "scale": call.scale, "softcap": call.softcap, "threshold": math.ceil(call.dropout_p * 2**32),
         "rescale": arguments.rescale(call.dropout_p),
     }  # fmt: skip
+
+
+def register_float8(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention_float8`` its kernel."""
+    op.register_kernel(device(), forward_float8, when=predicate(Float8Call, takes_float8), name=NAME, trusted=True)
+
+
+def takes_float8(call: Float8Call) -> bool:
+    """Whether :func:`forward_float8` takes a call: what the portable forward takes, in float8_e4m3fn or float8_e5m2."""
+    sizes = call.q.shape[0], call.k.shape[1]
+    descaled = len(call.descales) == 3 and all(x.shape == sizes and x.dtype == torch.float32 for x in call.descales)
+    return call.q.dtype in _FLOAT8 and descaled and sizes_fit(call.plain) and sinks_fit(call.sinks, call.q)
+
+
+@arguments.tuned_float8
+def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    Products of queries and keys are those of the tensor cores for float8 where these have some (NVIDIA's from compute
+    capability 8.9 on, of heads of more than 16), and of float16 elsewhere. On Hopper the former keep 14 bits of a sum.
+    Probabilities are rounded to float16 before they meet the values, which float16 holds exactly.
+
+    Raises:
+        KernelError: it does not take the call.
+    """
+    call = Float8Call(*given)
+    if not takes_float8(call):
+        shapes = dtypes_and_shapes(call[:3])
+        raise KernelError(
+            f"opkit::attention_float8: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}. "
+            f"It takes float8_e4m3fn and float8_e5m2, heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}), and tensors "
+            "as opkit.attention makes them. Leave the choice to opkit, or force kernel='reference'."
+        )
+    native = multiplies_float8(call.q.device) and call.q.shape[3] > _MIN_FLOAT8_HEAD
+    inner = prepare_forward(call.plain, fp8="native" if native else _FLOAT8[call.q.dtype])
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        call = Float8Call(*given)
+        plain = call.plain
+        if not native:
+            plain = plain._replace(q=dense_bytes(call.q), k=dense_bytes(call.k), v=dense_bytes(call.v))
+        return inner(*plain, by=[each.contiguous() for each in call.descales])
+
+    return run
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether the tensor cores of a GPU multiply these kinds of float8; of no GPU, those of an H200."""
+    if device.type != "cuda":
+        return device.type == "meta"
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -14,37 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import dense_rows, like
+from opkit.attn.allocation import dense_bytes, dense_rows, like
 from opkit.attn.batch_invariant import NAME, switched_on
-from opkit.attn.calls import Call
-from opkit.attn.gpu import blocks, plans
-from opkit.attn.gpu.decode import decoding
+from opkit.attn.calls import Call, PagedCall
+from opkit.attn.gpu import arguments, blocks, plans
 from opkit.attn.gpu.decode.paged import takes_pages
-from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
-from opkit.attn.paged.cpu import PagedCall
+from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, devices, takes
+from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
+from opkit.op.triton.declare import triton_kernel
 
-_PAGED = Named("opkit.attn.gpu.portable.device.paged", "attention_forward_paged")
+_PAGED = Named("opkit.attn.gpu.portable.device.forward", "attention_forward_paged")
 _FIRST = 10  # of priorities, above those of all other kernels
 _TENSORS = ("q", "k", "v", "out", "lse", "sinks", "table", "lengths", "starts", "k_scale", "v_scale")
 
 
 def name() -> str:
     """Its name; in a process in which Triton interprets, processors' kernels have that of GPUs'."""
-    return NAME + "_triton" if "cpu" in decoding.where() else NAME
+    return NAME + "_triton" if "cpu" in devices() else NAME
 
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel: it runs where it is forced, or for all calls with ``OPKIT_BATCH_INVARIANT=1``."""
-    op.register_kernel(decoding.where(), forward, when=switched_on, name=name(), priority=_FIRST, trusted=True)
+    op.register_kernel(devices(), forward, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel."""
-    op.register_kernel(decoding.where(), paged, when=switched_on, name=name(), priority=_FIRST, trusted=True)
+    op.register_kernel(devices(), paged, when=switched_on, name=name(), priority=_FIRST, trusted=True)
 
 
 @PreparedKernel
@@ -54,19 +54,17 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    from opkit.attn.gpu.portable import forward as portable
-
     call = Call(*given)
     if call.dropout_p != 0 or not takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
-    return portable.forward(call, ordered=True)
+    return portable.prepare_forward(call, ordered=True)
 
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """As :func:`forward` of the same keys, bit by bit; pages of another dtype than ``q``'s are computed in float32.
 
-    Its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
+    Its arguments are a :class:`opkit.attn.calls.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
     them is out of range is taken as the nearest that is not: nothing waits for the GPU.
 
     Raises:
@@ -84,7 +82,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
     launch = _launch(call)
-    bytes_of = _bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
+    bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
@@ -97,13 +95,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _bytes(pages: Tensor) -> Tensor:
-    return dense_rows(pages).view(torch.uint8)
-
-
 def _launch(call: PagedCall) -> Callable[..., Any]:
-    from opkit.attn.gpu import arguments
-
     (total, heads, d), (pages, page, kv_heads, e) = call.q.shape, call.v_pages.shape
     same = call.k_scale is None and call.v_scale is None and call.k_pages.dtype == call.q.dtype
     compute = call.q.dtype if same else torch.float32
@@ -124,8 +116,6 @@ def _launch(call: PagedCall) -> Callable[..., Any]:
 
 @functools.cache
 def _kernel(constants: tuple[tuple[str, Any], ...]) -> Any:
-    from opkit.op.triton.declare import triton_kernel
-
     return triton_kernel(_PAGED, grid=lambda tall, programs: (tall, programs), **dict(constants))
 
 

@@ -11,6 +11,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from opkit.attn.gpu.decode.device.decode import RUN_TIME, finished, natural, place_of
+from opkit.attn.gpu.device.tile import LOG2E
+from opkit.attn.gpu.portable.device.forward import LN2
 
 
 @triton.jit(do_not_specialize=(*RUN_TIME, "height"))
@@ -97,3 +99,30 @@ def _summed(partial, r, base, splits, FIRST: tl.constexpr, PART: tl.constexpr, W
 def _write(at, x, FIRST: tl.constexpr, PART: tl.constexpr, DV: tl.constexpr):
     column = FIRST + tl.arange(0, PART)
     tl.store(at + column, x.to(at.dtype.element_ty), mask=column < DV)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def merge_parts(
+    out0, out1, out2, out3, out4, out5, out6, out7, lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7, out, lse, rows,
+    COUNT: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``ROWS * program_id(0)`` and those after them, of ``COUNT`` parts; all tensors are contiguous."""
+    outs = (out0, out1, out2, out3, out4, out5, out6, out7)
+    lses = (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
+    i, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    inside = (i < rows)[:, None] & (column < D)[None, :]
+    at = i[:, None] * D + column[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    for part in tl.static_range(COUNT):
+        power = tl.load(lses[part] + i, mask=i < rows, other=float("-inf"))
+        higher = tl.maximum(top, power)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, fade = tl.exp2((power - base) * LOG2E), tl.exp2((top - base) * LOG2E)
+        x = tl.load(outs[part] + at, mask=inside & (weight > 0)[:, None], other=0.0).to(tl.float32)
+        acc = acc * fade[:, None] + weight[:, None] * x
+        total, top = total * fade + weight, higher
+    factor = 1.0 / tl.where(total == 0, 1.0, total)
+    tl.store(out + at, (acc * factor[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + i, top + tl.log2(total) * LN2, mask=i < rows)

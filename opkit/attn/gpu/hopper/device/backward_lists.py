@@ -1,7 +1,7 @@
 """The blocks of queries that a tile of keys visits in the Hopper backward, where a list has them, and what is told of each.
 
 :mod:`opkit.attn.gpu.device.tile_lists` makes the lists, of the keys of each tile the blocks of queries; heads of queries that
-share keys may have different ones. :mod:`opkit.attn.gpu.device.tile_turns` says, of each block in a list, how many tiles of keys
+share keys may have different ones. :mod:`opkit.attn.gpu.device.tile_lists` says, of each block in a list, how many tiles of keys
 add to the gradient of those queries before this one. The warp that loads reads both, and tells of a block in a table. The
 warpgroups that multiply find there, by the buffers that the block is in, its first row, in bits 0 and 1 whether it is partly
 seen, and the head. What adds up, a warp or for wide heads two, finds the sum's place and the turn, by the step: of four steps,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import LOG2E
+from opkit.attn.gpu.device.tile import LOG2E
 from opkit.attn.gpu.hopper.device.backward_large import (
     add_large_rows,
     head_of,

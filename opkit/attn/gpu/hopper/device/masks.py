@@ -1,13 +1,13 @@
 """Masks on Hopper that are more than a band: lists of live tiles, and programs of which only these are asked.
 
-:mod:`opkit.attn.gpu.device.tile_lists` makes the lists, :mod:`opkit.attn.gpu.device.programs` says what a program means. What a
+:mod:`opkit.attn.gpu.device.tile_lists` makes the lists, :mod:`opkit.attn.gpu.device.tile` says what a program means. What a
 program reads lies in a table in shared memory: in most tiles every key is seen, and nothing of it is needed.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn.gpu.device import programs
+from opkit.attn.gpu.device import tile
 from opkit.attn.gpu.hopper.device.table import MASK, keep, kept
 from opkit.attn.gpu.hopper.device.work import ROWS
 from opkit.attn.masks import program
@@ -15,8 +15,8 @@ from opkit.attn.masks import program
 _LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
 _SLOTS = gl.constexpr(MASK + 2)
 _NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
-_visible = gluon.jit(programs.visible.fn)
-_of_queries, _of_keys = gluon.jit(programs.of_queries.fn), gluon.jit(programs.of_keys.fn)
+_visible = gluon.jit(tile.visible.fn)
+_of_queries, _of_keys = gluon.jit(tile.of_queries.fn), gluon.jit(tile.of_keys.fn)
 _FIRST = gl.constexpr(5)  #: what a slot tells beside a pointer and four strides: the place of a tile's first column
 
 

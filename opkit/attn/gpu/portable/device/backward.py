@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import LOG2E, kept
-from opkit.attn.gpu.device.tile import logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
+from opkit.attn.gpu.device.tile import LOG2E, kept, logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
 from opkit.attn.gpu.portable.device.backward_rows import apart_of, bases_of, exact_sums, folded_bases, is_large, loaded
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 

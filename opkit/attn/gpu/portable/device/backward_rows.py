@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import LOG2E
-from opkit.attn.gpu.device.tile import columns_of, rows_of
+from opkit.attn.gpu.device.tile import LOG2E, columns_of, rows_of
 from opkit.attn.gpu.portable.device.forward import started, weights_of
 
 LARGE = tl.constexpr(4096.0)  #: a log-sum-exp that is no larger is exact to 2^-13

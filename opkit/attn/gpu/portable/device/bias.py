@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import kept, kept_each
-from opkit.attn.gpu.device.tile import columns_of, rows_of, seen
+from opkit.attn.gpu.device.tile import columns_of, kept, kept_each, rows_of, seen
 from opkit.attn.gpu.portable.device.backward import slopes_of_logits
 from opkit.attn.gpu.portable.device.backward_rows import bases_of, exact_sums, loaded
 from opkit.attn.gpu.portable.device.forward import RUN_TIME

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
-from opkit.attn.calls import dtypes_and_shapes
+from opkit.attn.calls import PagedCall, dtypes_and_shapes
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.decode.plan import device_of, power, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
-from opkit.attn.gpu.mla.decode import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors
-from opkit.attn.paged.cpu import PagedCall
+from opkit.attn.gpu.hopper.mla import (
+    DTYPES,
+    MOST,
+    NAME,
+    ROWS,
+    STEP,
+    VALUES,
+    MlaDivision,
+    MlaForm,
+    MlaLaunches,
+    Queries,
+    factors,
+    launches_of,
+)
 from opkit.errors import KernelError
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-
-if TYPE_CHECKING:
-    from opkit.attn.gpu.mla.launches import Plan
 
 MOST_SEQUENCES = 1024  #: each program finds its own among all of them at once
 _PLACES = 64  # of a page, or a multiple: what is loaded at once
@@ -73,7 +82,7 @@ def fits(
 
 @PreparedKernel
 def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.paged.cpu.PagedCall`.
+    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values; pages
     of a multiple of 64; heads that 64 divides to each of keys; no window and no scales; up to 1024 sequences. Lengths, starts
@@ -125,13 +134,11 @@ def _one_batch(q: Tensor) -> Tensor:
     return q.transpose(0, 1).unsqueeze(0)
 
 
-def _plan(call: PagedCall) -> Plan:
-    from opkit.attn.gpu.mla.launches import ROWS, Division, Form, plan
-
+def _plan(call: PagedCall) -> MlaLaunches:
     (total, heads, channels), (_, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     batch, keys, group = call.lengths.shape[0], call.page_table.shape[1] * page, heads // kv_heads
     gpu = device_of(decoding.index_of(call.q))
-    form = Form(
+    form = MlaForm(
         group, call.softcap > 0, call.sinks is not None, page=page, batch=max(128, power(batch))
     )  # fmt: skip
     tiles = batch * kv_heads * -(-group * -(-total // batch) // ROWS)
@@ -140,4 +147,4 @@ def _plan(call: PagedCall) -> Plan:
     numbers = {
         "lower": -decoding.FAR, "upper": upper, "channels": channels, "keys": keys, **factors(call.scale, call.softcap)
     }  # fmt: skip
-    return plan(form, Division(slots, splits, kv_heads), gpu, numbers)
+    return launches_of(form, MlaDivision(slots, splits, kv_heads), gpu, numbers)

@@ -1,4 +1,4 @@
-"""What the warps of :mod:`opkit.attn.gpu.mla.device.decode` share: what a program goes over, its buffers and their filling."""
+"""What the warps of :mod:`opkit.attn.gpu.hopper.device.mla` share: what a program goes over, its buffers and their filling."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

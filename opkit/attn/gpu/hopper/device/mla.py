@@ -18,19 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.softmax import (
-    added,
-    capped,
-    exact_weights,
-    exp2,
-    normal,
-    raised,
-    rescaled,
-    row_max,
-    row_sums,
-)
-from opkit.attn.gpu.hopper.device.work import ROWS
-from opkit.attn.gpu.mla.device.work import (
+from opkit.attn.gpu.hopper.device.mla_work import (
     BARRIERS,
     EMPTY,
     EMPTY_P,
@@ -45,6 +33,18 @@ from opkit.attn.gpu.mla.device.work import (
     sequence,
     zero,
 )
+from opkit.attn.gpu.hopper.device.softmax import (
+    added,
+    capped,
+    exact_weights,
+    exp2,
+    normal,
+    raised,
+    rescaled,
+    row_max,
+    row_sums,
+)
+from opkit.attn.gpu.hopper.device.work import ROWS
 
 _LN2 = gl.constexpr(0.6931471805599453)
 _SLACK = gl.constexpr(8.0)  #: powers of two by which maxima may grow before sums are rescaled

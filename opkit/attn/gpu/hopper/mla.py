@@ -1,26 +1,31 @@
-"""The kernel of latent attention for sm_90 (:mod:`opkit.attn.gpu.mla.device.decode`): which calls it takes, and a call of it."""
+"""Latent attention of few queries on sm_90: which calls the kernel takes, and its launches."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import overwritten, rows
+from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
-from opkit.attn.gpu.decode.plan import device_of, splits_of
+from opkit.attn.gpu.decode.launches import merged
+from opkit.attn.gpu.decode.plan import Device, device_of, splits_of
 from opkit.attn.gpu.hopper.forward import describable, on_hopper
+from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
-from opkit.attn.masks.memory_safety import mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.kernels.triton.named import Named
+from opkit.kernels.triton.symbols import Layout
 from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.operator import CustomOp
-
-if TYPE_CHECKING:
-    from opkit.attn.gpu.mla.launches import Plan
+from opkit.op.triton.declare import triton_kernel
+from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
+from opkit.op.triton.launch import PreparedLaunch
 
 NAME = "mla"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -28,9 +33,12 @@ VALUES, MOST = 512, 576  #: channels of values, and the most of keys
 FEWEST = 33  #: heads that share keys; with fewer more than half of a tile of 64 would be idle
 STEP = 128  #: keys of a pair of blocks
 _LOG2E = 1.4426950408889634
-_ROWS = 64  # heads of a tile
+ROWS = 64  # heads of a tile
 _PRIORITY = 3  # above the kernel for few queries
 Run = Callable[..., tuple[Tensor, Tensor]]
+_REGISTERS, _LOADER_REGISTERS, _ALL_REGISTERS = 240, 24, 168  # the last of each thread before they are shared out
+_MLA = Named("opkit.attn.gpu.hopper.device.mla", "mla")
+_TENSORS = ("q", "k", "out", "lse", "sinks", "partial", "table", "lengths", "starts")
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -60,7 +68,7 @@ def fits(call: Call) -> bool:
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in k.shape:
         return False
     latent = VALUES == v.shape[3] < k.shape[3] <= MOST and k.stride() == v.stride() and describable(k)
-    tiled = q.shape[2] == k.shape[1] == 1 or (q.shape[1] // k.shape[1]) % _ROWS == 0
+    tiled = q.shape[2] == k.shape[1] == 1 or (q.shape[1] // k.shape[1]) % ROWS == 0
     short = max(q.shape[2], k.shape[2]) < decoding.FAR
     plain = not call.bias and call.dropout_p == 0 and call.scale > 0 and sinks_fit(call.sinks, q)
     return latent and tiled and short and plain and seen(call.mask) is not None and mask_fits(call)
@@ -138,22 +146,20 @@ class _Others:
 
     def __call__(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if self.run is None:
-            from opkit.attn.gpu.portable import forward as portable
-
             call = Call(*given)
             few = decoding.takes_few(call)
-            self.run = decoding.decode.prepare(*given) if few else portable.forward(call)
+            self.run = decoding.decode.prepare(*given) if few else portable.prepare_forward(call)
         return self.run(*given)
 
 
 class Queries:
     """Queries as TMA can read them, and the launches for them: a copy's strides may be others, so it has its own."""
 
-    def __init__(self, q: Tensor, plan: Callable[[], Plan]) -> None:
+    def __init__(self, q: Tensor, plan: Callable[[], MlaLaunches]) -> None:
         self.plan, self.described = plan, describable(q)
-        self.plans: dict[bool, Plan] = {}
+        self.plans: dict[bool, MlaLaunches] = {}
 
-    def __call__(self, q: Tensor) -> tuple[Tensor, Plan]:
+    def __call__(self, q: Tensor) -> tuple[Tensor, MlaLaunches]:
         copied = not self.described or q.data_ptr() % 16 > 0
         found = self.plans.get(copied)
         if found is None:
@@ -161,17 +167,15 @@ class Queries:
         return q.clone(memory_format=torch.contiguous_format) if copied else q, found
 
 
-def _plan(call: Call, said: Seen) -> Plan:
-    from opkit.attn.gpu.mla.launches import Division, Form, plan
-
+def _plan(call: Call, said: Seen) -> MlaLaunches:
     (batch, heads, queries, _), (_, kv_heads, keys, channels) = call.q.shape, call.k.shape
     group, gpu = heads // kv_heads, device_of(decoding.index_of(call.q))
-    slots = batch * queries * -(-group // _ROWS)
+    slots = batch * queries * -(-group // ROWS)
     splits = splits_of(slots * kv_heads, gpu.processors, -(-keys // STEP))
     lengths = 0 if said.lengths is None else 1 + (call.mask_tensors[said.lengths].shape[0] > 1)
-    form = Form(group, call.softcap > 0, call.sinks is not None, lengths)
+    form = MlaForm(group, call.softcap > 0, call.sinks is not None, lengths)
     numbers = {"lower": said.lower, "upper": said.upper, "channels": channels, **factors(call.scale, call.softcap)}
-    return plan(form, Division(slots, splits, kv_heads), gpu, numbers)
+    return launches_of(form, MlaDivision(slots, splits, kv_heads), gpu, numbers)
 
 
 def factors(scale: float, softcap: float) -> dict[str, float]:
@@ -179,3 +183,95 @@ def factors(scale: float, softcap: float) -> dict[str, float]:
     if softcap > 0:
         return {"factor": softcap * _LOG2E, "inner": scale / softcap}
     return {"factor": scale * _LOG2E, "inner": 1.0}
+
+
+class MlaLaunches(NamedTuple):
+    """The launches of calls of some shapes.
+
+    Attributes:
+        kernel: the launch of the kernel.
+        merge: that of the kernel that merges splits; None where there is one split.
+        partial: elements of what is merged.
+        paged: whether results are of (total, heads), of which the kernel makes (1, heads, total).
+    """
+
+    kernel: PreparedLaunch
+    merge: PreparedLaunch | None
+    partial: int
+    paged: bool
+
+    def run(self, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *pages: Tensor | None) -> None:
+        """Launch on what is read and what is written, and on the table of pages, lengths and starts, each perhaps None."""
+        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
+        given = lse if sinks is None else sinks
+        written = (out.transpose(0, 1).unsqueeze(0), lse.t().unsqueeze(0)) if self.paged else (out, lse)
+        self.kernel(q, k, *written, given, partial, *pages)
+        if self.merge is not None:
+            self.merge(partial, out, lse, given, *pages[1:])
+
+
+class MlaForm(NamedTuple):
+    """What the kernel is compiled for: the parameters of the device function with these names in capitals."""
+
+    group: int
+    capped: bool = False
+    sinks: bool = False
+    lengths: int = 0
+    page: int = 0
+    batch: int = 1
+
+
+class MlaDivision(NamedTuple):
+    """How a call is divided: slots of tiles for each head of keys, splits of each tile, and heads of keys of a sequence."""
+
+    slots: int
+    splits: int
+    kv_heads: int
+
+
+def launches_of(form: MlaForm, division: MlaDivision, gpu: Device, numbers: dict[str, Any]) -> MlaLaunches:
+    """The launches of a division of a call; ``numbers`` are those of the device function that follow from no tensor."""
+    shared = division._asdict()
+    launch = PreparedLaunch(_kernel(form, division.splits > 1), _TENSORS, {**numbers, **shared})
+    if division.splits == 1:
+        return MlaLaunches(launch, None, 0, form.page > 0)
+    constants = {
+        "GROUP": form.group, "DV": VALUES, "DV_WIDE": VALUES, "DV_REST": 0, "ROWS": ROWS, "BATCH": form.batch,
+        "PAGE": form.page, "SINKS": form.sinks, "PDL": gpu.overlaps,
+    }  # fmt: skip
+    keys = {"keys": numbers["keys"]} if form.page else {}
+    merge = merged(constants, {**shared, **keys, "height": min(form.group, ROWS)})
+    programs = division.slots * division.splits * division.kv_heads
+    return MlaLaunches(launch, merge, programs * ROWS * (VALUES + 2), form.page > 0)
+
+
+@functools.cache
+def _kernel(form: MlaForm, split: bool) -> TritonKernel:
+    layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    rows, half, rest = (1, ROWS, 1, 256), (1, 1, 64, 256), (1, 1, 64, 64)
+    if form.page:
+        half, rest = ((x[0], x[2], x[1], x[3]) for x in (half, rest))
+    strides = {f"{x}_{d}": f"{x}_stride_{n}" for x in ("q", "lse") for n, d in enumerate("bht")}
+    sizes = {"batch": "q_size_0", "queries": "q_size_2"}
+    constants: dict[str, Any] = {name.upper(): value for name, value in form._asdict().items()}
+    if form.page:
+        sizes |= {"batch": "lengths_size_0", "pages": "k_size_0", "table_b": "table_stride_0"}
+    else:
+        sizes |= {"keys": "k_size_2"}
+        constants |= {"pages": 0, "table_b": 0}
+    return triton_kernel(
+        _MLA,
+        grid=lambda slots, kv_heads, splits: slots * kv_heads * splits,
+        bind={**strides, **sizes},
+        q_desc=tensor_descriptor("q", block=rows, layout=layout),
+        half_desc=tensor_descriptor("k", block=half, layout=layout),
+        rest_desc=tensor_descriptor("k", block=rest, layout=layout),
+        out_desc=tensor_descriptor("out", block=rows, layout=layout),
+        **constants,
+        SPLIT=split,
+        REGISTERS=_REGISTERS,
+        LOADER_REGISTERS=_LOADER_REGISTERS,
+        num_warps=4,
+        maxnreg=_ALL_REGISTERS,
+        targets=("sm_90",),
+    )

@@ -1,1 +1,0 @@
-"""Latent attention of few queries, whose values are a part of the keys, for sm_90 in Gluon."""
