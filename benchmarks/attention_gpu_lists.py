@@ -35,7 +35,7 @@ from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import listed
+from opkit.attn.gpu.hopper import library
 from opkit.attn.masks.algebra import lower
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
@@ -152,14 +152,14 @@ def building(call: attention_calls.Call) -> dict[str, Call]:
     shape = plans.shape_of(tuple(call.mask), ())
     forward, backward = tiles_of(call.q.shape[3])
     lists = [built(call, shape, backward, by_keys) for by_keys in (True, False)]
-    with_spans = functools.partial(listed.lists_of, call, TILE, TILE, False)
+    with_spans = functools.partial(library.lists_of, call, TILE, TILE, False)
     return {
         "forward, us": lambda: built(call, shape, forward, False),
         "backward, us": lambda: built(call, shape, backward, True),
         "its other way, us": lambda: built(call, shape, backward, False),
         "order, us": lambda: tile_lists.turns_of(lists[0], lists[1]),
         "visits, us": lambda: tile_lists.visits_of(lists[0], lists[1]),
-        **({"with spans, us": lambda: forgetting(with_spans)} if listed.of_segments(shape) else {}),
+        **({"with spans, us": lambda: forgetting(with_spans)} if library.of_segments(shape) else {}),
     }
 
 

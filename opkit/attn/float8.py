@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit.attn import arguments, reference
 from opkit.attn.calls import Float8Call
-from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.gpu.portable import forward
 from opkit.attn.operator import attention_operator
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
@@ -80,7 +80,7 @@ def attention_float8_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op = custom_op("opkit::attention_float8", mutates_args=())(attention_float8)
     op.register_kernel("cpu", in_float32, name="float32", trusted=True)
     forward.register_float8(op)
-    float8_cuda.register(op)
+    forward_cuda.register_float8(op)
     return op
 
 

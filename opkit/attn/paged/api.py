@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opkit.attn import batch_invariant
 from opkit.attn.gpu.decode.paged import register_append, register_paged
-from opkit.attn.gpu.hopper import decode_pages_cuda
+from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
 from opkit.attn.masks.program import UNLIMITED
@@ -33,7 +33,7 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode", trusted=True)
     batch_invariant.register_paged(op)
     register_paged(op)
-    decode_pages_cuda.register_paged(op)
+    decode_cuda.register_paged(op)
     mla_paged.register_paged(op)
     invariant.register_paged(op)
     return op

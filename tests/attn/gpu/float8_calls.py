@@ -7,7 +7,7 @@ from hopper_calls import CAUSAL, bottom_right
 from hopper_masks import documents
 
 from opkit.attn.float8 import attention_float8
-from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
 
 KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -59,17 +59,17 @@ def every_number(dtype, device="cpu"):
     v = torch.arange(256).to(torch.uint8).view(dtype)
     v = v[v.float().isfinite()].reshape(1, 1, -1, 1).repeat(1, 1, 1, 128).to(device)
     q, ones = torch.zeros(1, 1, v.shape[2], 128).to(device, dtype), [torch.ones(1, 1, device=device)] * 3
-    out, _ = float8_cuda.forward(q, q, v, ones, [], [], None, [program.BAND, 0, 0], [], 1.0, 0.0, False)
+    out, _ = forward_cuda.forward_float8(q, q, v, ones, [], [], None, [program.BAND, 0, 0], [], 1.0, 0.0, False)
     assert torch.equal(out, v.to(torch.bfloat16))
 
 
 def hidden_stays_hidden(head, device="cpu"):
     """What is no number reaches the queries that see it alone. Those beside them are computed again, in another order."""
     call = given((1, (2, 1), 200, 200), head, CAUSAL, device=device)
-    clean, _ = float8_cuda.forward(*call)
+    clean, _ = forward_cuda.forward_float8(*call)
     call[1].view(torch.uint8)[:, :, 150:] = 0x7F  # NaN
     call[2].view(torch.uint8)[:, :, 120, 3] = 0x7F
-    out, _ = float8_cuda.forward(*call)
+    out, _ = forward_cuda.forward_float8(*call)
     torch.testing.assert_close(out[:, :, :120], clean[:, :, :120], rtol=2**-7, atol=2**-8)
     assert out[:, :, 120:, 3].isnan().all()
     assert out[:, :, 150:].isnan().all()

@@ -7,7 +7,7 @@ from hopper_calls import BF16, FP16, arguments, compared
 from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn import reference
-from opkit.attn.gpu.hopper import decode_cuda, decode_pages_cuda
+from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
@@ -34,7 +34,7 @@ DECODED = {  # (batch, heads of queries and of keys, queries, keys), and what el
 
 def divided(monkeypatch, splits):
     """Calls have so many splits, also where there are none of keys."""
-    for module in (decode_cuda, decode_pages_cuda):
+    for module in (decode_cuda, decode_cuda):
         monkeypatch.setattr(module, "splits_of", lambda *sizes: splits)
 
 
@@ -130,7 +130,7 @@ class TestPages:
         starts, page, what = PAGED[case]
         cache = Cache(RAGGED, page, 2, head, dtype=dtype)
         q, what = cache.queries(starts[-1], 6, dtype), what | {"scale": head**-0.5}
-        of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
+        of_pages(decode_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("splits", [1, 2])
@@ -142,7 +142,7 @@ class TestPages:
         cache = Cache(RAGGED, 16, 1, head, dtype=dtype)
         starts, what = [0, 1, 2, 3, 4, 5], {"scale": head**-0.5, "lower": -90}
         q = cache.queries(5, heads, dtype)
-        of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
+        of_pages(decode_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
 
     @pytest.mark.parametrize("order", range(1, 5))
     def test_any_order_of_events_gives_the_same(self, machine, monkeypatch, order):
@@ -150,16 +150,16 @@ class TestPages:
         cache = Cache([900, 40, 333], 16, 1, 64, dtype=BF16)
         given = cache.call(cache.queries(3, 4, BF16), [0, 1, 2, 3])
         machine[0] = order
-        found = decode_pages_cuda.paged(*given)
+        found = decode_cuda.paged(*given)
         machine[0] = 0
-        assert all(map(torch.equal, found, decode_pages_cuda.paged(*given)))
+        assert all(map(torch.equal, found, decode_cuda.paged(*given)))
 
     def test_many_sequences(self, machine, monkeypatch):
         divided(monkeypatch, 1)
         cache = Cache([n % 7 * 9 for n in range(70)], 16, 1, 64, dtype=BF16)
         starts = [0] * 30 + [1] * 20 + [2] * 20 + [3]  # sequences 29, 49 and 69
         q = cache.queries(3, 2, BF16)
-        of_pages(decode_pages_cuda.paged(*cache.call(q, starts)), cache, q, starts)
+        of_pages(decode_cuda.paged(*cache.call(q, starts)), cache, q, starts)
 
     def test_numbers_of_32_bits_and_tables_with_strides(self, machine, monkeypatch):
         divided(monkeypatch, 2)
@@ -168,7 +168,7 @@ class TestPages:
         given = list(cache.call(q, [0, 1, 2]))
         given[3] = torch.cat([given[3].long(), given[3].long() + 5], 1)[:, : given[3].shape[1]]
         given[4], given[5] = given[4].int(), given[5].int()
-        of_pages(decode_pages_cuda.paged(*given), cache, q, [0, 1, 2])
+        of_pages(decode_cuda.paged(*given), cache, q, [0, 1, 2])
 
     def test_what_is_out_of_range_is_taken_as_the_nearest(self, machine, monkeypatch):
         """Lengths and starts that are too large, and numbers of pages that there are none of."""
@@ -179,10 +179,10 @@ class TestPages:
         given = list(cache.call(q, [0, 1, 2]))
         given[3], given[4] = given[3].clone(), torch.tensor([2**40, -3])
         given[3][0, 1], given[3][0, 2], given[5] = 10**6, -5, torch.tensor([-(2**40), 1, 2**40])
-        found = decode_pages_cuda.paged(*given)
+        found = decode_cuda.paged(*given)
         given[3] = given[3].clamp(0, pages - 1)
         given[4], given[5] = torch.tensor([given[3].shape[1] * 16, 0]), torch.tensor([0, 1, 2])
-        assert all(map(torch.equal, found, decode_pages_cuda.paged(*given)))
+        assert all(map(torch.equal, found, decode_cuda.paged(*given)))
 
     def test_queries_and_pages_with_strides(self, machine, monkeypatch):
         divided(monkeypatch, 2)
@@ -190,7 +190,7 @@ class TestPages:
         q = cache.queries(2, 4, BF16)
         given = list(cache.call(torch.nn.functional.pad(q, (3, 0))[..., 3:], [0, 1, 2]))
         given[1], given[2] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[1:3])
-        of_pages(decode_pages_cuda.paged(*given), cache, q, [0, 1, 2])
+        of_pages(decode_cuda.paged(*given), cache, q, [0, 1, 2])
 
 
 OTHERS = r"(?m)^.*{} && rows.*\n"  # what is launched for other heads
@@ -282,6 +282,6 @@ def test_defects_of_pages_are_found(head, heads, defect, tmp_path, monkeypatch):
     q, starts, what = cache.queries(2, heads, BF16), [0, 1, 2], {"lower": -200, "scale": head**-0.5}
     unused = f"{OTHERS.format(f'd == (?!{head} )[0-9]+')}|{TO_NONE}"
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
-        run = lambda: decode_pages_cuda.paged(*cache.call(q, starts, **what))  # noqa: E731
+        run = lambda: decode_cuda.paged(*cache.call(q, starts, **what))  # noqa: E731
         found = survives(seed, run, lambda found: of_pages(found, cache, q, starts, **what))
         assert found == (defect is NONE)

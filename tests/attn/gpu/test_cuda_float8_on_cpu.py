@@ -8,7 +8,7 @@ from hopper_calls import CAUSAL
 
 from opkit.attn import api, float8
 from opkit.attn.calls import Float8Call
-from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
 from opkit.errors import KernelError
 
@@ -23,7 +23,7 @@ class TestNumbers:
             pytest.skip("heads of 256 have no segments in CUDA C++")
         dtype = KINDS[([*CALLS].index(case) + head // 64) % 2]  # each case in both, and each head
         call = given(sizes, head, mask, documented, dtype)
-        compared(call, float8_cuda.forward(*call))
+        compared(call, forward_cuda.forward_float8(*call))
 
 
 @pytest.mark.emulated
@@ -32,9 +32,9 @@ class TestNumbers:
 def test_any_order_of_events_gives_the_same(machine, head, order):
     call = given((1, (4, 2), 500, 500), head, CAUSAL, out_is_bshd=True)
     machine[0] = 0
-    expected = float8_cuda.forward(*call)
+    expected = forward_cuda.forward_float8(*call)
     machine[0] = order
-    assert all(map(torch.equal, expected, float8_cuda.forward(*call)))
+    assert all(map(torch.equal, expected, forward_cuda.forward_float8(*call)))
     compared(call, expected)
 
 
@@ -53,7 +53,7 @@ def test_what_is_hidden_does_not_leak(machine, head):
 def test_tensors_that_tma_cannot_follow_are_copied(machine):
     call = list(given((1, (2, 1), 200, 200), 128, CAUSAL))
     call[:3] = [torch.cat([x, x[..., :3]], -1)[..., :128] for x in call[:3]]
-    compared(call, float8_cuda.forward(*call))
+    compared(call, forward_cuda.forward_float8(*call))
 
 
 DEFECTS = {
@@ -79,7 +79,7 @@ def test_defects_are_found(defect, monkeypatch, tmp_path):
         def check(found):
             torch.testing.assert_close(found[0][seen], expected[seen], rtol=2**-6, atol=2**-6)
 
-        assert survives(seed, lambda: float8_cuda.forward(*call), check) == (defect == "none")
+        assert survives(seed, lambda: forward_cuda.forward_float8(*call), check) == (defect == "none")
 
 
 # ---- which calls it is for ------------------------------------------------------------------------------------------------
@@ -90,17 +90,17 @@ def test_long_calls_get_it_on_hopper(a_hopper):
     call = Float8Call(*given((1, (1, 1), 1, 1), 128, CAUSAL))._replace(
         q=x, k=x, v=x, descales=[torch.empty(1, 2, device="meta")] * 3
     )
-    assert float8_cuda.takes(call)
-    assert not float8_cuda.takes(call._replace(softcap=1.0))
-    assert not float8_cuda.takes(call._replace(q=x[:, :, :5]))
-    assert not float8_cuda.takes(call._replace(descales=call.descales[:2]))
-    assert not float8_cuda.takes(call._replace(q=x.half(), k=x.half(), v=x.half()))
+    assert forward_cuda.takes_float8(call)
+    assert not forward_cuda.takes_float8(call._replace(softcap=1.0))
+    assert not forward_cuda.takes_float8(call._replace(q=x[:, :, :5]))
+    assert not forward_cuda.takes_float8(call._replace(descales=call.descales[:2]))
+    assert not forward_cuda.takes_float8(call._replace(q=x.half(), k=x.half(), v=x.half()))
 
 
 def test_what_it_does_not_take_is_said():
     call = Float8Call(*given((1, (1, 1), 4, 4), 64))
     with pytest.raises(KernelError, match=r"kernel 'hopper_cuda' does not take q, k, v of torch.float8_e4m3fn"):
-        float8_cuda.forward(*call._replace(softcap=1.0))
+        forward_cuda.forward_float8(*call._replace(softcap=1.0))
 
 
 def test_select_names_it():

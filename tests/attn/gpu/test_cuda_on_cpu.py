@@ -9,7 +9,7 @@ from paged_calls import Cache, of_pages
 from test_cuda_backward_on_cpu import NOT_BANDED, WIDE, gradient_call, let_helpers_prepare, off
 from test_cuda_decode_on_cpu import OTHERS, divided
 
-from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, decode_pages_cuda, float8_cuda, forward_cuda
+from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda
 
 HEAD = 64
 
@@ -35,7 +35,7 @@ def test_the_forward(machine):
 def test_float8(machine):
     call = float8_calls.given((2, (2, 1), 200, 150), HEAD, CAUSAL)
     with machine(all_but(HEAD)):
-        float8_calls.compared(call, float8_cuda.forward(*call))
+        float8_calls.compared(call, forward_cuda.forward_float8(*call))
 
 
 @pytest.mark.emulated
@@ -57,4 +57,4 @@ def test_decoding_from_keys_and_from_pages(machine, monkeypatch):
     q = cache.queries(3, 6, BF16)
     with machine(OTHERS.format("d == (128|256)")):
         compared(given, decode_cuda.decode(*given))
-        of_pages(decode_pages_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)
+        of_pages(decode_cuda.paged(*cache.call(q, starts, **what)), cache, q, starts, **what)

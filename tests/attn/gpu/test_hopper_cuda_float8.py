@@ -7,7 +7,7 @@ from hopper_calls import CAUSAL, on_hopper_with_nvcc
 
 import opkit
 from opkit.attn import api
-from opkit.attn.gpu.hopper import float8_cuda
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.masks import Causal
 
 
@@ -22,11 +22,11 @@ class TestOnGpu:
         if documented and head == 256:
             pytest.skip("heads of 256 have no segments in CUDA C++")
         call = given(sizes, head, mask, documented, dtype, device="cuda")
-        compared(call, float8_cuda.forward(*call), of_logits=1e-2)  # 14 bits of a sum of products are kept
+        compared(call, forward_cuda.forward_float8(*call), of_logits=1e-2)  # 14 bits of a sum of products are kept
 
     def test_long_ones(self, head):
         call = given((1, (4, 2), 5000, 3000), head, (*CAUSAL[:2], 500), device="cuda")
-        compared(call, float8_cuda.forward(*call), of_logits=1e-2)
+        compared(call, forward_cuda.forward_float8(*call), of_logits=1e-2)
 
     @pytest.mark.parametrize("dtype", KINDS, ids=str)
     def test_every_number_is_what_it_is(self, dtype):

@@ -7,7 +7,7 @@ from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn.calls import PagedCall
 from opkit.attn.gpu.hopper import decode_cuda, library
-from opkit.attn.gpu.hopper import decode_pages_cuda as decoding
+from opkit.attn.gpu.hopper import decode_cuda as decoding
 from opkit.attn.paged.api import paged_attention_operator
 
 

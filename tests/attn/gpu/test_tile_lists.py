@@ -10,7 +10,7 @@ from opkit.attn import tensor_cache
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import kernels, tile_lists
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper import listed
+from opkit.attn.gpu.hopper import library
 from opkit.attn.masks import program
 from opkit.attn.masks.algebra import lower
 from opkit.attn.masks.program import AND, BAND, LENGTH, SEGMENTS
@@ -153,6 +153,6 @@ def test_visits_are_kept_beside_the_lists_and_apart_from_turns(deterministic):
     assert turned(documents) == ["tile_lists", "tile_lists", "tile_turns"]
     with recording() as launches:
         for _ in range(2):
-            _, read = listed.lists_of(call, tile.rows, tile.keys, by_keys=True, in_order=True)
+            _, read = library.lists_of(call, tile.rows, tile.keys, by_keys=True, in_order=True)
     assert [each.bound.kernel.name for each in launches if "tile" in each.bound.kernel.name] == ["tile_visits"]
     assert read[-1].shape == (*read[2].shape, 2)

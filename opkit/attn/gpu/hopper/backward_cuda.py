@@ -28,8 +28,7 @@ from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import forward, library
-from opkit.attn.gpu.hopper.library import Rows
-from opkit.attn.gpu.hopper.listed import Lists, lists_of, of_segments
+from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.dispatch.prepared import PreparedKernel

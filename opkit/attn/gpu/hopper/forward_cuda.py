@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import Call, dtypes_and_shapes, predicate
+from opkit.attn.calls import Call, Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
-from opkit.attn.gpu.hopper.library import Rows
-from opkit.attn.gpu.hopper.listed import Lists, lists_of, of_segments
+from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
+from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.dispatch.prepared import PreparedKernel
@@ -55,6 +55,8 @@ _INTS = (
     "blocks", "tiles", "processors", "device",
 )  # fmt: skip
 _DESCALES = ("q_by", "k_by", "v_by")
+_FLOAT8_PRIORITY = 1  # above the portable kernel
+_MAX_BLOCKS = 65535  #: blocks of threads by a dimension, which are heads of keys and batches
 
 
 class Problem(ctypes.Structure):
@@ -179,7 +181,7 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
         for of, tensor in zip((problem.q, problem.k, problem.v, problem.out), (*inputs, out), strict=True):
             of.data = tensor.data_ptr()
         problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
-        _wide = _float8(problem, inputs[2], by) if by else None  # held until the launch
+        _wide = _set_float8(problem, inputs[2], by) if by else None  # held until the launch
         if listed:
             problem.lists, _read = lists_of(Call(*given), *tile, by_keys=False)  # held until the launch
         launch(problem, private.current_stream(gpu))
@@ -201,7 +203,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
     return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
 
-def _float8(problem: Problem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
+def _set_float8(problem: Problem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
     """Tell of descales, and of room for values in 16 bits, which it gives."""
     for name, each in zip(_DESCALES, by, strict=True):
         setattr(problem, name, each.data_ptr())
@@ -225,3 +227,61 @@ def _marks(call: Call) -> int:
     groups = _groups(call)
     tiles = batch * heads * -(-queries // (groups * _ROWS))
     return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups
+
+
+def register_float8(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::attention_float8`` the kernel."""
+    op.register_kernel(
+        "cuda",
+        forward_float8,
+        when=predicate(Float8Call, takes_float8),
+        name=NAME,
+        priority=_FLOAT8_PRIORITY,
+        trusted=True,
+    )
+
+
+def takes_float8(call: Float8Call) -> bool:
+    """Whether a call is for :func:`forward_float8`: long, on compute capability 9.0 beside an nvcc."""
+    if not fits_float8(call) or not long(call.plain) or not gluon.applies(call.plain):
+        return False
+    return library.there(library_of(call.plain), call.q.dtype)
+
+
+def fits_float8(call: Float8Call) -> bool:
+    """Whether :func:`forward_float8` can compute a call."""
+    blocks = max(call.k.shape[:2]) <= _MAX_BLOCKS
+    return blocks and portable.takes_float8(call) and plain(call.plain)
+
+
+@PreparedKernel
+def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator's result and log-sum-exp, of its own arguments.
+
+    It takes float8_e4m3fn and float8_e5m2, and else what :func:`opkit.attn.gpu.hopper.forward_cuda.forward` takes; what that
+    says of what is hidden, of infinities and of strides holds here too. Tensor cores keep 14 bits of a sum of products of
+    float8, so that logits may be off by some 1e-3 of their size. Descales may be any numbers.
+
+    Raises:
+        KernelError: it does not take the call.
+        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the portable kernel is called.
+    """
+    call = Float8Call(*given)
+    if not fits_float8(call):
+        shapes = dtypes_and_shapes(call[:3])
+        raise KernelError(
+            f"opkit::attention_float8: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
+            f"scale={call.scale}, softcap={call.softcap}: it takes heads of {(*GROUPS,)}, under a band, segments "
+            "or no mask. Leave the choice to opkit, or force kernel='triton'."
+        )
+    plain = call.plain
+    launch = library.launcher_or_none(library_of(plain), call.q.dtype)
+    if launch is None:
+        return portable.forward_float8.prepare(*call)
+    inner = launching(launch, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        call = Float8Call(*given)
+        return inner(*call.plain, by=[each.contiguous() for each in call.descales])
+
+    return run

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from opkit.attn.calls import Call, GradientCall
+from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.tile_lists import spans_of_call
+from opkit.attn.masks import program
 from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
@@ -27,13 +33,13 @@ _HOPPER = ("hopper_cuda", "hopper")
 _INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
 _INSTEAD_OF_FLOAT8 = ("hopper_cuda", "triton")
-_LISTED = "#define STEPS_LISTED true\n"
+_LISTED_STEPS = "#define STEPS_LISTED true\n"
 _IN_ORDER = "#define SUMS_ORDERED true\n"
 _DEFINED = {
-    "forward_of_lists": _LISTED,
-    "backward_of_lists": _LISTED,
+    "forward_of_lists": _LISTED_STEPS,
+    "backward_of_lists": _LISTED_STEPS,
     "backward_in_order": _IN_ORDER,
-    "backward_of_lists_in_order": _LISTED + _IN_ORDER,
+    "backward_of_lists_in_order": _LISTED_STEPS + _IN_ORDER,
 }
 """What a source is told where it is compiled in another way, by a longer name than its own."""
 _FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
@@ -46,6 +52,12 @@ _TYPES = {
     },
 }
 """How a source is told of its elements; of float8 queries and keys are, values become float16."""
+_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could not compile
+_LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
+_LIST_STRIDES = (
+    "queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch", "spans_batch", "ranges_batch",
+)  # fmt: skip
+_SPAN_ROWS = 64  # that a range is of
 
 
 class Rows(ctypes.Structure):
@@ -66,9 +78,6 @@ def compiler_there() -> bool:
     except ToolchainError:
         return False
     return True
-
-
-_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could not compile
 
 
 def there(name: str, dtype: torch.dtype) -> bool:
@@ -140,3 +149,47 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
             )
 
     return launch
+
+
+class Lists(ctypes.Structure):
+    """Numbers of segments, lists of the blocks that a tile visits, and spans of what rows see, as ``cuda/tensors.cuh`` says."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _LIST_POINTERS),
+        *((name, ctypes.c_int64) for name in _LIST_STRIDES),
+    )
+
+
+def of_segments(shape: plans.Shape) -> bool:
+    """Whether a mask says, beside a band, that queries see keys of their own segment alone."""
+    return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
+
+
+def lists_of(
+    call: Call | GradientCall, rows: int, keys: int, by_keys: bool, in_order: bool = False
+) -> tuple[Lists, list[Tensor]]:
+    """The lists of tiles of so many queries (``rows``) and ``keys``, kept with the tensors of the mask; and what is read there.
+
+    What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
+    a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
+    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.tile_lists.Spans` of its rows; and where
+    sums are made ``in_order``, what :func:`opkit.attn.gpu.tile_lists.visits_of` gives. These must be held until the
+    kernel is launched.
+    """
+    shape = plans.shape_of(tuple(call.mask), ())
+    blocks = Blocks(rows, keys, 0, 0)
+    found = tile_lists.lists_of(call, shape, blocks, by_keys)
+    slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
+    of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key
+    strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
+    numbers = of_queries[:, 0, :, 0], of_keys[:, 0, 0]
+    own, seen = numbers[::-1] if by_keys else numbers
+    which = shape.mask, shape.slots, call.q.shape[2], call.k.shape[2], by_keys
+    spans = spans_of_call(call, own, seen, _SPAN_ROWS, which)
+    read = [of_queries, of_keys, *found, *spans]
+    if in_order:
+        read.append(tile_lists.visits_of_call(found, call, shape, blocks))
+    of_lists = found.tiles.stride(0), found.counts.stride(0)
+    of_spans = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
+    pointers = dict(zip(_LIST_POINTERS, (each.data_ptr() for each in read), strict=False))  # null but for those
+    return Lists(**pointers, **dict(zip(_LIST_STRIDES, (*strides, *of_lists, *of_spans), strict=True))), read

@@ -5,7 +5,7 @@ feed the products for values and keys from registers, where the sums of these st
 warpgroups meet in shared memory, for the gradient of queries: a warpgroup multiplies half of it, and a warp of its own
 adds that to memory by TMA, in float32. Another warp loads (the method is that of FlashAttention-3, Shah et al., 2024,
 section 3, and its files ``hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp`` and ``flash_attn/cute/flash_bwd_sm90.py``). Where a mask
-is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_lists`).
+is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_work`).
 """
 
 from triton.experimental import gluon
@@ -18,11 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.backward_lists import BLOCKS_TOLD, told_head
 from opkit.attn.gpu.hopper.device.backward_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
+    BLOCKS_TOLD,
     HALF,
     HEAD,
     NOUGHT,
@@ -39,10 +39,10 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     nothing,
     numbers_of,
     told,
+    told_head,
 )
-from opkit.attn.gpu.hopper.device.masks import keep_mask
+from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, table_of
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
-from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.7, and before
 

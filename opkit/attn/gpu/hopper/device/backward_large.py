@@ -16,8 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.programs import LOG2E
-from opkit.attn.gpu.device.tile import seen, tiles_of_keys, tiles_of_queries
+from opkit.attn.gpu.device.tile import LOG2E, seen, tiles_of_keys, tiles_of_queries
 from opkit.attn.gpu.portable.device.backward_rows import is_large
 from opkit.attn.gpu.portable.device.forward import started, weights_of
 

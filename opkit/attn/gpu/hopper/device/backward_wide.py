@@ -11,7 +11,7 @@ keys (``run_mha_bwd_hdim256`` of ``hopper/flash_bwd_launch_template.h``) and div
 then read by each warpgroup: by the same count 4100 cycles for 64 keys. Of the gradient of the result there is one buffer: it is
 free when the gradient of values is done, well before the next step begins.
 
-Where a mask is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_lists`). The warpgroup
+Where a mask is more than a band the queries come from lists (:mod:`opkit.attn.gpu.hopper.device.backward_work`). The warpgroup
 of values asks the mask; the zeros among the probabilities that it hands over tell the other one what is hidden. Of a block that
 is partly seen each makes what its own product reads finite (:func:`opkit.attn.gpu.hopper.device.backward_work.cleaned`), so that
 neither waits for the other: that of values gradients, that of keys queries, when it has probabilities and thus nobody reads
@@ -30,11 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from opkit.attn.gpu.hopper.device.backward import INTS, OF_MASKS, barriers_of, product
-from opkit.attn.gpu.hopper.device.backward_lists import BLOCKS_TOLD, told_head
 from opkit.attn.gpu.hopper.device.backward_wide_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
+    BLOCKS_TOLD,
     HALF,
     HEAD,
     NOUGHT,
@@ -51,10 +51,10 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     nothing,
     numbers_of,
     told,
+    told_head,
 )
-from opkit.attn.gpu.hopper.device.masks import keep_mask
+from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, table_of
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
-from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 
 
 @gluon.jit

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from opkit.attn.gpu.hopper.device.backward_lists import list_of, listed_steps, tell_listed, told_of_sum, visit
 from opkit.attn.gpu.hopper.device.backward_moves import tell_all
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
@@ -18,9 +17,14 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     WIDE,
     added,
     following,
+    list_of,
+    listed_steps,
     reduce_add,
     tell,
+    tell_listed,
     told,
+    told_of_sum,
+    visit,
 )
 from opkit.attn.gpu.hopper.device.work import put_back
 
@@ -29,7 +33,7 @@ from opkit.attn.gpu.hopper.device.work import put_back
 def load(problem, descriptors, buffers, barriers, counter, lists):
     """Hand out tiles: their keys and values, and the queries that see them with their gradients, block by block.
 
-    Where the problem is LISTED, ``lists`` are those of :mod:`opkit.attn.gpu.hopper.device.backward_lists`.
+    Where the problem is LISTED, ``lists`` are those of :mod:`opkit.attn.gpu.hopper.device.backward_work`.
     """
     tiles, blocks = buffers[8], buffers[9]
     keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]

@@ -15,6 +15,17 @@ STEPS, FIRST, PLACE, BATCH, HEAD, NOUGHT, TOLD = (gl.constexpr(i) for i in range
 """What is told of a tile: how many blocks of queries of a head there are, -1 after the last tile; the first of them; the first
 key; the batch; the head of keys; 0. And how many numbers these are."""
 WIDE = gl.constexpr(32)  #: floats in a row of the memory that sums up the gradient of queries
+_FOUR_A_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
+    )
+)  # fmt: skip
+_LATE = gl.constexpr(2 * STAGES)  #: steps of which the warp that adds up is told at once
+_HEADS = gl.constexpr(STAGES)  #: where in the table the heads begin, the places of sums, and turns
+_SUMS = gl.constexpr(2 * STAGES)
+_TURNS = gl.constexpr(4 * STAGES)
+BLOCKS_TOLD = gl.constexpr(6 * STAGES)  #: how many numbers these are
+_LANES = gl.constexpr(32)
 
 
 @aggregate
@@ -220,13 +231,6 @@ def back_in_order(buffer):
     return gl.convert_layout(x, layout, assert_trivial=True)
 
 
-_FOUR_A_THREAD = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
-    )
-)  # fmt: skip
-
-
 @gluon.jit
 def numbers_of(buffer, GROUPED: gl.constexpr):
     """Numbers of 64 queries, for logits (keys, queries).
@@ -265,3 +269,70 @@ def added():
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def listed_steps(problem, lists, batch, key_head, at):
+    """How many blocks of queries, of all heads that share them, see some of the keys from ``at``."""
+    _, _, _, counts, strides = lists
+    group = problem.heads // problem.key_heads
+    counts += batch * strides[0].to(gl.int64) + at // problem.KEYS * strides[2] + 1
+    found = at * 0
+    for first in range(0, group, _LANES):
+        g = first + gl.arange(0, _LANES, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        found += gl.sum(gl.load(counts + (key_head * group + g) * strides[1], mask=g < group, other=0), 0)
+    return found
+
+
+@gluon.jit
+def list_of(problem, lists, batch, head, at):
+    """The list of a head for the keys from ``at``: where blocks and turns begin, how many are whole, and how many there are."""
+    blocks, turns, block_strides, counts, strides = lists
+    own = at // problem.KEYS
+    place = batch * block_strides[0].to(gl.int64) + head * block_strides[1].to(gl.int64) + own * block_strides[2]
+    counts += batch * strides[0].to(gl.int64) + head * strides[1].to(gl.int64) + own * strides[2]
+    blocks += place
+    mine = blocks
+    if problem.ORDERED:
+        mine = turns + place
+    return blocks, mine, gl.load(counts), gl.load(counts + 1)
+
+
+@gluon.jit
+def visit(problem, mine, step):
+    """The block of a step, twice, and one more if it is partly seen, which are the first; and its turn."""
+    blocks, turns, whole, total = mine
+    partly = step < total - whole
+    index = gl.where(partly, problem.blocks() - 1 - step, step - (total - whole))
+    mark = 2 * gl.load(blocks + index, mask=step < total, other=0) + partly.to(gl.int32)
+    turn = mark
+    if problem.ORDERED:
+        turn = gl.load(turns + index, mask=step < total, other=0)
+    return mark, turn
+
+
+@gluon.jit
+def tell_listed(problem, table, slot, phase, mark, head, of_all, turn):
+    """Tell of the block for the buffers of ``slot``; ``phase`` is the parity of those that read them."""
+    tell(table, slot, mark // 2 * problem.ROWS + mark % 2 * 3)
+    tell(table, _HEADS + slot, head)
+    tell(table, _SUMS + slot + STAGES * phase, of_all)
+    if problem.ORDERED:
+        tell(table, _TURNS + slot + STAGES * phase, turn)
+
+
+@gluon.jit
+def told_head(table, slot):
+    """The head of the queries in the buffers of ``slot``."""
+    return told(table, _HEADS + slot, 4)
+
+
+@gluon.jit
+def told_of_sum(problem, table, step):
+    """Which block of all the sum of a step belongs to, and its turn."""
+    place = step % _LATE
+    found = told(table, _SUMS + place, 1)
+    turn = found
+    if problem.ORDERED:
+        turn = told(table, _TURNS + place, 1)
+    return found, turn

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.masks import keep_mask, list_of, visit
+from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, list_of, table_of, visit
 from opkit.attn.gpu.hopper.device.mend import keep_all, mark_rows, mend
 from opkit.attn.gpu.hopper.device.softmax import (
     added,
@@ -29,7 +29,6 @@ from opkit.attn.gpu.hopper.device.softmax import (
     row_sums,
     weights,
 )
-from opkit.attn.gpu.hopper.device.table import LENGTH, table_of
 from opkit.attn.gpu.hopper.device.work import (
     ROWS,
     TOLD,

@@ -8,16 +8,57 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from opkit.attn.gpu.device import tile
-from opkit.attn.gpu.hopper.device.table import MASK, keep, kept
 from opkit.attn.gpu.hopper.device.work import ROWS
 from opkit.attn.masks import program
 
+Q, K, V, OUT = (
+    gl.constexpr(0),
+    gl.constexpr(5),
+    gl.constexpr(10),
+    gl.constexpr(15),
+)  #: places of five numbers of a tensor
+SIZES = gl.constexpr(20)  #: place of the tiles of a head, all tiles, the heads, and how many of these share one of keys
+MASK = gl.constexpr(24)  #: place of what a mask says, as hopper_masks has it
+LENGTH = gl.constexpr(24 + 2 + 6 * 5 + 8)
 _LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
 _SLOTS = gl.constexpr(MASK + 2)
 _NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
 _visible = gluon.jit(tile.visible.fn)
 _of_queries, _of_keys = gluon.jit(tile.of_queries.fn), gluon.jit(tile.of_keys.fn)
 _FIRST = gl.constexpr(5)  #: what a slot tells beside a pointer and four strides: the place of a tile's first column
+
+
+@gluon.jit
+def table_of(LENGTH: gl.constexpr):
+    """A table without numbers."""
+    return gl.allocate_shared_memory(gl.int64, [LENGTH, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+
+
+@gluon.jit
+def keep(table, I: gl.constexpr, number):
+    """Put a number, or a pointer, into the table."""
+    number = number.to(gl.int64)
+    table.index(I).store(gl.full([1], number, gl.int64, layout=gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def keep_tensor(table, FIRST: gl.constexpr, tensor, strides, size):
+    """Of a tensor its address, three strides, and how many channels it has."""
+    keep(table, FIRST, tensor)
+    for i in gl.static_range(3):
+        keep(table, FIRST + 1 + i, strides[i])
+    keep(table, FIRST + 4, size)
+
+
+@gluon.jit
+def kept(table, I: gl.constexpr):
+    return gl.max(table.index(I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def size_kept(table, I: gl.constexpr):
+    """The tiles of a head, all tiles, the heads, or how many of these share one of keys."""
+    return kept(table, SIZES + I).to(gl.int32)
 
 
 @gluon.constexpr_function
@@ -104,13 +145,13 @@ def _asked(problem, table, batch, head, rows, columns, first, OF_QUERIES: gl.con
 
 @gluon.jit
 def _line_of_queries(slots, slot: gl.constexpr, b, h, i, queries):
-    """As :func:`programs.of_queries`, for queries that are a tile's columns, (1, columns)."""
+    """Do what :func:`opkit.attn.gpu.device.tile.of_queries` does, for queries that are a tile's columns, (1, columns)."""
     return _line(slots[slot], b, h, slots[slot][3], i, queries)
 
 
 @gluon.jit
 def _line_of_keys(slots, slot: gl.constexpr, b, h, j, keys):
-    """As :func:`programs.of_keys`, for keys that are a tile's columns, (1, columns)."""
+    """Do what :func:`opkit.attn.gpu.device.tile.of_keys` does, for keys that are a tile's columns, (1, columns)."""
     return _line(slots[slot], b, h, slots[slot][4], j, keys)
 
 

@@ -16,9 +16,8 @@ back to 0, as the counter of tiles is, beside which they lie.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn.gpu.hopper.device.masks import sees
+from opkit.attn.gpu.hopper.device.masks import OUT, SIZES, K, Q, V, keep, keep_tensor, kept, sees, size_kept
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
-from opkit.attn.gpu.hopper.device.table import OUT, SIZES, K, Q, V, keep, keep_tensor, kept, size_kept
 from opkit.attn.gpu.hopper.device.work import ROWS
 
 OWNERS = gl.constexpr(4)  #: numbers of a program's warpgroups
