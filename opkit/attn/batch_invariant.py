@@ -1,7 +1,7 @@
 """Kernels whose result for a row does not depend, to the last bit, on the rest of the batch.
 
-The tiles kernel is one of them: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches
-and threads there are. What breaks the rule elsewhere is the choice of another kernel for few queries, and a division of the keys
+The tiles kernel is one: it goes over the keys of a row 64 at a time from the first on, whatever other rows, heads, batches and
+threads there are. What breaks the rule elsewhere is the choice of another kernel for few queries, and a division of the keys
 that depends on how many there are of them (He et al., "Defeating Nondeterminism in LLM Inference", 2025,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference).
 """
@@ -71,7 +71,7 @@ def paged(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the tiles kernel for each sequence, whose keys and values are gathered: as :func:`forward` of the same keys, bit by bit.
+    """Run the tiles kernel for each sequence on its gathered keys and values: equal to :func:`forward` of them, bit by bit.
 
     Pages that are quantised or of another dtype than ``q`` are computed in float32.
 

@@ -107,7 +107,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(outs: list[Tensor], lses: list[Tensor]) -> bool:
-    """Whether :func:`merge` takes a call: at most eight parts, no float64, rows of at most 4096."""
+    """Return whether :func:`merge` takes a call: at most eight parts, no float64, rows of at most 4096."""
     first, sums = outs[0], lses[0]
     dtypes = first.dtype in _DTYPES and sums.dtype == torch.float32
     same = all(x.shape == first.shape and x.dtype == first.dtype for x in outs)
@@ -125,7 +125,7 @@ def _kernel(count: int, columns: int) -> TritonKernel:
 
 @PreparedKernel
 def merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
-    """The merged result and log-sum-exp; its arguments are those of :func:`opkit.attn.merging.reference`."""
+    """Return the merged result and log-sum-exp; its arguments are those of :func:`opkit.attn.merging.reference`."""
     rows = lses[0].numel()
     new = [overwritten(torch.empty(x.shape, dtype=x.dtype, device=x.device)) for x in (outs[0], lses[0])]
     launch = PreparedLaunch(_kernel(len(outs), outs[0].shape[-1]), _TENSORS, {"rows": rows})

@@ -121,7 +121,7 @@ def laid_out(out: Tensor, out_is_bshd: bool) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2) if out_is_bshd else out.contiguous()
 
 
-# ---- dropout: Philox-4x32-10 of the positions of probabilities, in torch's integers, alike on every device -----------------------
+# ---- dropout: Philox-4x32-10 of the positions of probabilities, in torch's integers, alike on every device ---
 # Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011, https://doi.org/10.1145/2063384.2063405
 
 _WORD = 0xFFFFFFFF
@@ -168,7 +168,7 @@ def retained(seed: Tensor, dropout_p: float, batch: int, heads: int, grid: Grid)
     return drawn.flatten(-2)[..., : grid.keys].double() * 2.0**-32 >= dropout_p
 
 
-# ---- attention that returns its probabilities too: they are as large as the logits, so no kernel stores them ---------------------
+# ---- attention that returns its probabilities too: they are as large as the logits, so no kernel stores them ---
 
 
 def with_probabilities(

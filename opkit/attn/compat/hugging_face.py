@@ -61,7 +61,7 @@ def attend(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``query`` (batch, heads, queries, d), ``key`` and ``value`` with their own heads.
+    """Return what transformers calls: ``query`` (batch, heads, queries, d), ``key`` and ``value`` with their own heads.
 
     Returns:
         (batch, queries, heads, d_v), and None in place of the probabilities, which are never in memory.
@@ -115,13 +115,13 @@ class _Call(NamedTuple):
     device: Any
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of ``ids``, (batch, positions), that are the queries' and the keys'."""
+        """Return the columns of ``ids``, (batch, positions), that are the queries' and the keys'."""
         queries = ids[:, self.q_offset : self.q_offset + self.queries]
         return queries, ids[:, self.kv_offset : self.kv_offset + self.keys]
 
 
 def mask_interface(**call: Any) -> Any:
-    """What transformers calls for a mask: a :class:`Prepared` one, a bool tensor (batch, 1, queries, keys), or None.
+    """Return what transformers calls for a mask: a :class:`Prepared` one, a bool tensor (batch, 1, queries, keys), or None.
 
     It is a tensor for functions that are not known, in compiled code, and for caches whose places are tensors.
 
@@ -141,7 +141,7 @@ def mask_interface(**call: Any) -> Any:
 
 
 def _algebraic(call: dict[str, Any]) -> Mask | None:
-    """The mask that a call asks for, or None."""
+    """Return the mask that a call asks for, or None."""
     names = ("q_length", "kv_length", "q_offset", "kv_offset")
     numbers: list[Any] = [call.get(name) for name in names]
     if torch.compiler.is_compiling() or not all(type(number) is int for number in numbers):
@@ -155,7 +155,7 @@ def _algebraic(call: dict[str, Any]) -> Mask | None:
 
 
 def fitted(prepared: Prepared, query: Tensor, key: Tensor) -> Mask:
-    """The mask for these queries and keys; of fewer keys than it was made for, the first."""
+    """Return the mask for these queries and keys; of fewer keys than it was made for, the first."""
     if (query.shape[2], key.shape[2]) == prepared.shape[2:]:
         return prepared.mask
     whole = key.new_empty((key.shape[0], 1, prepared.shape[3], 0))
@@ -166,14 +166,14 @@ def fitted(prepared: Prepared, query: Tensor, key: Tensor) -> Mask:
 
 
 def _align(queries: int, keys: int, q_offset: int, kv_offset: int) -> Align | None:
-    """Where a query and a key of the same position lie on the same diagonal; None where no name is for it."""
+    """Return where a query and a key of the same position lie on the same diagonal; None where no name is for it."""
     if q_offset == kv_offset:
         return "top-left"
     return "bottom-right" if q_offset + queries == kv_offset + keys else None
 
 
 def _combined(function: Any, padding: Tensor | None, call: _Call) -> Mask | None:
-    """A function's mask, and padding's; None if the function is not known."""
+    """Return a function's mask, and padding's; None if the function is not known."""
     mask = known(function, call)
     if mask is None or padding is None:
         return mask
@@ -194,7 +194,7 @@ def _columns(padding: Tensor, call: _Call) -> Tensor:
 
 
 def known(function: Any, call: _Call) -> Mask | None:
-    """The mask that a function of transformers is, or None."""
+    """Return the mask that a function of transformers is, or None."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return None
     make = _KNOWN.get(function.__qualname__.replace(".<locals>.", "."))
@@ -263,14 +263,14 @@ def _without_positions(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _of_distance(function: Any) -> bool:
-    """Whether a function depends on positions by their distances alone."""
+    """Return whether a function depends on positions by their distances alone."""
     if _name(function) == "and_masks":
         return all(map(_of_distance, _closure(function)["mask_functions"]))
     return _name(function) in _DISTANCES
 
 
 def _name(function: Any) -> str:
-    """That of the function of transformers that made it, or its own."""
+    """Return that of the function of transformers that made it, or its own."""
     return getattr(function, "__qualname__", "").split(".")[0]
 
 

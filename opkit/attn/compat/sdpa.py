@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
 
 
 def _as_they_are(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Whether ``attention`` takes them without a change of shape: nothing is spread, and no heads are shared unasked."""
+    """Return whether ``attention`` takes them without a change of shape: nothing is spread, and no heads are shared unasked."""
     wanted, given = query.shape, key.shape
     if len(wanted) != 4 or not private.or_true(wanted[1] != 0) or not private.or_true(wanted[3] != 0):
         return False
@@ -89,7 +89,7 @@ def _as_they_are(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """The dimensions before the heads that all three broadcast to."""
+    """Return the dimensions before the heads that all three broadcast to."""
     shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
     if any(x.dim() < 2 for x in (query, key, value)):
         raise ShapeError(f"{_NAME}: query, key and value have shapes {shapes}; each needs (..., sequence, head size).")
@@ -100,7 +100,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, int, int]:
-    """How many heads each of the three is to have: those of keys and values are the same, and divide those of queries."""
+    """Return how many heads each of the three is to have: those of keys and values are the same, and divide those of queries."""
     of_q, of_k, of_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
     if enable_gqa and of_k and of_v and of_q % of_k == 0 and of_q % of_v == 0:
         return of_q, *((of_k, of_v) if of_k == of_v else (of_q, of_q))

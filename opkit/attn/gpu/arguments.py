@@ -14,7 +14,7 @@ from opkit.attn.calls import AnyCall, BiasCall, Call, Float8Call, GradientCall
 from opkit.attn.gpu import blocks, plans, search, tile_lists
 from opkit.attn.gpu.blocks import Blocks, Kernel, Rule
 from opkit.attn.gpu.plans import Shape
-from opkit.attn.gpu.search import Question, Tiles
+from opkit.attn.gpu.search import Tiles, TileSearch
 from opkit.attn.masks.program import Grid
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
@@ -60,10 +60,10 @@ def tiles_of(
         found = rule if config is None else blocks.fitted(_blocks(config), queries)
         return found if cut is None else cut(found)
 
-    return Tiles(question_of(kernel, call, shape), tiles)
+    return Tiles(tile_search_of(kernel, call, shape), tiles)
 
 
-def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
+def tile_search_of(kernel: Kernel, call: AnyCall, shape: Shape) -> TileSearch | None:
     """Return the search for the fastest tiles of calls like this one; None where the table decides."""
     device, machine = call.q.device, search.machine_for(call.q.device)
     if machine is None:
@@ -75,7 +75,7 @@ def question_of(kernel: Kernel, call: AnyCall, shape: Shape) -> Question | None:
         Config({"ROWS": each.rows, "KEYS": each.keys}, {"num_warps": each.warps, "num_stages": each.stages})
         for each in tried
     ]
-    return search.question(kernel.name, kernel.sources, configs, device, machine, _class(call, shape, pair))
+    return search.tile_search(kernel.name, kernel.sources, configs, device, machine, _class(call, shape, pair))
 
 
 def _class(call: AnyCall, shape: Shape, pair: int) -> str:
@@ -192,11 +192,11 @@ class Tiled:
         tiles: of :func:`tiles_of`.
         shape: of the calls' masks and biases.
         dtype: of queries.
-        names: of the tensors that are given.
+        names: of the tensors that are passed.
         numbers: what else the kernel takes, by name.
         written: which of the tensors are results.
         by_keys: whether its programs have tiles of keys.
-        constants: beside those of :func:`constants_of`.
+        constants: in addition to those of :func:`constants_of`.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ OF_BIAS = (
 def choose(
     rules: tuple[Rule, ...], head: int, size: int, queries: int, memory: int, tensors: int, pair: int = 0
 ) -> Blocks:
-    """The first row that is for such heads and whose tiles have room in ``memory`` bytes of shared memory.
+    """Return the first row that is for such heads and whose tiles have room in ``memory`` bytes of shared memory.
 
     Args:
         rules: a table from above.
@@ -114,7 +114,7 @@ def choose(
         size: bytes of an element.
         queries: fewer than a tile has rows make it smaller.
         memory: of a block, in bytes.
-        tensors: how many tiles of queries' rows are kept beside those of keys and values.
+        tensors: how many tiles of queries' rows are in memory in addition to those of keys and values.
         pair: bytes that are read for each pair of a query and a key, of masks and biases.
 
     >>> choose(FORWARD, 128, 2, 4096, 232448, 1)
@@ -139,14 +139,14 @@ def roomy(
 
 
 def fitted(found: Blocks, queries: int) -> Blocks:
-    """The same tiles, smaller where there are fewer queries than they have rows."""
+    """Return the same tiles, smaller where there are fewer queries than they have rows."""
     while found.rows > _SMALLEST and found.rows >= 2 * queries:
         found = found._replace(rows=found.rows // 2, warps=max(4, found.warps // 2))
     return found
 
 
 def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
-    """The tiles of a forward whose results do not depend on the batch: only what no sum depends on follows from ``pair``.
+    """Return the tiles of a forward whose results do not depend on the batch: only what no sum depends on follows from ``pair``.
 
     The arguments are those of :func:`choose`.
 
@@ -160,14 +160,14 @@ def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
 
 
 def bytes_of(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
-    """The shared memory that tiles take, reckoned from what they hold; the arguments are those of :func:`choose`."""
+    """Return the shared memory that tiles take, computed from what they hold; the arguments are those of :func:`choose`."""
     padded = sum(parts(head)) * size
     pairs = blocks.rows * blocks.keys * pair * (blocks.stages + 1)
     return padded * (tensors * blocks.rows + 2 * blocks.stages * blocks.keys) + pairs
 
 
 def parts(size: int) -> tuple[int, int]:
-    """A power of two that holds a head size, and 0; of more than 512 that, and a power of two for the rest.
+    """Return a power of two that holds a head size, and 0; of more than 512 that, and a power of two for the rest.
 
     Smaller heads are padded rather than read in two parts, of which the second gave wrong results in bfloat16 on Hopper (Triton
     3.6) where it was the narrower one of values.
@@ -182,19 +182,19 @@ def parts(size: int) -> tuple[int, int]:
 
 
 def tiles_in(count: int, size: int) -> int:
-    """How many tiles of a size there are in a count, the last perhaps not whole."""
+    """Return how many tiles of a size there are in a count, the last perhaps not whole."""
     return -(-count // size)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; of a CPU, where Triton interprets, a few."""
+    """Return the multiprocessors of a GPU; of a CPU, where Triton interprets, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that a block may have; of a CPU, where Triton interprets, those of an H200."""
+    """Return the bytes of shared memory that a block may have; of a CPU, where Triton interprets, those of an H200."""
     if device.type != "cuda":
         return 232448
     properties = torch.cuda.get_device_properties(device)

@@ -38,5 +38,5 @@ def device() -> str:
 
 
 def devices() -> list[str]:
-    """The devices that the kernel runs on: the CPU too in a process in which Triton interprets."""
+    """Return the devices that the kernel runs on: the CPU too in a process in which Triton interprets."""
     return ["cuda", "cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else ["cuda"]

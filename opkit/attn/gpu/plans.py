@@ -104,7 +104,7 @@ def conjunction(listed: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]
 
 
 def _joined(parts: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """The program of a conjunction."""
+    """Return the program of a conjunction."""
     return [word for part in parts for word in part] + [(program.AND,)] * (len(parts) - 1)
 
 

@@ -53,23 +53,23 @@ _GROUP = 4  # query heads to one of keys, where queries are decoded
 
 
 def machine_for(device: torch.device) -> Machine | None:
-    """The machine of a GPU that is to be searched on; None of others, and of what is no GPU."""
+    """Return the machine of a GPU that is to be searched on; None of others, and of what is no GPU."""
     machine = machine_of(device.type)
     return None if machine is None or machine.target(number_of(device)) in SHIPPED else machine
 
 
 def number_of(device: torch.device) -> int:
-    """The number of a GPU, that of the current one where none is said."""
+    """Return the number of a GPU, that of the current one where none is said."""
     return torch.cuda.current_device() if device.index is None and device.type == "cuda" else device.index or 0
 
 
 @functools.cache
 def identity(kernel: str, sources: tuple[str, ...]) -> Identity:
-    """A kernel as its results are recorded; the files are in this folder."""
+    """Return a kernel as its results are recorded; the files are in this folder."""
     return Identity(OPERATOR, kernel, contract_hash((name, (_HERE / name).read_bytes()) for name in sources))
 
 
-class Question(NamedTuple):
+class TileSearch(NamedTuple):
     """Which configuration is the fastest for a class of calls on a GPU.
 
     Attributes:
@@ -84,8 +84,8 @@ class Question(NamedTuple):
     model: str
     bucket: str
 
-    def ask(self, measure: tuning.Measure) -> Choice:
-        """The answer, from what is known or by measuring now; not while launches are recorded, traced or captured.
+    def decide(self, measure: tuning.Measure) -> Choice:
+        """Return the answer, from what is known or by measuring now; not while launches are recorded, traced or captured.
 
         Raises:
             KernelError: no candidate can run.
@@ -95,24 +95,24 @@ class Question(NamedTuple):
         return tuning.decide(*self, measure, autotune.capturing(), _folders())
 
     def known(self) -> Choice:
-        """The answer without measuring."""
+        """Return the answer without measuring."""
         return tuning.known(*self, _folders())
 
 
-def question(
+def tile_search(
     kernel: str,
     sources: tuple[str, ...],
     configs: Sequence[Config],
     device: torch.device,
     machine: Machine,
     bucket: str,
-) -> Question:
-    """The question of a kernel's tiles on a device."""
-    return Question(identity(kernel, sources), tuple(configs), machine.model(number_of(device)), bucket)
+) -> TileSearch:
+    """Return the tile_search of a kernel's tiles on a device."""
+    return TileSearch(identity(kernel, sources), tuple(configs), machine.model(number_of(device)), bucket)
 
 
 def class_of(dtype: str, sizes: Mapping[str, int]) -> str:
-    """A class of calls, named as buckets of other kernels are.
+    """Return a class of calls, named as buckets of other kernels are.
 
     >>> class_of("bfloat16", {"d": 128, "e": 128, "extras": 0, "long": 1, "mask": 1, "pair": 0})
     'bfloat16 | d=128 e=128 extras=0 long=1 mask=1 pair=0'
@@ -121,7 +121,7 @@ def class_of(dtype: str, sizes: Mapping[str, int]) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A dtype in the name of a class: float32 has two, by how products are rounded now.
+    """Return a dtype in the name of a class: float32 has two, by how products are rounded now.
 
     >>> name_of(torch.bfloat16)
     'bfloat16'
@@ -130,12 +130,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def rounded() -> bool:
-    """Whether torch's settings say that products of float32 on GPUs may be rounded to TF32."""
+    """Return whether torch's settings say that products of float32 on GPUs may be rounded to TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _folders() -> tuple[Path, ...]:
-    """Where opkit's own package may have results."""
+    """Return where opkit's own package may have results."""
     return records.packaged(__name__)
 
 
@@ -143,18 +143,18 @@ class Tiles(Generic[B, L]):
     """What launches calls of one kind, made for the tiles that a rule or a search has for them.
 
     Args:
-        question: None where the rule decides.
+        tile_search: None where the rule decides.
         tiles: those of a configuration; of None, the rule's.
 
     Attributes:
         chosen: tiles and what launches with them; None while that is to be asked.
     """
 
-    def __init__(self, question: Question | None, tiles: Callable[[Config | None], B]) -> None:
-        self._question, self._tiles = question, tiles
+    def __init__(self, tile_search: TileSearch | None, tiles: Callable[[Config | None], B]) -> None:
+        self._search, self._tiles = tile_search, tiles
         self._made: dict[B, L] = {}
         self.chosen: tuple[B, L] | None = None
-        if question is not None:
+        if tile_search is not None:
             add_launcher(self)
 
     def clear(self) -> None:
@@ -162,13 +162,13 @@ class Tiles(Generic[B, L]):
         self.chosen = None
 
     def choose(self, make: Callable[[B], L], time: Callable[[B], Timed]) -> tuple[B, L]:
-        """The tiles for a call, and what launches with them.
+        """Return the tiles for a call, and what launches with them.
 
         Args:
             make: makes it.
             time: of some tiles, how long the call takes, and what it computes; asked where a search is made.
         """
-        choice = None if self._question is None else self._question.ask(self._measure(time))
+        choice = None if self._search is None else self._search.decide(self._measure(time))
         size = self._tiles(None if choice is None else choice.config)
         launch = self._made[size] = self._made.get(size) or make(size)
         if choice is None or choice.settled or not config.get().tune:
@@ -176,8 +176,8 @@ class Tiles(Generic[B, L]):
         return size, launch
 
     def explained(self, kernel: str, by_rule: str) -> str:
-        """Which tiles a call would have as things are, and why: by search, or ``by_rule``."""
-        choice = None if self._question is None else self._question.known()
+        """Return which tiles a call would have as things are, and why: by search, or ``by_rule``."""
+        choice = None if self._search is None else self._search.known()
         size: Any = self._tiles(None if choice is None else choice.config)
         label = ", ".join(f"{name}={value}" for name, value in size._asdict().items())
         reason = by_rule if choice is None else _reason(choice)
@@ -202,7 +202,7 @@ def _reason(choice: Choice) -> str:
 
 
 def _timed(size: B, time: Callable[[B], Timed], expected: list[Tensor]) -> float:
-    """The milliseconds of a candidate that compiles, and computes what the first one did: nobody promised either."""
+    """Return the milliseconds of a candidate that compiles, and computes what the first one did: nobody promised either."""
     try:
         ms, results = time(size)
     except CompileError as error:
@@ -215,7 +215,7 @@ def _timed(size: B, time: Callable[[B], Timed], expected: list[Tensor]) -> float
 
 
 def _alike(x: Tensor, y: Tensor) -> bool:
-    """Whether they differ in rounding alone."""
+    """Return whether they differ in rounding alone."""
     largest = torch.where(y.isfinite(), y, 0).abs().amax().item() if y.numel() else 0.0
     return bool(torch.isclose(x, y, rtol=_APART, atol=_APART * largest, equal_nan=True).all())
 

@@ -1,4 +1,4 @@
-"""Build the lists of a call's live tiles, and the span of keys that each row sees, on the GPU; cache them while its mask lives."""
+"""Build the lists of a call's live tiles and the span of keys of each row on the GPU; cache them with the mask's tensors."""
 
 from __future__ import annotations
 

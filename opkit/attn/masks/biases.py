@@ -1,4 +1,4 @@
-"""Biases, which are added to the logits, and functions ``score_mod(score, b, h, q_idx, kv_idx)`` of flex_attention, made of them."""
+"""Biases, which are added to the logits, and functions ``score_mod(score, b, h, q_idx, kv_idx)`` made of them."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def contiguous(
 
 @PreparedKernel
 def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The CPU kernel of ``opkit.paged_attention``; its arguments are a :class:`PagedCall`.
+    """Return the CPU kernel of ``opkit.paged_attention``; its arguments are a :class:`PagedCall`.
 
     Raises:
         ValueError: a length, a start of queries or a page that is needed is out of range.

@@ -81,17 +81,17 @@ class Launch:
             v_desc=of(v, keys), gradient_desc=of(gradient, rows), sums_desc=of(sums, (_HALF,)),
             sum_desc=of(total, (_HALF * _HALF // _WIDE, _WIDE)), of_k_desc=of(of_k, keys), of_v_desc=of(of_v, keys),
             turns=None if turns is None else point(turns), counter=point(counter),
-            **{name: whole(size) for name, size in sizes.items()}, **numbers, **told(*of_mask), MASK=self.mask,
+            **{name: whole(size) for name, size in sizes.items()}, **numbers, **read_number(*of_mask), MASK=self.mask,
             BANDED=self.banded, ORDERED=self.ordered, GROUPED=self.tile.grouped, APART=self.tile.apart, REGISTERS=0,
             OTHER_REGISTERS=0,
         )  # fmt: skip
         assert not counter[:2].any()  # they are left as they were found
 
 
-_STRIDES = {"listed": 3, "listed_turns": 0, "counts": 3, "lengths": 1}  # how many are told; of other tensors four
+_STRIDES = {"listed": 3, "listed_turns": 0, "counts": 3, "lengths": 1}  # how many are passed; of other tensors four
 
 
-def told(*of_mask):
+def read_number(*of_mask):
     """The arguments that a mask is."""
     found: dict[str, object] = {}
     for name, x in zip(hopper_backward._OF_MASKS, of_mask, strict=True):

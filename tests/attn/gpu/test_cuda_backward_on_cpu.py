@@ -241,7 +241,7 @@ HELPERS_DEFECTS = {
 }  # fmt: skip
 LISTS_DEFECTS = {
     "none": NONE,
-    "a step that is told and loaded too early": (
+    "a step that is published and loaded too early": (
         "        wait_empty(Q_EMPTY);\n        if (S::LISTED)", "        if (S::LISTED)",
     ),
     "a span that is not asked for": ("past = min(past, span.y)", "past = min(past, problem.queries)"),

@@ -62,7 +62,7 @@ DEFECTS = {
     "a descale of zero": ("1e-30f ? 1e-30f : factor", "0 ? 1e-30f : factor"),
     "the descale of another head": ("+ head / problem.group;", "+ 0;"),
     "values are not descaled": ("DESCALED ? problem.v_by[descale_of(problem, batch, head)] : 1.f", "1.f"),
-    "mended rows are not": ("Result(sums[n] * by)", "Result(sums[n])"),
+    "recomputed rows are not": ("Result(sums[n] * by)", "Result(sums[n])"),
 }
 
 

@@ -180,14 +180,17 @@ DEFECTS = {
 }
 DEFECTS_OF_LISTS = {
     "none": NONE,
-    "a step that is told too early": ("        shared.keys.wait_empty();\n        store_four(", "        store_four("),
+    "a step that is published too early": (
+        "        shared.keys.wait_empty();\n        store_four(",
+        "        store_four(",
+    ),
     "steps that are whole by mistake": ("n < parts ? OTHERS : NOTHING};", "NOTHING};"),
     "a segment that is not asked for": ("if (step.hidden == OTHERS) hide_others", "if (false) hide_others"),
     "results that are computed again of all keys": ("        if (!of_one<L>(problem, batch, i, j)) continue;\n", ""),
 }
 DEFECTS_OF_SPANS = {
     "none": NONE,
-    "a step that is told too early": DEFECTS_OF_LISTS["a step that is told too early"],
+    "a step that is published too early": DEFECTS_OF_LISTS["a step that is published too early"],
     "steps that are whole by mistake": ("plan.to ? BEYOND : NOTHING};", "plan.to ? NOTHING : NOTHING};"),
     "a key too many": ("columns_to(end - 1 - column)", "columns_to(end - column)"),
     "a key too few": ("columns_to(first - 1 - column)", "columns_to(first - column)"),

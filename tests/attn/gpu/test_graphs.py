@@ -51,7 +51,7 @@ def portable():
 
 @contextlib.contextmanager
 def chosen():
-    """Those that calls get, told to sum in one order."""
+    """The kernels that calls get, with ordered sums."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

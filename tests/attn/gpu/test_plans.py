@@ -1,4 +1,4 @@
-"""What the kernels are told of a mask, and which tiles they take: no GPU and no Triton."""
+"""The numbers of masks that kernels take, and which tiles they take: no GPU and no Triton."""
 
 import pytest
 import torch

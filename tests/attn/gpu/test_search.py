@@ -202,9 +202,9 @@ def test_nothing_is_timed_while_launches_are_recorded_or_traced(gpu):
     with recording() as found:
         kernels.forward(*call())
     assert [values.bound.kernel.name for values in found] == ["attention_forward"]
-    question = arguments.question_of(blocks.FORWARD_KERNEL, call(), arguments.shape_of(call()))
+    tile_search = arguments.tile_search_of(blocks.FORWARD_KERNEL, call(), arguments.shape_of(call()))
     with torch.utils._python_dispatch.TorchDispatchMode():
-        choice = question.ask(lambda config: pytest.fail("timed"))
+        choice = tile_search.decide(lambda config: pytest.fail("timed"))
     assert (choice.source, gpu.timed) == ("first", [])
 
 
@@ -258,8 +258,8 @@ mine, other = map(Path, sys.argv[1:])
 mine.touch()
 while not other.exists():
     time.sleep(0.01)
-asked = search.Question(search.identity("attention_forward", ("device/tile.py",)), configs, "NVIDIA A100", "bfloat16 | d=64")
-print("chosen", asked.ask(measure).config.constexprs["ROWS"], flush=True)
+asked = search.TileSearch(search.identity("attention_forward", ("device/tile.py",)), configs, "NVIDIA A100", "bfloat16 | d=64")
+print("chosen", asked.decide(measure).config.constexprs["ROWS"], flush=True)
 """
 
 

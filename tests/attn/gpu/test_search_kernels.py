@@ -114,8 +114,10 @@ class Size(NamedTuple):
 @pytest.mark.parametrize("wrong", [torch.nan, 3.0])
 def test_a_candidate_that_computes_something_else_is_passed_over(gpu, wrong):
     configs = tuple(tuning.Config({"BLOCK": block}) for block in (64, 32, 16))
-    question = search.Question(search.identity("decode", launches.SOURCES), configs, "NVIDIA L4", "bfloat16 | d=64")
-    tiles: search.Tiles[Size, int] = search.Tiles(question, lambda config: Size(config.constexprs["BLOCK"]))
+    tile_search = search.TileSearch(
+        search.identity("decode", launches.SOURCES), configs, "NVIDIA L4", "bfloat16 | d=64"
+    )
+    tiles: search.Tiles[Size, int] = search.Tiles(tile_search, lambda config: Size(config.constexprs["BLOCK"]))
     results = torch.full((2, 3), torch.nan, dtype=torch.bfloat16)
 
     def time(size):

@@ -14,7 +14,7 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import launches as decode_launches
-from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, question_of
+from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, parts
 from opkit.attn.gpu.limits import devices
 from opkit.attn.masks import program
@@ -44,7 +44,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_few(call: Call) -> bool:
-    """Whether a call is for :func:`decode`: few rows to a head of keys, or too few tiles of rows for the GPU."""
+    """Return whether a call is for :func:`decode`: few rows to a head of keys, or too few tiles of rows for the GPU."""
     q, k = call[:2]
     if k.shape[2] < MANY or not takes(call):
         return False
@@ -54,7 +54,7 @@ def takes_few(call: Call) -> bool:
 
 
 def takes(call: Call) -> bool:
-    """Whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
+    """Return whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
     q, k, v = call[:3]
     if not shapes_fit(q, k, v) or q.dtype not in FLOATS or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return False
@@ -91,31 +91,33 @@ def refuse_batch_invariance(operator: str) -> None:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def notes(*given: Any) -> Sequence[str]:
-    """How a call would be divided, and why."""
-    call = Call(*given)
+def notes(*args: Any) -> Sequence[str]:
+    """Return how a call would be divided, and why."""
+    call = Call(*args)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     shape = shape_of(call, numbers_of(lower, upper, call.scale, call.softcap), shared=False)
     gpu = device_of(index_of(call.q))
-    return [explained(question_of(shape, gpu, call.q.device, call.q.dtype), functools.partial(blocks_of, shape, gpu))]
+    return [
+        explained(tile_search_of(shape, gpu, call.q.device, call.q.dtype), functools.partial(blocks_of, shape, gpu))
+    ]
 
 
 def identities() -> list[Identity]:
-    """The kernel as results of searches are recorded."""
+    """Return the kernel as results of searches are recorded."""
     return [search.identity(KERNEL, SOURCES)]
 
 
 @functools.partial(TunedKernel, examples=tuple(search.decoding_examples()), identities=identities, notes=notes)
-def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
+def decode(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the operator's result and log-sum-exp, of its own arguments; :func:`takes` says of which.
 
     Keys and values are read once for all heads that share them and all queries of a tile. The number of splits follows
     from shapes and the GPU alone, and splits are merged in order: equal calls give equal bits. Nothing waits for the GPU.
 
     Raises:
-        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
+        KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
-    call = Call(*given)
+    call = Call(*args)
     _check_supported(call)
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
@@ -138,18 +140,18 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def numbers_of(lower: int, upper: int, scale: float, softcap: float) -> dict[str, Any]:
-    """What the kernel is given of a band and of logits."""
+    """Return the numbers that the kernel takes of a band and of logits."""
     ends = {name: max(-FAR, min(int(end), FAR)) for name, end in (("lower", lower), ("upper", upper))}
     return {**ends, "scale": abs(float(scale)) or TINY, "softcap": float(softcap)}
 
 
 def may_share(k: Tensor, v: Tensor) -> bool:
-    """Whether ``v`` may be the first columns of ``k``, as in multi-head latent attention."""
+    """Return whether ``v`` may be the first columns of ``k``, as in multi-head latent attention."""
     return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
 
 
 def shape_of(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeShape:
-    """A call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
+    """Return a call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
     group, item = q.shape[1] // k.shape[1], k.element_size()
     mixed = _banded(numbers) and q.shape[2] > 1 and group % 64 > 0
@@ -181,9 +183,9 @@ def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeLaunches |
         slots = batch * -(-height // blocks.rows)
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
 
-    return divided(question_of(shape, gpu, q.device, dtype), functools.partial(blocks_of, shape, gpu), made)
+    return divided(tile_search_of(shape, gpu, q.device, dtype), functools.partial(blocks_of, shape, gpu), made)
 
 
 def index_of(x: Tensor) -> int:
-    """The number of its GPU; -1 for a CPU tensor."""
+    """Return the number of its GPU; -1 for a CPU tensor."""
     return -1 if x.device.type == "cpu" else x.get_device()

@@ -13,7 +13,7 @@ from opkit.attn.allocation import allocate_scratch
 from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import plan
 from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device, parts, power
-from opkit.attn.gpu.search import Question, Tiles
+from opkit.attn.gpu.search import Tiles, TileSearch
 from opkit.kernels.triton.named import Named
 from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.declare import triton_kernel
@@ -56,13 +56,13 @@ class DecodeLaunches(NamedTuple):
     ) -> None:
         """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
         partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
-        given = lse if sinks is None else sinks.contiguous()
-        self.decode(*read, out, lse, given, partial, *pages)
+        sinks_or_lse = lse if sinks is None else sinks.contiguous()
+        self.decode(*read, out, lse, sinks_or_lse, partial, *pages)
         if self.merge is not None:
-            self.merge(partial, out, lse, given, pages[1], pages[2])
+            self.merge(partial, out, lse, sinks_or_lse, pages[1], pages[2])
 
     def series(self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]) -> PreparedSeries:
-        """The launches by one call, which allocates.
+        """Return the launches by one call, which allocates.
 
         Args:
             names: q, k, v and what else of ``_DECODED`` each call has.
@@ -77,19 +77,19 @@ class DecodeLaunches(NamedTuple):
     def time(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
     ) -> float:
-        """The milliseconds that the launches of :meth:`run` take, one after the other."""
+        """Return the milliseconds that the launches of :meth:`run` take, one after the other."""
         partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
-        given = lse if sinks is None else sinks.contiguous()
-        took = self.decode.time(*read, out, lse, given, partial, *pages)
+        sinks_or_lse = lse if sinks is None else sinks.contiguous()
+        took = self.decode.time(*read, out, lse, sinks_or_lse, partial, *pages)
         if self.merge is not None:
-            took += self.merge.time(partial, out, lse, given, pages[1], pages[2])
+            took += self.merge.time(partial, out, lse, sinks_or_lse, pages[1], pages[2])
         return took
 
 
 def launches_of(
     blocks: DecodeBlocks, constants: dict[str, Any], slots: int, kv_heads: int, height: int, numbers: dict[str, Any]
 ) -> DecodeLaunches:
-    """The launches of a division.
+    """Return the launches of a division.
 
     Args:
         blocks: the division.
@@ -97,22 +97,22 @@ def launches_of(
         slots: of tiles, for each head of keys.
         kv_heads: heads of keys of a sequence.
         height: the most rows that a tile has.
-        numbers: the other values that ``decode`` is given.
+        numbers: the other values that ``decode`` takes.
     """
     tiles = slots * kv_heads
     shared = {"slots": slots, "splits": blocks.splits, "kv_heads": kv_heads}
     shared |= {"keys": numbers["keys"]} if "keys" in numbers else {}
     kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
-    given = {**numbers, **shared, "programs": tiles * blocks.splits}
+    numbers = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
-        return DecodeLaunches(PreparedLaunch(kernel, _DECODED, given), None, 0)
+        return DecodeLaunches(PreparedLaunch(kernel, _DECODED, numbers), None, 0)
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
     merge = merged(constants, {**shared, "height": height})
-    return DecodeLaunches(PreparedLaunch(kernel, _DECODED, given), merge, tiles * blocks.splits * blocks.rows * width)
+    return DecodeLaunches(PreparedLaunch(kernel, _DECODED, numbers), merge, tiles * blocks.splits * blocks.rows * width)
 
 
 def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch:
-    """The launch that merges splits; its tensors are partial results, out, lse, sinks, and of pages lengths and starts.
+    """Return the launch that merges splits; its tensors are partial results, out, lse, sinks, and of pages lengths and starts.
 
     Args:
         constants: of :func:`constants_of`, and the others that ``merge`` has.
@@ -127,7 +127,7 @@ def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch
 def constants_of(
     blocks: DecodeBlocks, group: int, sizes: tuple[int, int], compute: torch.dtype, gpu: Device
 ) -> dict[str, Any]:
-    """The constants that follow from a division, ``group`` query heads to one of keys, and the sizes of heads."""
+    """Return the constants that follow from a division, ``group`` query heads to one of keys, and the sizes of heads."""
     (wide, rest), (wide_v, rest_v) = parts(sizes[0]), parts(sizes[1])
     return {
         "GROUP": group, "D": sizes[0], "D_WIDE": wide, "D_REST": rest, "DV": sizes[1], "DV_WIDE": wide_v,
@@ -179,7 +179,7 @@ def _merging(most: int, paged: bool, constants: tuple[tuple[str, Any], ...]) -> 
 
 
 def _early(overlaps: bool) -> dict[str, Any]:
-    """The option by which a kernel may start before the one before it has ended; it waits where it must."""
+    """Return the option by which a kernel may start before the one before it has ended; it waits where it must."""
     return {"launch_pdl": True} if overlaps else {}
 
 
@@ -188,7 +188,7 @@ def _programs(programs: int) -> int:
 
 
 def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """What the kernels' strides are those of, and those that are none: queries of all sequences have no batch."""
+    """Return what the kernels' strides are those of, and those that are none: queries of all sequences have no batch."""
     bound: dict[str, str] = {}
     for x in tensors:
         dims = "bht" if not paged else "bth" if x in "kv" else "th"
@@ -197,29 +197,29 @@ def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dic
 
 
 def divided(
-    question: Question | None, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]
+    tile_search: TileSearch | None, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]
 ) -> DecodeLaunches | Divided:
     """Launches of calls of some shapes.
 
     Args:
-        question: which change of the rules is the fastest; None where they are not changed.
+        tile_search: which change of the rules is the fastest; None where they are not changed.
         divide: the rules for these calls, of a change.
         make: the launches of a division.
     """
-    return make(divide()) if question is None else Divided(question, divide, make)
+    return make(divide()) if tile_search is None else Divided(tile_search, divide, make)
 
 
 class Divided:
     """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
 
-    def __init__(self, question: Question, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]) -> None:
+    def __init__(self, tile_search: TileSearch, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]) -> None:
         self._make = make
-        self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
+        self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(tile_search, functools.partial(_divided, divide))
 
-    def run(self, *given: Any) -> None:
+    def run(self, *args: Any) -> None:
         """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.run`."""
-        _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, given))
-        launches.run(*given)
+        _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, args))
+        launches.run(*args)
 
     def series(
         self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]
@@ -234,15 +234,15 @@ class Divided:
 
         return run
 
-    def _time(self, given: tuple[Any, ...], blocks: DecodeBlocks) -> search.Timed:
-        out, lse = given[:2]
+    def _time(self, args: tuple[Any, ...], blocks: DecodeBlocks) -> search.Timed:
+        out, lse = args[:2]
         search.emptied(out, lse)
-        return self._make(blocks).time(*given), (out, lse)
+        return self._make(blocks).time(*args), (out, lse)
 
 
-def explained(question: Question | None, divide: Divide) -> str:
-    """How calls are divided, and why."""
-    tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(question, functools.partial(_divided, divide))
+def explained(tile_search: TileSearch | None, divide: Divide) -> str:
+    """Return how calls are divided, and why."""
+    tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(tile_search, functools.partial(_divided, divide))
     return tiles.explained(KERNEL, "by rule")
 
 
@@ -251,7 +251,7 @@ def _divided(divide: Divide, config: Config | None) -> DecodeBlocks:
 
 
 def change_of(config: Config) -> Change:
-    """The change that a configuration stands for.
+    """Return the change that a configuration stands for.
 
     >>> change_of(Config({"BLOCK_TIMES": 2, "STAGES_MORE": 0, "WARPS_TIMES": 1}))
     Change(block=2, stages=0, warps=1)
@@ -260,10 +260,10 @@ def change_of(config: Config) -> Change:
     return Change(said["BLOCK_TIMES"], said["STAGES_MORE"], said["WARPS_TIMES"])
 
 
-def question_of(shape: DecodeShape, gpu: Device, device: torch.device, compute: torch.dtype) -> Question | None:
-    """Which change of the rules is the fastest for calls of a shape; None on GPUs that the rules were made on."""
+def tile_search_of(shape: DecodeShape, gpu: Device, device: torch.device, compute: torch.dtype) -> TileSearch | None:
+    """Return which change of the rules is the fastest for calls of a shape; None on GPUs that the rules were made on."""
     machine = search.machine_for(device)
     if machine is None:
         return None
     name = search.class_of(search.name_of(compute), plan.class_of(shape, plan.blocks_of(shape, gpu)))
-    return search.question(KERNEL, SOURCES, _CONFIGS, device, machine, name)
+    return search.tile_search(KERNEL, SOURCES, _CONFIGS, device, machine, name)

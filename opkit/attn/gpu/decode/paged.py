@@ -22,7 +22,7 @@ from opkit.attn.gpu.decode.decoding import (
     numbers_of,
     refuse_batch_invariance,
 )
-from opkit.attn.gpu.decode.launches import DecodeLaunches, Divided, divided, question_of
+from opkit.attn.gpu.decode.launches import DecodeLaunches, Divided, divided, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
 from opkit.attn.gpu.limits import devices
 from opkit.errors import KernelError
@@ -45,7 +45,7 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> bool:
-    """Whether :func:`paged` takes these dtypes and sizes."""
+    """Return whether :func:`paged` takes these dtypes and sizes."""
     fits = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_NARROW) and q.dtype in FLOATS
     grouped = k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
     small = max(q.shape[-1], v_pages.shape[-1]) <= LARGEST_HEAD and lengths.shape[0] <= MOST_SEQUENCES
@@ -53,32 +53,32 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
+def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Compute the operator's result and log-sum-exp; the arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     Lengths, starts and pages are read on the GPU alone, and what of them is out of range is taken as the nearest that is
     not: nothing waits for the GPU, and a CUDA graph of a call serves other lengths. Of queries that ``starts`` leaves out,
     the results are not written.
 
     Raises:
-        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
+        KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
-    call = PagedCall(*given)
+    call = PagedCall(*args)
     if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
-        told = dtypes_and_shapes(call[:3])
-        raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}")
+        shapes = dtypes_and_shapes(call[:3])
+        raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
     refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
-    given_too = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
-    names = ("q", "k", "v", "table", "lengths", "starts", *(name for name, x in given_too.items() if x is not None))
+    optional = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
+    names = ("q", "k", "v", "table", "lengths", "starts", *(name for name, x in optional.items() if x is not None))
     launches = [_plan(call, shared).series(names, {"out": new_out, "lse": new_lse}) for shared in _shared(call)]
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = args
         launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
         read = (dense_rows(q), bytes_of(k), bytes_of(v), dense_rows(table), lengths.contiguous(), starts.contiguous())
         sinks = None if sinks is None else sinks.contiguous()
@@ -88,7 +88,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _shared(call: PagedCall) -> tuple[bool, ...]:
-    """Whether values may be the first columns of keys, and then also whether they may not."""
+    """Return whether values may be the first columns of keys, and then also whether they may not."""
     scaled = call.k_scale is not None or call.v_scale is not None
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
 
@@ -116,12 +116,12 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
         slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
 
-    asked = question_of(shape, gpu, call.q.device, computed)
+    asked = tile_search_of(shape, gpu, call.q.device, computed)
     return divided(asked, functools.partial(blocks_of, shape, gpu), made)
 
 
 def _computed(call: PagedCall) -> torch.dtype:
-    """The dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
+    """Return the dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
     return call.q.dtype if call.k_pages.dtype in (call.q.dtype, *_NARROW) else torch.float32
 
 
@@ -131,7 +131,7 @@ def register_append(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, lengths_before: Tensor) -> bool:
-    """Whether :func:`append` takes these dtypes and sizes; pages must have dense rows, as they are written to."""
+    """Return whether :func:`append` takes these dtypes and sizes; pages must have dense rows, as they are written to."""
     known = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_SCALED_MAX)
     dense = all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in (k_pages, v_pages))
     small = max(k.shape[-1], v.shape[-1]) <= MAX_HEAD and lengths_before.shape[0] <= MOST_SEQUENCES
@@ -140,16 +140,16 @@ def takes_append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, lengths
 
 
 @PreparedKernel
-def append(*given: Any) -> Callable[..., None]:
+def append(*args: Any) -> Callable[..., None]:
     """Write the tokens; those without a page of the table are written nowhere, as the GPU cannot refuse them.
 
     Raises:
         KernelError: it was forced on a call that it does not compute.
     """
-    call = AppendCall(*given)
+    call = AppendCall(*args)
     if not takes_append(call.k, call.v, call.k_pages, call.v_pages, call.lengths_before):
-        told = dtypes_and_shapes(call[:4])
-        raise KernelError(f"opkit::append_kv: kernel {NAME!r} does not take k, v, k_pages, v_pages of {told}")
+        shapes = dtypes_and_shapes(call[:4])
+        raise KernelError(f"opkit::append_kv: kernel {NAME!r} does not take k, v, k_pages, v_pages of {shapes}")
     if 0 in call.k.shape[:2] or call.lengths_before.shape[0] == 0:
         return lambda *_: None
     constants = {
@@ -162,10 +162,10 @@ def append(*given: Any) -> Callable[..., None]:
 
 
 def _append_run(kernel: Any) -> Callable[..., None]:
-    def run(*given: Any) -> None:
-        call = AppendCall(*given)
+    def run(*args: Any) -> None:
+        call = AppendCall(*args)
         kernel(
-            k=dense_rows(call.k), v=dense_rows(call.v), k_pages=_float8_as_bytes(call.k_pages), v_pages=_float8_as_bytes(call.v_pages),
+            k=dense_rows(call.k), v=dense_rows(call.v), k_pages=_as_bytes(call.k_pages), v_pages=_as_bytes(call.v_pages),
             table=dense_rows(call.page_table), lengths=call.lengths_before.contiguous(), starts=call.starts.contiguous(),
             k_scale=call.k_scale, v_scale=call.v_scale, programs=call.k.shape[0] * call.k.shape[1],
         )  # fmt: skip
@@ -173,13 +173,13 @@ def _append_run(kernel: Any) -> Callable[..., None]:
     return run
 
 
-def _float8_as_bytes(pages: Tensor) -> Tensor:
+def _as_bytes(pages: Tensor) -> Tensor:
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 @functools.cache
 def append_kernel(k_scaled: bool, v_scaled: bool, constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
-    """The kernel for a set of constants."""
+    """Return the kernel for a set of constants."""
     bound = {"batch": "lengths_size_0", "kv_heads": "k_size_1", "pages": "k_pages_size_0", "width": "table_size_1"}
     bound |= {"table_b": "table_stride_0"}
     bound |= {f"{x}_{d}": f"{x}_stride_{n}" for x in "kv" for n, d in enumerate("th")}

@@ -17,7 +17,7 @@ MOST_SPLITS = 128
 _LEAST = 16  # of the sizes that a matrix product takes
 _IN_FLIGHT = 32768  # bytes of a block of keys and values; twice as many where a program has a multiprocessor to itself
 _MANY_KEYS = 4096  # changes for fewer are searched for apart
-_SCRATCH = 1024  # bytes of shared memory beside blocks and queries
+_SCRATCH = 1024  # bytes of shared memory in addition to blocks and queries
 _BUFFERS = {(False, False): 2, (True, False): 2, (False, True): 3, (True, True): 4}
 """DecodeBlocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
 
@@ -69,7 +69,7 @@ _MOST_WARPS = 8
 
 @functools.cache
 def device_of(index: int) -> Device:
-    """The GPU of this number; a small one where Triton interprets, and one of 132 processors where there is none."""
+    """Return the GPU of this number; a small one where Triton interprets, and one of 132 processors where there is none."""
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     if interprets or index < 0 or not torch.cuda.is_available():
         return Device(4 if interprets else 132, 232448, False, "ieee", interprets)
@@ -108,7 +108,7 @@ class DecodeShape(NamedTuple):
 
 
 def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> DecodeBlocks:
-    """How to divide a call; with a change of the rules, as far as there is room for it.
+    """Return how to divide a call; with a change of the rules, as far as there is room for it.
 
     >>> h200 = Device(132, 232448, True, "tf32x3")
     >>> blocks_of(DecodeShape(4, 8, 8192, 128, 128, 2, 2), h200)
@@ -143,7 +143,7 @@ def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> Dec
 
 
 def _most_rows(shape: DecodeShape, size: int) -> int:
-    """The rows of a tile for which there are registers."""
+    """Return the rows of a tile for which there are registers."""
     if size > 256 and (shape.mixed or not shape.shared):
         return 32
     if shape.item > 2:
@@ -162,7 +162,7 @@ def _block(room: int, read: int) -> int:
 
 
 def class_of(shape: DecodeShape, blocks: DecodeBlocks) -> dict[str, int]:
-    """What of a call decides which change is the fastest: a tile's rows, heads, bytes, pages, whether there are many keys."""
+    """Return what decides which change is the fastest for a call: a tile's rows, heads, bytes, pages, whether keys are many."""
     sizes = {"d": sum(parts(shape.d)), "e": sum(parts(shape.dv)), "stored": shape.stored, "rows": blocks.rows}
     flags = {"paged": shape.paged, "shared": shape.shared, "mixed": shape.mixed, "long": shape.keys > _MANY_KEYS}
     return {**sizes, **{name: int(flag) for name, flag in flags.items()}}
@@ -189,12 +189,12 @@ def _filling(tiles: int, room: int) -> int:
 
 
 def power(size: int) -> int:
-    """The least power of two that is no less."""
+    """Return the least power of two that is no less."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def parts(size: int) -> tuple[int, int]:
-    """The two parts in which a head size is read; the second may be 0.
+    """Return the two parts in which a head size is read; the second may be 0.
 
     >>> parts(96), parts(576), parts(7)
     ((64, 32), (512, 64), (16, 0))

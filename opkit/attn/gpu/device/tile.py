@@ -1,13 +1,13 @@
 """Triton functions that the forward and backward kernels share, for a tile of logits.
 
-First what masks, biases and dropout do to it: the meaning of the programs of :mod:`opkit.attn.masks.program`. A program arrives
-as a tuple of constants, so each one is compiled to what it says and to nothing else. Its tensors come in a tuple of slots; a
-slot is a pointer and four strides, by batch, head, query and key, 0 for what it does not depend on. Numbers that change with the
-lengths of sequences, such as the ends of bands, come in a tuple of their own, and nothing is compiled again when they change.
+First masks, biases and dropout: the meaning of the programs of :mod:`opkit.attn.masks.program`. A program arrives as a tuple of
+constants, so each one is compiled to what it says and to nothing else. Its tensors come in a tuple of slots; a slot is a pointer
+and four strides, by batch, head, query and key, 0 for what it does not depend on. Numbers that change with the lengths of
+sequences, such as the ends of bands, come in a tuple of their own, and nothing is compiled again when they change.
 :mod:`opkit.attn.gpu.plans` computes all of them.
 
-Then loads and stores of rows, logits, and ranges of tiles. The size ``D`` of a head of keys is read in one part or two, ``D0`` and
-``D1``, each a power of two as Triton requires, and that of values, ``E``, in one, ``E0``: see
+Then loads and stores of rows, logits, and ranges of tiles. The size ``D`` of a head of keys is read in one part or two, ``D0``
+and ``D1``, each a power of two as Triton requires, and that of values, ``E``, in one, ``E0``: see
 :func:`opkit.attn.gpu.blocks.parts`.
 """
 
@@ -28,26 +28,26 @@ FP8_SCALE = tl.constexpr(256.0)  #: the factor that :func:`from_fp8` leaves out
 
 @triton.jit
 def element(slots, slot: tl.constexpr, b, h, i, j, inside):
-    """A slot's elements at queries ``i`` and keys ``j``, which broadcast to a tile; 0 where not ``inside``."""
+    """Return a slot's elements at queries ``i`` and keys ``j``, which broadcast to a tile; 0 where not ``inside``."""
     start = b.to(tl.int64) * slots[slot][1] + h.to(tl.int64) * slots[slot][2]
     return tl.load(slots[slot][0] + start + (i * slots[slot][3] + j * slots[slot][4]), mask=inside, other=0)
 
 
 @triton.jit
 def number(slots, slot: tl.constexpr, b, h):
-    """The one element that a batch and a head have in a slot."""
+    """Return the one element that a batch and a head have in a slot."""
     return tl.load(slots[slot][0] + b.to(tl.int64) * slots[slot][1] + h.to(tl.int64) * slots[slot][2])
 
 
 @triton.jit
 def of_queries(slots, slot: tl.constexpr, b, h, i, queries):
-    """A slot's elements of queries ``i``; 0 of those from ``queries`` on."""
+    """Return a slot's elements of queries ``i``; 0 of those from ``queries`` on."""
     return element(slots, slot, b, h, i, 0, i < queries)
 
 
 @triton.jit
 def of_keys(slots, slot: tl.constexpr, b, h, j, keys):
-    """A slot's elements of keys ``j``; 0 of those from ``keys`` on."""
+    """Return a slot's elements of keys ``j``; 0 of those from ``keys`` on."""
     return element(slots, slot, b, h, 0, j, j < keys)
 
 
@@ -56,7 +56,7 @@ def visible(
     PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys,
     OF_QUERIES: tl.constexpr = of_queries, OF_KEYS: tl.constexpr = of_keys,
 ):  # fmt: skip
-    """Which of the keys ``j`` each query of ``i`` sees: bool, a tile. Those from ``queries`` and ``keys`` on are not there.
+    """Return which of the keys ``j`` each query of ``i`` sees: bool, a tile. There are ``queries`` and ``keys`` of them.
 
     ``OF_QUERIES`` and ``OF_KEYS`` read what a slot has for each of them.
     """
@@ -107,8 +107,8 @@ def biased(x, PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, 
 
 
 @triton.jit
-def kept(seed, threshold, row, i, j):
-    """Which probabilities dropout keeps, (rows, columns): those whose word of Philox is not below ``threshold``.
+def retained(seed, threshold, row, i, j):
+    """Return which probabilities dropout keeps, (rows, columns): those whose word of Philox is not below ``threshold``.
 
     ``row`` is batch * heads + head, ``i`` the queries (rows,), ``j`` the first key of each four, (columns / 4,); see
     :func:`opkit.attn.reference.retained`.
@@ -120,8 +120,8 @@ def kept(seed, threshold, row, i, j):
 
 
 @triton.jit
-def kept_each(seed, threshold, row, i, j):
-    """As :func:`kept`, for keys ``j``, (columns,), that need not come in fours: four times the work."""
+def retained_each(seed, threshold, row, i, j):
+    """As :func:`retained`, for keys ``j``, (columns,), that need not come in fours: four times the work."""
     quads = (j // 4).to(tl.uint32)[None, :] + tl.zeros([i.shape[0], 1], tl.uint32)
     w0, w1, w2, w3 = _words(seed, row, i, quads)
     place = (j % 4)[None, :]
@@ -131,7 +131,7 @@ def kept_each(seed, threshold, row, i, j):
 
 @triton.jit
 def _words(seed, row, i, quads):
-    """The four words of Philox for each of ``quads``, (rows, columns)."""
+    """Return the four words of Philox for each of ``quads``, (rows, columns)."""
     key = (tl.load(seed) & 0xFFFFFFFF) | ((tl.load(seed + 1) & 0xFFFFFFFF) << 32)
     rows = tl.zeros_like(quads) + i.to(tl.uint32)[:, None]
     heads = tl.zeros_like(quads) + row.to(tl.uint32)
@@ -230,7 +230,7 @@ def logits(
 
 @triton.jit
 def seen(slots, numbers, b, h, i, j, queries, limit, lower, upper, MASK: tl.constexpr, BANDED: tl.constexpr):
-    """Which keys of a partly visible tile are seen: inside of the sequences, of the band and of the mask's program."""
+    """Return which keys of a partly visible tile are seen: inside of the sequences, of the band and of the mask's program."""
     found = (i < queries) & (j < limit)
     if BANDED:
         found &= (j - i >= lower) & (j - i <= upper)

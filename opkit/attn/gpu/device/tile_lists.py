@@ -75,7 +75,7 @@ def _state(
     PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, limit, lower, upper,
     BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Whether some and whether all pairs are seen of the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,) each."""
+    """Return whether some and all pairs are visible in the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,)."""
     i_end, j_end = tl.minimum(i + ROWS, queries) - 1, tl.minimum(j + KEYS, limit) - 1
     some = (i < queries) & (j < limit)
     every = some
@@ -119,7 +119,7 @@ def _band(least, most, lower, upper):
 
 @triton.jit
 def _ends(slots, slot: tl.constexpr, b, h, at, count, TILE: tl.constexpr, OF_QUERIES: tl.constexpr):
-    """The least and the greatest number of each tile that begins at ``at``."""
+    """Return the least and the greatest number of each tile that begins at ``at``."""
     place = at[:, None] + tl.arange(0, TILE)[None, :]
     i, j = (place, 0) if OF_QUERIES else (0, place)
     found = element(slots, slot, b, h, i, j, place < count)
@@ -128,7 +128,7 @@ def _ends(slots, slot: tl.constexpr, b, h, at, count, TILE: tl.constexpr, OF_QUE
 
 @triton.jit
 def _states_of(slots, slot: tl.constexpr, b, h, row, column, inside):
-    """What :func:`opkit.attn.gpu.device.tile_lists.tile_states` wrote of the tiles in ``row`` and ``column``."""
+    """Return what :func:`opkit.attn.gpu.device.tile_lists.tile_states` wrote of the tiles in ``row`` and ``column``."""
     state = element(slots, slot, b, h, row, column, inside)
     return ((state & ANY) != 0, (state & ALL) != 0)
 
@@ -162,7 +162,7 @@ def tile_states(
 
 @triton.jit
 def _count(x, stride, stride_of_columns, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr):
-    """How many of the first elements of ``x`` are true: of its first rows the first columns."""
+    """Return how many of the first elements of ``x`` are true: of its first rows the first columns."""
     column = tl.arange(0, COLUMNS)
     count = tl.zeros([STEP, COLUMNS], tl.int32)
     for first in tl.static_range(0, ROWS, STEP):
@@ -216,20 +216,20 @@ def tile_visits(tiles, counts, theirs, their_counts, visits, own, others, SOME: 
 
 @triton.jit
 def _place_of(theirs, their_counts, own, others):
-    """The tile, its number among all, and the lists of the other tiles of its batch and head, with their counts."""
+    """Return the tile, its number among all, and the lists of the other tiles of its batch and head, with their counts."""
     mine, outer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     return mine, outer * own + mine, theirs + outer * others * own, their_counts + outer * others * 2
 
 
 @triton.jit
 def _index(step, whole, count):
-    """Where in a list with room for ``count`` its tile ``step`` is: whole ones are at its front, others at its back."""
+    """Return where in a list with room for ``count`` its tile ``step`` is: whole ones are at its front, others at its back."""
     return tl.where(step < whole, step, count - 1 - step + whole)
 
 
 @triton.jit
 def _greater(theirs, their_counts, tile, there, mine, own, SOME: tl.constexpr):
-    """How many tiles in the list of each ``tile`` are greater than ``mine``."""
+    """Return how many tiles in the list of each ``tile`` are greater than ``mine``."""
     whole = tl.load(their_counts + 2 * tile, mask=there, other=0)
     total = tl.load(their_counts + 2 * tile + 1, mask=there, other=0)
     found = tl.zeros([SOME], tl.int32)
@@ -274,8 +274,8 @@ def spans(
     place = (batch.to(tl.int64) * rows + row) * 2
     tl.store(spans + place, tl.where(in_order, first, 0), mask=inside)
     tl.store(spans + place + 1, tl.where(in_order, end, count), mask=inside)
-    beside = (row + 1 < rows) & ((row + 1) % TILE > 0)
-    own_falls = tl.sum((beside & (mine > after)).to(tl.int32), 1)
+    adjacent = (row + 1 < rows) & ((row + 1) % TILE > 0)
+    own_falls = tl.sum((adjacent & (mine > after)).to(tl.int32), 1)
     least_first, greatest_end = tl.min(tl.where(some, first, MOST), 1), tl.max(end, 1)
     said = in_order & (own_falls <= 1)
     count_of_tiles = tl.cdiv(rows, TILE)
@@ -291,7 +291,7 @@ def spans(
 
 @triton.jit
 def _falls(numbers, stride, count, SOME: tl.constexpr):
-    """Where numbers fall last, and how often."""
+    """Return where numbers fall last, and how often."""
     fall, falls = 0, 0
     for start in range(0, count, SOME):
         at = start + tl.arange(0, SOME)
@@ -304,7 +304,7 @@ def _falls(numbers, stride, count, SOME: tl.constexpr):
 
 @triton.jit
 def _bisected(numbers, stride, begin, stop, wanted, rounds, BEYOND: tl.constexpr):
-    """The first of the rising numbers from ``begin`` on and before ``stop`` that is not less than ``wanted``, or is greater."""
+    """Return the first of the rising numbers in ``begin`` to ``stop`` that is not less than ``wanted``, or is greater."""
     for _ in range(rounds):
         middle = (begin + stop) // 2
         found = tl.load(numbers + middle * stride, mask=begin < stop, other=0)

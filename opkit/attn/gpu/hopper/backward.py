@@ -76,12 +76,12 @@ heads of 128, 8192 queries, 507 and 539.
 
 
 def takes(call: GradientCall) -> bool:
-    """Whether :func:`backward` takes a call: what it says there, on a GPU of compute capability 9.0."""
+    """Return whether :func:`backward` takes a call: what it says there, on a GPU of compute capability 9.0."""
     return fits(call) and on_hopper(call.q)
 
 
 def fits(call: GradientCall) -> bool:
-    """Whether :func:`backward` can compute a call."""
+    """Return whether :func:`backward` can compute a call."""
     q, k, v = call[2:5]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
@@ -95,13 +95,13 @@ def fits(call: GradientCall) -> bool:
 
 
 def _tile_of(call: GradientCall) -> Tile:
-    """The layout that a call gets."""
+    """Return the layout that a call gets."""
     return TILES[_padded(max(call.q.shape[3], call.v.shape[3]))]
 
 
 @PreparedKernel
-def backward(*given: Any) -> Run:
-    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+def backward(*args: Any) -> Run:
+    """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
     sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; a gradient of the
@@ -126,7 +126,7 @@ def backward(*given: Any) -> Run:
     Raises:
         KernelError: it does not take the call.
     """
-    call = GradientCall(*given)
+    call = GradientCall(*args)
     if not fits(call):
         shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
@@ -142,19 +142,19 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
 
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
-    told = _told(shape, tile, roomy is call) if _listed(shape) else None
+    mask_tensors = _mask_reader(shape, tile, roomy is call) if _listed(shape) else None
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
     dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2 + call.k.shape[0] * call.k.shape[1])
 
-    def run(*given: Any) -> Results:
-        gradient, of_lse, q, k, v, out, lse = given[:7]
+    def run(*args: Any) -> Results:
+        gradient, of_lse, q, k, v, out, lse = args[:7]
         ordered = private.deterministic()
         more = {} if of_lse is None else {"of_lse": of_lse}
-        if (sinks := GradientCall(*given).sinks) is not None:
+        if (sinks := GradientCall(*args).sinks) is not None:
             more["sinks"] = sinks.to(torch.float32).contiguous()
-        if told is not None:
-            more |= told(GradientCall(*given), ordered)
+        if mask_tensors is not None:
+            more |= mask_tensors(GradientCall(*args), ordered)
         read = [gradient, q, k, v, out if dense else dense_rows(out), lse, counter(), *more.values()]
         at = [each.data_ptr() for each in read]
         if described and not (at[0] | at[1] | at[2] | at[3]) % 16:
@@ -166,20 +166,20 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
 
 
 def _listed(shape: Shape) -> bool:
-    """Whether a mask says more than a band: then the blocks of queries to visit come from a list."""
+    """Return whether a mask says more than a band: then the blocks of queries to visit come from a list."""
     return bool(shape.mask or shape.lengths)
 
 
-def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
-    """A function that gives the lists of a call, where programs take turns these too, and the tensors that its mask reads.
+def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
+    """Return a function that returns a call's lists of tiles, their order if accumulation is ordered, and its mask's tensors.
 
-    ``fits``: the mask need not be written out.
+    ``fits``: the mask's program fits a kernel's slots.
     """
     from opkit.attn.gpu import arguments, tile_lists
 
     blocks = Blocks(tile.rows, tile.keys, 0, 0)
 
-    def told(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
+    def mask_tensors(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
         call = call if fits else arguments.fit_to_slots(call)
         lists, turns = tile_lists.lists_of(call, shape, blocks, by_keys=True), None
         if ordered:
@@ -187,14 +187,14 @@ def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool]
         found = zip(_OF_MASKS, (lists.tiles, turns, lists.counts, *arguments.tensors_of(call, shape)), strict=True)
         return {name: tensor for name, tensor in found if tensor is not None}
 
-    return told
+    return mask_tensors
 
 
 def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
-    """A function that gives the launches of the three kernels.
+    """Return a function that returns the launches of the three kernels.
 
-    It takes whether programs take turns, and which tensors there are beside those that each call has, which are _GIVEN. TMA
-    can follow q, k, v and the gradient. The results are the gradients of q, k and v, and delta.
+    Its arguments are whether accumulation is ordered, and the names of the tensors that a call has in addition to ``_INPUTS``.
+    TMA can follow q, k, v and the gradient. The results are the gradients of q, k and v, and delta.
     """
     q, v, of_rows, numbers = call.q, call.v, _row_numbers(call, shape), _numbers(call, shape, tile)
     wide = _padded(max(q.shape[3], v.shape[3]))
@@ -208,7 +208,7 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
 
     @functools.cache
     def series(ordered: bool, *more: str) -> PreparedSeries:
-        return PreparedSeries([begin, main[ordered], end], _GIVEN + more, made, rooms[ordered])
+        return PreparedSeries([begin, main[ordered], end], _INPUTS + more, made, rooms[ordered])
 
     return series
 
@@ -252,14 +252,14 @@ def large_rows(call: GradientCall) -> Callable[..., None]:
 
 
 def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
-    """The results by name, as functions that make them."""
+    """Return the results by name, as functions that make them."""
     results = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     return {name: overwritten(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
 
 
 def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
-    """What the kernels pass one to another."""
+    """Return what the kernels pass one to another."""
     (batch, heads, queries, _), wide = call.q.shape, _padded(max(call.q.shape[3], call.v.shape[3]))
     blocks = batch * heads * _blocks(queries, tile.rows)
     sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
@@ -275,7 +275,7 @@ def _scratch_of_large_rows(call: GradientCall) -> dict[str, Scratch]:
 
 
 def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
-    """What the first and the last kernel are told of a call beside its tensors."""
+    """Return the numbers that the first and the last kernel take."""
     batch, heads, queries, _ = call.q.shape
     return {
         **plans.numbers_of(shape), "programs": batch * heads, "heads": heads, "key_heads": call.k.shape[1],
@@ -284,14 +284,14 @@ def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
 
 
 def may_be_large(call: GradientCall) -> bool:
-    """Whether logits may be so large that rows are computed apart; the least scales are those of no such logits."""
+    """Return whether logits may be so large that rows are computed apart; the least scales are those of no such logits."""
     from opkit.attn.gpu import arguments
 
     return call.softcap == 0 and call.scale > arguments.MIN_SCALE
 
 
 def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
-    """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
+    """Return the numbers that the main kernel takes. The exponents' base is 2."""
     capped = call.softcap > 0
     return {
         **plans.numbers_of(shape),
@@ -311,7 +311,7 @@ _OF_LARGE_ROWS = ("apart", "counter", *plans.TENSORS)
 _BEGIN = ("out", "gradient", "of_lse", "lse", "delta", "sums", "total", "turns", "q", "k", "sinks", *_OF_LARGE_ROWS)
 _MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "counter")
 _END = ("total", "of_q", "q", "k", "v", "gradient", "lse", "delta", "of_k", "of_v", *_OF_LARGE_ROWS)
-_GIVEN = ("gradient", "q", "k", "v", "out", "lse", "counter")
+_INPUTS = ("gradient", "q", "k", "v", "out", "lse", "counter")
 _RESULTS = ("of_q", "of_k", "of_v", "delta")
 
 
@@ -382,7 +382,7 @@ def _block(rows: int, q: Any, v: Any) -> tuple[int, int, int, int]:
 
 
 def _section(q: Any, k: Any, v: Any, block: int) -> int:
-    """How many heads of keys to interleave: so many that their queries, with what belongs to these, fit into the cache."""
+    """Return how many heads of keys to interleave: so many that their queries, with what belongs to these, fit into the cache."""
     group = q.shape[1] // k.shape[1]
     of_head = group * q.shape[2] * _padded(max(q.shape[3], v.shape[3])) * (2 + 2 + 4)
     return evenly(k.shape[0] * k.shape[1], _CACHED // of_head)

@@ -3,14 +3,14 @@
 What Gluon cannot express there: that neither warpgroup waits for the other, since the product for the gradient of queries is
 made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
 buffer by itself; that sums go to memory from registers while others multiply; and that three warps which would have nothing to do
-prepare rows of later heads and round gradients of earlier ones beside the products, where other kernels did both before and
+prepare rows of later heads and round gradients of earlier ones during the products, where other kernels did both before and
 after them. Long calls get it, the kernel in Gluon is called for others.
 
 Rows with huge logits are left out; two short launches look for them and add their part, as the kernel in Gluon does
 (:func:`opkit.attn.gpu.hopper.backward.large_rows`).
 
 Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
-segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), and turns beside them. nvcc
+segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), with their turns. nvcc
 makes a library of its own of each way, when it is first needed.
 """
 
@@ -50,7 +50,7 @@ _KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
 _ALL_AHEAD = 1024  #: queries: of calls with fewer all rows are, since their products leave helpers no time for any
 _TURNED = {64: 0, 128: 16}  #: tiles of a head up to which all go from the last queries to the first; by the larger head
-_COUNTERS = 3  #: beside those of heads
+_COUNTERS = 3  #: in addition to those of heads
 _MOST = 65535  #: heads of all batches
 _TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
 _POINTERS = ("delta", "sums", "total", "counter")
@@ -82,12 +82,12 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: GradientCall) -> bool:
-    """Whether a call is for :func:`backward`: long, on a GPU of compute capability 9.0 beside an nvcc."""
+    """Return whether a call is for :func:`backward`: long, on sm_90 with nvcc installed."""
     return fits(call) and _long(call) and gluon.takes(call) and library.there("backward", call.q.dtype)
 
 
 def fits(call: GradientCall) -> bool:
-    """Whether :func:`backward` can compute a call."""
+    """Return whether :func:`backward` can compute a call."""
     shape = plans.shape_of(tuple(call.mask), ())
     plain = gluon.may_be_large(call) and not shape.lengths and (not shape.mask or of_segments(shape))
     heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
@@ -105,8 +105,8 @@ def _widest(call: GradientCall) -> int:
 
 
 @PreparedKernel
-def backward(*given: Any) -> Callable[..., Results]:
-    """The gradients of q, k and v, and delta; its arguments are a :class:`~opkit.attn.calls.GradientCall`.
+def backward(*args: Any) -> Callable[..., Results]:
+    """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
     queries and keys but none; no mask, a band, segments or both; a positive scale; a gradient of the log-sum-exp. What
@@ -117,7 +117,7 @@ def backward(*given: Any) -> Callable[..., Results]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
-    call = GradientCall(*given)
+    call = GradientCall(*args)
     if not fits(call):
         shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
@@ -129,11 +129,11 @@ def backward(*given: Any) -> Callable[..., Results]:
         bool, Callable[..., Results]
     ] = {}  # by whether algorithms are deterministic; nvcc is needed for one of them
 
-    def run(*given: Any) -> Results:
+    def run(*args: Any) -> Results:
         ordered = private.deterministic()
         if ordered not in runs:
-            runs[ordered] = _prepared(GradientCall(*given), ordered)
-        return runs[ordered](*given)
+            runs[ordered] = _prepared(GradientCall(*args), ordered)
+        return runs[ordered](*args)
 
     return run
 
@@ -152,8 +152,8 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     tile = _rows(call), _KEYS
     as_they_lie, copied = (gluon.large_rows(call) for _ in range(2))  # copies have strides of their own
 
-    def run(*given: Any) -> Results:
-        gradient, of_lse, q, k, v, out, lse = given[:7]
+    def run(*args: Any) -> Results:
+        gradient, of_lse, q, k, v, out, lse = args[:7]
         results = [each() for each in new]
         room = allocate_scratch(q, sums + total + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
@@ -162,7 +162,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
         if listed:
             # What is read is held until the launch.
-            problem.lists, _read = lists_of(GradientCall(*given), *tile, by_keys=True, in_order=ordered)
+            problem.lists, _read = lists_of(GradientCall(*args), *tile, by_keys=True, in_order=ordered)
         problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
@@ -181,14 +181,14 @@ def _rows(call: GradientCall) -> int:
 
 
 def readable(x: Tensor) -> Tensor:
-    """The same where TMA can follow its strides and it is aligned; else a copy."""
+    """Return the same where TMA can follow its strides and it is aligned; else a copy."""
     if forward.describable(x) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
-    """How many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
+    """Return how many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
     batch, heads, queries, _ = call.q.shape
     block = _rows(call)
     blocks = batch * heads * -(-queries // block)
@@ -197,7 +197,7 @@ def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
 
 
 def _problem(call: GradientCall, ordered: bool) -> Problem:
-    """What is the same for all calls like this one, but for tensors."""
+    """Return what is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
     shape = plans.shape_of(tuple(call.mask), ())
     group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
@@ -222,12 +222,12 @@ def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
 
 
 def _local(call: GradientCall, shape: plans.Shape) -> bool:
-    """Whether keys are seen by the queries near them alone: in a window, or, as a rule, in segments."""
+    """Return whether keys are seen by the queries near them alone: in a window, or, as a rule, in segments."""
     return bool(shape.mask) or shape.lower > -call.q.shape[2]
 
 
 def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
-    """Where sums are made in order: of tiles, how many come before those that go through queries from the last to the first.
+    """Return, for ordered sums, how many tiles come before those that visit queries from the last to the first.
 
     Others, which go on from the keys of one to those before them, have tiles of the same queries two steps apart where a query
     sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.

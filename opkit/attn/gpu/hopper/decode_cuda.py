@@ -3,7 +3,7 @@
 It is for up to 64 rows of a head of keys, or 32 of wide ones. In the kernel in Triton all warps of a block take part in each
 product, and wait for one another. Here, of few rows, each warp has keys of its own, which it loads itself, by TMA, and meets the
 others when all is summed up: neither Triton nor Gluon can express that. More rows are the columns of a warpgroup's products
-(``cuda/decode_together.cuh``), a warp loads, and products of one step go on beside the softmax of the next. Calls that are short
+(``cuda/decode_together.cuh``), a warp loads, and products of one step overlap the softmax of the next. Calls that are short
 for the GPU's memory gain the most.
 """
 
@@ -83,7 +83,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`decode`: few rows and some keys, on a GPU of compute capability 9.0 beside an nvcc."""
+    """Return whether a call is for :func:`decode`: few rows, some keys, on sm_90 with nvcc installed."""
     if (
         not hopper.on_hopper(call.q)
         or config.get().batch_invariant
@@ -96,7 +96,7 @@ def takes(call: Call) -> bool:
 
 
 def _faster(call: Call) -> bool:
-    """Whether it is the faster one: of few rows; of more where wide heads are divided, or few tiles of many keys."""
+    """Return whether it is the faster one: of few rows; of more where wide heads are divided, or few tiles of many keys."""
     rows, channels = _height(call), call.q.shape[3]
     if rows <= _FAST_ROWS[channels]:
         return True
@@ -111,7 +111,7 @@ def _splits(call: Call) -> int:
 
 
 def fits(call: Call) -> bool:
-    """Whether :func:`decode` can compute a call."""
+    """Return whether :func:`decode` can compute a call."""
     if not hopper.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
         return False
     shape = plans.shape_of(tuple(call.mask), ())
@@ -125,7 +125,7 @@ def _height(call: Call) -> int:
 
 
 def _seen(call: Call) -> tuple[int, int] | None:
-    """The keys that all queries see: the first, and how many; None where queries see different ones."""
+    """Return the keys that all queries see: the first, and how many; None where queries see different ones."""
     queries, keys, shape = call.q.shape[2], call.k.shape[2], plans.shape_of(tuple(call.mask), ())
     if not shape.banded or (shape.lower <= 1 - queries and shape.upper >= keys - 1):
         return 0, keys
@@ -134,8 +134,8 @@ def _seen(call: Call) -> tuple[int, int] | None:
 
 
 @PreparedKernel
-def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments.
+def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; heads of 64, 128 and 256; up to 64 queries of heads that share keys, 32 of heads of 256, all
     of which see the same keys, in one piece; a positive scale; sinks. Probabilities are rounded to q's dtype before they are
@@ -146,7 +146,7 @@ def decode(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
     """
-    call = Call(*given)
+    call = Call(*args)
     decoding.refuse_batch_invariance("opkit::attention")
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
@@ -168,8 +168,8 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, problem = *given[:3], given[5], Problem.from_buffer_copy(common)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, problem = *args[:3], args[5], Problem.from_buffer_copy(common)
         at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not described or (at[0] | at[1] | at[2]) % 16:
             q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
@@ -197,7 +197,7 @@ def launched(
 
 
 def _problem(call: Call, out: Tensor) -> Problem:
-    """What is the same for all calls like this one."""
+    """Return what is the same for all calls like this one."""
     q, k, v = call[:3]
     first, seen = _seen(call) or (0, 0)
     numbers = {
@@ -230,7 +230,7 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_pages(call: PagedCall) -> bool:
-    """Whether a call is for :func:`paged`: few queries and some keys, on a GPU of compute capability 9.0 beside an nvcc."""
+    """Return whether a call is for :func:`paged`: few queries, some keys, on sm_90 with nvcc installed."""
     if not fits_paged(call) or not hopper.on_hopper(call.q) or config.get().batch_invariant:
         return False
     some = call.page_table.shape[1] * call.k_pages.shape[1] >= decoding.MANY
@@ -239,7 +239,7 @@ def takes_pages(call: PagedCall) -> bool:
 
 
 def fits_paged(call: PagedCall) -> bool:
-    """Whether :func:`paged` can compute a call, but for the strides of pages."""
+    """Return whether :func:`paged` can compute a call, but for the strides of pages."""
     q, k, v, table, lengths, starts = call[:6]
     (tokens, heads, size), (count, page, kv_heads, _) = q.shape, k.shape
     if q.dtype not in hopper.DTYPES or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *table.shape):
@@ -260,8 +260,8 @@ def _described(*pages: Tensor) -> bool:
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
+def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     It takes what :func:`opkit.attn.gpu.hopper.decode_cuda.decode` takes, of pages of a multiple of 16 keys and of q's dtype, one
     or more queries of each sequence, and bands. Lengths, starts and pages are read on the GPU alone, and what of them is out of
@@ -272,12 +272,12 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
     """
-    call = PagedCall(*given)
+    call = PagedCall(*args)
     decoding.refuse_batch_invariance("opkit::paged_attention")
     if not fits_paged(call) or not _described(call.k_pages, call.v_pages):
-        told = ", ".join(f"{each.dtype} {tuple(each.shape)} with strides {each.stride()}" for each in call[:3])
+        shapes = ", ".join(f"{each.dtype} {tuple(each.shape)} with strides {each.stride()}" for each in call[:3])
         raise KernelError(
-            f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}, scale={call.scale}, "
+            f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}, scale={call.scale}, "
             f"softcap={call.softcap}, k_scale={call.k_scale}, v_scale={call.v_scale}: it takes pages of q's dtype and of a "
             f"multiple of {_BOX} keys, heads of {HEADS}, and as many heads to one of keys as {MOST_ROWS} says. Leave the choice "
             "to opkit, or force kernel='split'."
@@ -294,8 +294,8 @@ def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
     common, gpu = _paged_problem(call), call.q.get_device()
     dense = call.q.stride(2) == 1 and all(stride % 8 == 0 for stride in call.q.stride()[:2])
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, _, _ = given
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, _, _ = args
         problem = Problem.from_buffer_copy(common)
         if not dense or q.data_ptr() % 16:
             q = q.clone(memory_format=torch.contiguous_format)
@@ -313,7 +313,7 @@ def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _paged_problem(call: PagedCall) -> Problem:
-    """What is the same for all calls like this one."""
+    """Return what is the same for all calls like this one."""
     (tokens, heads, size), (count, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     keys = call.page_table.shape[1] * page
     ends = {"lower": plans.narrow(call.lower), "upper": plans.narrow(call.upper)}

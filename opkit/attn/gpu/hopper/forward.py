@@ -40,11 +40,11 @@ under way at once, since those that come first read from memory."""
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
-OWNERS = 4  #: marks of a program beside those of its tiles
+OWNERS = 4  #: marks of a program in addition to those of its tiles
 _FORWARD = Named("opkit.attn.gpu.hopper.device.forward", "hopper_forward")
 _OF_MASKS = ("tiles", "counts", *plans.TENSORS)
-_GIVEN = ("q", "k", "v", "counter")
-_TENSORS = (*_GIVEN, "out", "lse", "sinks", *_OF_MASKS)
+_INPUTS = ("q", "k", "v", "counter")
+_TENSORS = (*_INPUTS, "out", "lse", "sinks", *_OF_MASKS)
 Run = Callable[..., tuple[Tensor, ...]]
 
 
@@ -94,30 +94,30 @@ On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441,
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
+    """Return whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
 
-    Not where batch invariance is asked for.
+    Not where batch invariance is set.
     """
     return fits(call) and applies(call)
 
 
 def applies(call: AnyCall) -> bool:
-    """Whether calls get kernels for Hopper where these fit."""
+    """Return whether calls get kernels for Hopper where these fit."""
     return not config.get().batch_invariant and on_hopper(call.q)
 
 
 def on_hopper(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU of compute capability 9.0."""
+    """Return whether a tensor is on a GPU of compute capability 9.0."""
     return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def fits(call: Call) -> bool:
-    """Whether :func:`forward` can compute a call."""
+    """Return whether :func:`forward` can compute a call."""
     return call.q.dtype in DTYPES and sizes_fit(call)
 
 
 def sizes_fit(call: Call) -> bool:
-    """The same of one in DTYPES."""
+    """Return the same of one in DTYPES."""
     q, k, v = call[:3]
     if not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
@@ -128,7 +128,7 @@ def sizes_fit(call: Call) -> bool:
 
 
 def has_moderate_factor(call: AnyCall) -> bool:
-    """Whether the logits of usual queries and keys are of a size to which float32 resolves their differences.
+    """Return whether the logits of usual queries and keys are of a size to which float32 resolves their differences.
 
     Rows with greater logits are computed apart here, slowly. The portable kernels take those of great factors.
     """
@@ -136,8 +136,8 @@ def has_moderate_factor(call: AnyCall) -> bool:
 
 
 @PreparedKernel
-def forward(*given: Any) -> Run:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward(*args: Any) -> Run:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
     sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. The factor of
@@ -154,7 +154,7 @@ def forward(*given: Any) -> Run:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*given)
+    call = Call(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -165,7 +165,7 @@ def forward(*given: Any) -> Run:
 
 
 def tile_of(call: Call) -> Tile:
-    """The layout that a call gets."""
+    """Return the layout that a call gets."""
     size = _padded(max(call.q.shape[3], call.v.shape[3]))
     shape = plans.shape_of(tuple(call.mask), ())
     seen = min(call.k.shape[2], shape.upper - shape.lower)
@@ -174,7 +174,7 @@ def tile_of(call: Call) -> Tile:
 
 
 def _listed(shape: Shape) -> bool:
-    """Whether a mask says more than a band: then the tiles to visit come from a list."""
+    """Return whether a mask says more than a band: then the tiles to visit come from a list."""
     return bool(shape.mask or shape.lengths)
 
 
@@ -186,14 +186,14 @@ def _prepared(call: Call, tile: Tile) -> Run:
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in call[:3])
     counter = counters(call.q.device, _marks(call, tile))
-    told = _told(shape, tile, roomy is call) if _listed(shape) else None
+    mask_tensors = _mask_reader(shape, tile, roomy is call) if _listed(shape) else None
 
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        sinks = given[5]
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        sinks = args[5]
         more = {} if sinks is None else {"sinks": sinks.to(torch.float32).contiguous()}
-        if told is not None:
-            more |= told(Call(*given))
-        read = [*given[:3], counter(), *more.values()]
+        if mask_tensors is not None:
+            more |= mask_tensors(Call(*args))
+        read = [*args[:3], counter(), *more.values()]
         at = [each.data_ptr() for each in read]
         if described and not (at[0] | at[1] | at[2]) % 16:
             return as_they_lie(*more).at(read, at)
@@ -203,26 +203,26 @@ def _prepared(call: Call, tile: Tile) -> Run:
     return run
 
 
-def _told(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Tensor]]:
-    """A function that gives the list of tiles of a call and the tensors that its mask reads.
+def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Tensor]]:
+    """Return a function that returns a call's list of tiles and the tensors that its mask reads.
 
-    ``fits``: the mask need not be written out.
+    ``fits``: the mask's program fits a kernel's slots.
     """
     from opkit.attn.gpu import arguments, tile_lists
 
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
 
-    def told(call: Call) -> dict[str, Tensor]:
+    def mask_tensors(call: Call) -> dict[str, Tensor]:
         call = call if fits else arguments.fit_to_slots(call)
         lists = tile_lists.lists_of(call, shape, blocks, by_keys=False)
         found = zip(_OF_MASKS, (*lists, *arguments.tensors_of(call, shape)), strict=True)
         return {name: tensor for name, tensor in found if tensor is not None}
 
-    return told
+    return mask_tensors
 
 
 def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
-    """A function that gives the launch, for the tensors that there are beside those that each call has, which are _GIVEN.
+    """Return a function that returns the launch, for the names of the tensors that a call has in addition to ``_INPUTS``.
 
     TMA can follow q, k and v. The results are the operator's.
     """
@@ -232,13 +232,13 @@ def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSerie
 
     @functools.cache
     def series(*more: str) -> PreparedSeries:
-        return PreparedSeries([launch], _GIVEN + more, made, {})
+        return PreparedSeries([launch], _INPUTS + more, made, {})
 
     return series
 
 
 def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
-    """What the kernel is told of a call beside its tensors. The exponents' base is 2."""
+    """Return the numbers that the kernel takes. The exponents' base is 2."""
     capped = call.softcap > 0
     return {
         **plans.numbers_of(shape),
@@ -251,7 +251,7 @@ def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
 
 
 def _marks(call: Call, tile: Tile) -> int:
-    """How many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.mend` lays them out."""
+    """Return how many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.recompute` lays them out."""
     batch, heads, queries, _ = call.q.shape
     tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask or not call.softcap else 0
     return 2 + OWNERS * processors(call.q.device) + tiles * tile.warpgroups
@@ -267,10 +267,10 @@ _known_counters: dict[tuple[int, int], Tensor] = {}
 
 
 def counters(device: torch.device, size: int) -> Callable[[], Tensor]:
-    """A function that gives the zeros, ``size`` or more, with which a launch counts tiles and marks those that it must mend.
+    """Return a function that returns ``size`` zeros or more, with which a launch counts tiles and marks rows to recompute.
 
-    A kernel leaves them as zeros, so that launches on one stream can share them. A graph that is captured may run beside
-    others, and gets its own.
+    A kernel leaves them as zeros, so that launches on one stream can share them. A graph that is captured may run at the same
+    time as others, and gets its own.
     """
     new = functools.partial(torch.zeros, size, dtype=torch.int32, device=device)
     if device.type != "cuda":
@@ -292,7 +292,7 @@ def counters(device: torch.device, size: int) -> Callable[[], Tensor]:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether TMA can follow the strides."""
+    """Return whether TMA can follow the strides."""
     aligned = 16 // x.element_size()
     return x.stride(3) == 1 and all(0 < stride < 2**37 and stride % aligned == 0 for stride in x.stride()[:3])
 
@@ -342,13 +342,13 @@ def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
 
 
 def section(q: Any, k: Any, v: Any) -> int:
-    """How many heads of queries to interleave."""
+    """Return how many heads of queries to interleave."""
     size = _padded(max(q.shape[3], v.shape[3]))
     return heads_within(_INTERLEAVED_SHORT if k.shape[2] <= _SHORT else _INTERLEAVED[size], q, k, v)
 
 
 def heads_within(limit: int, q: Any, k: Any, v: Any) -> int:
-    """How many heads of queries have at most ``limit`` bytes of keys and values; those of one head of keys at least."""
+    """Return how many heads of queries have at most ``limit`` bytes of keys and values; those of one head of keys at least."""
     of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
     return q.shape[1] // k.shape[1] * evenly(k.shape[0] * k.shape[1], limit // of_head)
 

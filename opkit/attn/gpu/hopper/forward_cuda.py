@@ -1,15 +1,15 @@
 """The forward for sm_90a in CUDA C++ (``cuda/forward.cu``): which calls are for it, and a call of it.
 
-As in the kernel in Gluon warpgroups have 64 queries each. What Gluon cannot express: a warp frees a buffer by itself, where
+As in the kernel in Gluon, warpgroups have 64 queries each. What Gluon cannot express: a warp frees a buffer by itself, where
 Triton has all of a warpgroup meet before and after; keys of a tile are loaded before the last values of the tile before, and not
 at once with them; a warpgroup passes over steps of keys of which it sees none; and a step has 80 keys, which fill shared memory
-beside queries of 256 channels; and how much of the softmax comes before a product is waited for is said, not left to the
+together with queries of 256 channels; and how much of the softmax comes before a product is waited for is said, not left to the
 compiler. Calls that are not short get it, and those that ask for ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or
 faster for others.
 
-Under segments nvcc makes a library of its own. If numbers of keys are in order, as those of packed documents are, a tile's steps
-begin where its first document does, and a row's span of keys is found before (:mod:`opkit.attn.gpu.tile_lists`): to hide others takes
-as little as a band. Else the blocks of keys that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`).
+Under segments nvcc compiles a second library. If numbers of keys are in order, as those of packed sequences are, a tile's steps
+begin where its first sequence does, and a row's span of keys is computed before: to hide other keys takes as little as a band.
+Else the blocks of keys that a tile visits are listed. Both are in :mod:`opkit.attn.gpu.tile_lists`.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: long, on compute capability 9.0 beside an nvcc."""
+    """Return whether a call is for :func:`forward`: long, on sm_90 with nvcc installed."""
     return fits(call) and long(call) and gluon.applies(call) and library.there(library_of(call), call.q.dtype)
 
 
 def fits(call: Call) -> bool:
-    """Whether :func:`forward` can compute a call."""
+    """Return whether :func:`forward` can compute a call."""
     return call.q.dtype in gluon.DTYPES and plain(call)
 
 
 def plain(call: Call) -> bool:
-    """Whether the source has what a call asks for, but for its dtype."""
+    """Return whether the source has what a call asks for, but for its dtype."""
     shape = plans.shape_of(tuple(call.mask), ())
     heads = _LISTED_KEYS if of_segments(shape) else () if shape.mask else GROUPS
     asked = call.sinks is not None or call.softcap != 0 or shape.lengths
@@ -98,30 +98,30 @@ def plain(call: Call) -> bool:
 
 
 def long(call: Call) -> bool:
-    """Whether there are so many queries and keys that it is the faster one."""
+    """Return whether there are so many queries and keys that it is the faster one."""
     banded, seen = _seen(call)
     queries, enough = _FROM[call.q.shape[3]][banded]
     return call.q.shape[2] >= queries and seen >= enough
 
 
 def _seen(call: Call) -> tuple[bool, int]:
-    """Whether there is a band, and how many keys a query sees at most."""
+    """Return whether there is a band, and how many keys a query sees at most."""
     shape = plans.shape_of(tuple(call.mask), ())
     return shape.banded, min(call.k.shape[2], shape.upper - shape.lower)
 
 
 def _listed(call: Call) -> bool:
-    """Whether there are segments: then the steps of a tile come from spans or a list."""
+    """Return whether there are segments: then the steps of a tile come from spans or a list."""
     return bool(plans.shape_of(tuple(call.mask), ()).mask)
 
 
 def library_of(call: Call) -> str:
-    """The name of the library that a call needs."""
+    """Return the name of the library that a call needs."""
     return "forward_of_lists" if _listed(call) else "forward"
 
 
 def _brief(call: Call) -> bool:
-    """Whether heads are of 64 channels, and keys few or steps listed."""
+    """Return whether heads are of 64 channels, and keys few or steps listed."""
     banded, seen = _seen(call)
     return call.q.shape[3] == 64 and (_listed(call) or seen <= _BRIEF[banded and call.q.shape[2] <= _BRIEF[1]])
 
@@ -131,8 +131,8 @@ def _groups(call: Call) -> int:
 
 
 @PreparedKernel
-def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; heads of 64, 128 and 256; grouped heads; any numbers of queries and keys but none; no mask or a
     band, for heads of 64 and 128 segments too; a positive scale. What :func:`opkit.attn.gpu.hopper.forward.forward` says of
@@ -142,7 +142,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
-    call = Call(*given)
+    call = Call(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -159,9 +159,9 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
+    """Return a function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
 
-    Where queries and keys are float8 it is given ``by``: three of float32, (batch, key heads) and dense, that their numbers and
+    Where queries and keys are float8 it takes ``by``: three of float32, (batch, key heads) and dense, that their numbers and
     those of the values are multiplied by.
     """
     listed = _listed(call)
@@ -172,8 +172,8 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
     common, gpu = _problem(call, made), call.q.get_device()
     tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)
 
-    def run(*given: Any, by: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        inputs, problem = given[:3], Problem.from_buffer_copy(common)
+    def run(*args: Any, by: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        inputs, problem = args[:3], Problem.from_buffer_copy(common)
         if not described or any(each.data_ptr() % 16 for each in inputs):
             inputs = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
             problem.q, problem.k, problem.v = map(library.rows_of, inputs)
@@ -183,7 +183,7 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
         problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
         _wide = _set_float8(problem, inputs[2], by) if by else None  # held until the launch
         if listed:
-            problem.lists, _read = lists_of(Call(*given), *tile, by_keys=False)  # held until the launch
+            problem.lists, _read = lists_of(Call(*args), *tile, by_keys=False)  # held until the launch
         launch(problem, private.current_stream(gpu))
         return out, lse
 
@@ -191,7 +191,7 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
 
 
 def _problem(call: Call, out: Tensor) -> Problem:
-    """What is the same for all calls like this one."""
+    """Return what is the same for all calls like this one."""
     q, k, v = call[:3]
     shape = plans.shape_of(tuple(call.mask), ())
     numbers = {
@@ -213,7 +213,7 @@ def _set_float8(problem: Problem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
 
 
 def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many heads of queries to interleave."""
+    """Return how many heads of queries to interleave."""
     if q.shape[3] == 64:
         return gluon.heads_within(_INTERLEAVED, q, k, v)
     if q.shape[3] == 128 and k.shape[2] <= _SHORT:
@@ -222,7 +222,7 @@ def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def _marks(call: Call) -> int:
-    """How many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
+    """Return how many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
     groups = _groups(call)
     tiles = batch * heads * -(-queries // (groups * _ROWS))
@@ -242,21 +242,21 @@ def register_float8(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_float8(call: Float8Call) -> bool:
-    """Whether a call is for :func:`forward_float8`: long, on compute capability 9.0 beside an nvcc."""
+    """Return whether a call is for :func:`forward_float8`: long, on sm_90 with nvcc installed."""
     if not fits_float8(call) or not long(call.plain) or not gluon.applies(call.plain):
         return False
     return library.there(library_of(call.plain), call.q.dtype)
 
 
 def fits_float8(call: Float8Call) -> bool:
-    """Whether :func:`forward_float8` can compute a call."""
+    """Return whether :func:`forward_float8` can compute a call."""
     blocks = max(call.k.shape[:2]) <= _MAX_BLOCKS
     return blocks and portable.takes_float8(call) and plain(call.plain)
 
 
 @PreparedKernel
-def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes float8_e4m3fn and float8_e5m2, and else what :func:`opkit.attn.gpu.hopper.forward_cuda.forward` takes; what that
     says of what is hidden, of infinities and of strides holds here too. Tensor cores keep 14 bits of a sum of products of
@@ -266,7 +266,7 @@ def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the portable kernel is called.
     """
-    call = Float8Call(*given)
+    call = Float8Call(*args)
     if not fits_float8(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -280,8 +280,8 @@ def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         return portable.forward_float8.prepare(*call)
     inner = launching(launch, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        call = Float8Call(*given)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        call = Float8Call(*args)
         return inner(*call.plain, by=[each.contiguous() for each in call.descales])
 
     return run

@@ -1,7 +1,10 @@
 """The kernels for sm_90a in CUDA C++, in the folder ``cuda``: compiled by nvcc at the first call, then found in the build cache.
 
-They are built as those of :func:`opkit.cuda_kernel` are, and called by address, since they are told more than an operator's
-arguments (counters, and what the kernel in Gluon beside them is told), and a first call from the cache has no time to bind any.
+They are built as those of :func:`opkit.cuda_kernel` are, and called by address: they take more than an operator's arguments
+(counters, and the numbers that the Gluon kernels take), and a first call from the cache has no time to bind any.
+
+Under segments they read the numbers of segments, the list of tiles that each tile visits, and the span that each row sees:
+:func:`lists_of` computes these.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _DEFINED = {
     "backward_in_order": _IN_ORDER,
     "backward_of_lists_in_order": _LISTED_STEPS + _IN_ORDER,
 }
-"""What a source is told where it is compiled in another way, by a longer name than its own."""
+"""The definitions with which a source is compiled under a longer name than its own."""
 _FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 _TYPES = {
     torch.bfloat16: "#include <cuda_bf16.h>\nusing T = __nv_bfloat16;\n",
@@ -51,7 +54,7 @@ _TYPES = {
         for dtype, name in _FLOAT8.items()
     },
 }
-"""How a source is told of its elements; of float8 queries and keys are, values become float16."""
+"""The definitions of a source's element type; in float8 are queries and keys, values become float16."""
 _refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could not compile
 _LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
 _LIST_STRIDES = (
@@ -67,12 +70,12 @@ class Rows(ctypes.Structure):
 
 
 def rows_of(x: torch.Tensor, data: int = 0) -> Rows:
-    """The strides of a tensor (batch, heads, sequence, head), and an address."""
+    """Return the strides of a tensor (batch, heads, sequence, head), and an address."""
     return Rows(data, *x.stride()[:3])
 
 
 def compiler_there() -> bool:
-    """Whether this machine has nvcc."""
+    """Return whether this machine has nvcc."""
     try:
         toolchain.find("cuda")
     except ToolchainError:
@@ -81,12 +84,12 @@ def compiler_there() -> bool:
 
 
 def there(name: str, dtype: torch.dtype) -> bool:
-    """Whether this machine has an nvcc that has not refused ``name`` for a dtype."""
+    """Return whether this machine has an nvcc that has not refused ``name`` for a dtype."""
     return (name, dtype) not in _refused and compiler_there()
 
 
 def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
-    """The :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get another kernel then."""
+    """Return the :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get another kernel then."""
     if (name, dtype) in _refused:
         return None
     try:
@@ -104,12 +107,12 @@ def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
 
 
 def _names(name: str, dtype: torch.dtype) -> tuple[str, str]:
-    """The kernel that a source is, and the one that calls get without it."""
+    """Return the kernel that a source is, and the one that calls get without it."""
     return _INSTEAD_OF_FLOAT8 if dtype in _FLOAT8 else _INSTEAD[source_of(name)]
 
 
 def source_of(name: str) -> str:
-    """The source that a name begins with, without its ending.
+    """Return the source that a name begins with, without its ending.
 
     >>> source_of("backward_of_lists")
     'backward'
@@ -118,7 +121,7 @@ def source_of(name: str) -> str:
 
 
 def request(name: str, dtype: torch.dtype) -> Request:
-    """What nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
+    """Return what nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
     file = f"{source_of(name)}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
     text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
@@ -128,7 +131,7 @@ def request(name: str, dtype: torch.dtype) -> Request:
 
 @functools.cache
 def launcher(name: str, dtype: torch.dtype) -> Launcher:
-    """The function that launches the kernels of a source, compiled in the way that ``name`` says.
+    """Return the function that launches the kernels of a source, compiled in the way that ``name`` says.
 
     It takes a call, a structure of ctypes, and a stream.
 
@@ -152,7 +155,7 @@ def launcher(name: str, dtype: torch.dtype) -> Launcher:
 
 
 class Lists(ctypes.Structure):
-    """Numbers of segments, lists of the blocks that a tile visits, and spans of what rows see, as ``cuda/tensors.cuh`` says."""
+    """Numbers of segments, lists of the blocks that a tile visits, and spans that rows see; declared in ``cuda/tensors.cuh``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _LIST_POINTERS),
@@ -161,20 +164,20 @@ class Lists(ctypes.Structure):
 
 
 def of_segments(shape: plans.Shape) -> bool:
-    """Whether a mask says, beside a band, that queries see keys of their own segment alone."""
+    """Return whether a mask is segments, perhaps with a band: queries see keys of their own segment alone."""
     return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
 
 
 def lists_of(
     call: Call | GradientCall, rows: int, keys: int, by_keys: bool, in_order: bool = False
 ) -> tuple[Lists, list[Tensor]]:
-    """The lists of tiles of so many queries (``rows``) and ``keys``, kept with the tensors of the mask; and what is read there.
+    """Return the lists of tiles of ``rows`` queries and ``keys`` keys, cached with the mask's tensors; and what is read there.
 
     What is read: numbers of segments, int32, (batch or 1, 1, queries, 1) and (batch or 1, 1, 1, keys), with a stride of 0 where
     a size is 1; of each tile of queries, or ``by_keys`` of keys, the tiles of the other kind that it visits, int32, (batch,
-    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.tile_lists.Spans` of its rows; and where
-    sums are made ``in_order``, what :func:`opkit.attn.gpu.tile_lists.visits_of` gives. These must be held until the
-    kernel is launched.
+    heads, own, others), and their counts, (batch, heads, own, 2); :class:`~opkit.attn.gpu.tile_lists.Spans` of its
+    rows; and where sums are made ``in_order``, :func:`opkit.attn.gpu.tile_lists.visits_of` them. These must live until the kernel
+    is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
     blocks = Blocks(rows, keys, 0, 0)

@@ -55,7 +55,7 @@ class Seen(NamedTuple):
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: what it says there, few queries, on a GPU of compute capability 9.0."""
+    """Return whether a call is for :func:`forward`: what it says there, few queries, on a GPU of compute capability 9.0."""
     q, k = call[:2]
     if k.shape[2] < decoding.MANY or q.shape[2] * 4 > k.shape[2] or q.shape[1] < FEWEST * k.shape[1]:
         return False
@@ -63,7 +63,7 @@ def takes(call: Call) -> bool:
 
 
 def fits(call: Call) -> bool:
-    """Whether :func:`forward` can compute a call."""
+    """Return whether :func:`forward` can compute a call."""
     q, k, v = call[:3]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in k.shape:
         return False
@@ -75,7 +75,7 @@ def fits(call: Call) -> bool:
 
 
 def seen(mask: list[int]) -> Seen | None:
-    """What a mask's program says; None where it says something else than a band, lengths or both.
+    """Return what a mask's program says; None where it says something else than a band, lengths or both.
 
     >>> seen([program.LENGTH, 0]), seen([program.OR])
     (Seen(lower=-1073741824, upper=1073741824, lengths=0), None)
@@ -95,8 +95,8 @@ def seen(mask: list[int]) -> Seen | None:
 
 
 @PreparedKernel
-def forward(*given: Any) -> Run:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward(*args: Any) -> Run:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values, as
     TMA can follow them; one query and one head of keys, or heads that 64 divides to each of keys; no mask, one BAND, one
@@ -108,9 +108,9 @@ def forward(*given: Any) -> Run:
     give equal bits. Nothing waits for the GPU.
 
     Raises:
-        KernelError: it does not take the call, or batch invariance is asked for.
+        KernelError: it does not take the call, or batch invariance is set.
     """
-    call = Call(*given)
+    call = Call(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -124,10 +124,10 @@ def forward(*given: Any) -> Run:
     said = seen(call.mask) or Seen(0, 0, None)
     queries, others = Queries(call.q, lambda: _plan(call, said)), _Others()
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, masks, _, sinks, *_ = given
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, masks, _, sinks, *_ = args
         if k.data_ptr() != v.data_ptr() or k.data_ptr() % 16:
-            return others(given)
+            return others(args)
         out, lse = new_out(), new_lse()
         lengths = None if said.lengths is None else masks[said.lengths].contiguous()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
@@ -144,12 +144,12 @@ class _Others:
     def __init__(self) -> None:
         self.run: Run | None = None
 
-    def __call__(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if self.run is None:
-            call = Call(*given)
+            call = Call(*args)
             few = decoding.takes_few(call)
-            self.run = decoding.decode.prepare(*given) if few else portable.prepare_forward(call)
-        return self.run(*given)
+            self.run = decoding.decode.prepare(*args) if few else portable.prepare_forward(call)
+        return self.run(*args)
 
 
 class Queries:
@@ -179,7 +179,7 @@ def _plan(call: Call, said: Seen) -> MlaLaunches:
 
 
 def factors(scale: float, softcap: float) -> dict[str, float]:
-    """What logits are multiplied by, to be exponents of 2: before the cap, and after it."""
+    """Return what logits are multiplied by, to be exponents of 2: before the cap, and after it."""
     if softcap > 0:
         return {"factor": softcap * _LOG2E, "inner": scale / softcap}
     return {"factor": scale * _LOG2E, "inner": 1.0}
@@ -203,11 +203,11 @@ class MlaLaunches(NamedTuple):
     def run(self, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, *pages: Tensor | None) -> None:
         """Launch on what is read and what is written, and on the table of pages, lengths and starts, each perhaps None."""
         partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
-        given = lse if sinks is None else sinks
+        sinks_or_lse = lse if sinks is None else sinks
         written = (out.transpose(0, 1).unsqueeze(0), lse.t().unsqueeze(0)) if self.paged else (out, lse)
-        self.kernel(q, k, *written, given, partial, *pages)
+        self.kernel(q, k, *written, sinks_or_lse, partial, *pages)
         if self.merge is not None:
-            self.merge(partial, out, lse, given, *pages[1:])
+            self.merge(partial, out, lse, sinks_or_lse, *pages[1:])
 
 
 class MlaForm(NamedTuple):
@@ -230,7 +230,7 @@ class MlaDivision(NamedTuple):
 
 
 def launches_of(form: MlaForm, division: MlaDivision, gpu: Device, numbers: dict[str, Any]) -> MlaLaunches:
-    """The launches of a division of a call; ``numbers`` are those of the device function that follow from no tensor."""
+    """Return the launches of a division of a call; ``numbers`` are those of the device function that follow from no tensor."""
     shared = division._asdict()
     launch = PreparedLaunch(_kernel(form, division.splits > 1), _TENSORS, {**numbers, **shared})
     if division.splits == 1:

@@ -53,7 +53,7 @@ def takes_pages(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> bool:
-    """Whether a call is for :func:`paged`: what it says there, on a GPU of compute capability 9.0."""
+    """Return whether a call is for :func:`paged`: what it says there, on a GPU of compute capability 9.0."""
     return fits(q, k_pages, v_pages, lengths, lower, scale, sinks, k_scale, v_scale) and on_hopper(q)
 
 
@@ -68,7 +68,7 @@ def fits(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> bool:
-    """Whether :func:`paged` can compute a call."""
+    """Return whether :func:`paged` can compute a call."""
     if q.dtype not in DTYPES or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
         return False
     if 0 in q.shape or 0 in k_pages.shape or not 0 < lengths.shape[0] <= MOST_SEQUENCES:
@@ -81,8 +81,8 @@ def fits(
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp; its arguments are a :class:`opkit.attn.calls.PagedCall`.
+def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values; pages
     of a multiple of 64; heads that 64 divides to each of keys; no window and no scales; up to 1024 sequences. Lengths, starts
@@ -90,13 +90,13 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     keys.
 
     Raises:
-        KernelError: it was forced on a call that it does not compute, or batch invariance is asked for.
+        KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
-    call = PagedCall(*given)
+    call = PagedCall(*args)
     if not fits(*call[:3], call.lengths, call.lower, call.scale, *call[10:]):
-        told = dtypes_and_shapes(call[:3])
+        shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
-            f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {told}, lower={call.lower}, "
+            f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}, lower={call.lower}, "
             f"scale={call.scale}: it takes {VALUES} values that are the first channels of the keys, and pages of a multiple "
             f"of {_PLACES}. Leave the choice to opkit, or force kernel='reference'."
         )
@@ -105,10 +105,10 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     queries, others = Queries(_one_batch(call.q), lambda: _plan(call)), _Others()
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, *_ = given
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, *_ = args
         if k.data_ptr() != v.data_ptr() or k.data_ptr() % 16:
-            return others(given)
+            return others(args)
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         q, found = queries(_one_batch(q))
@@ -124,9 +124,9 @@ class _Others:
     def __init__(self) -> None:
         self.run: Callable[..., tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, given: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        self.run = self.run or split_paged.prepare(*given)
-        return self.run(*given)
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        self.run = self.run or split_paged.prepare(*args)
+        return self.run(*args)
 
 
 def _one_batch(q: Tensor) -> Tensor:

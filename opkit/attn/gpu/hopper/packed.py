@@ -1,6 +1,6 @@
 """Few queries on Hopper, as the forward kernel's rows: all queries of the heads that share keys, which are read once for them.
 
-Where a head of keys has more than 64 such rows, products take long enough that they must run beside the softmax, which the
+Where a head of keys has more than 64 such rows, products take long enough that they must overlap the softmax, which the
 kernel for few queries cannot do and the forward for Hopper does.
 """
 
@@ -31,7 +31,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: Call) -> bool:
-    """Whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
+    """Return whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
     q, k = call[:2]
     if not fits(call) or not FEWEST <= _height(q, k) <= decoding.FEW or not hopper.takes(_packed_call(call)):
         return False
@@ -40,7 +40,7 @@ def takes(call: Call) -> bool:
 
 
 def fits(call: Call) -> bool:
-    """Whether the queries of heads that share keys lie evenly in memory, and see the same keys."""
+    """Return whether the queries of heads that share keys lie evenly in memory, and see the same keys."""
     q, k = call[:2]
     if q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape:
         return False
@@ -65,8 +65,8 @@ def _packed(q: Tensor, k: Tensor) -> Tensor:
 
 
 @PreparedKernel
-def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments: what :func:`opkit.attn.gpu.hopper.forward.forward` says.
+def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp by :func:`opkit.attn.gpu.hopper.forward.forward`.
 
     It takes what that does, but for masks and sinks, of queries whose heads follow one another in memory without a gap, into
     results that are laid out like that.
@@ -74,7 +74,7 @@ def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*given)
+    call = Call(*args)
     if not fits(call):
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q of {tuple(call.q.shape)} with strides {call.q.stride()}, "

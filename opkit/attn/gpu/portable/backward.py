@@ -38,7 +38,7 @@ _MIN_KEYS = 16  # keys of a tile
 
 @functools.cache
 def delta_kernel(columns: int) -> TritonKernel:
-    """The kernel of delta for values of so many columns."""
+    """Return the kernel of delta for values of so many columns."""
     wide, _ = blocks.parts(columns)
     return triton_kernel(
         _DELTA,
@@ -49,7 +49,7 @@ def delta_kernel(columns: int) -> TritonKernel:
 
 @functools.cache
 def keys_kernel(constants: arguments.Constants) -> TritonKernel:
-    """The kernel of the gradients of keys and values with its constants settled."""
+    """Return the kernel of the gradients of keys and values with its constants settled."""
     return triton_kernel(
         _OF_KEYS, grid=lambda keys, programs, KEYS: (blocks.tiles_in(keys, KEYS), programs), **dict(constants)
     )
@@ -57,7 +57,7 @@ def keys_kernel(constants: arguments.Constants) -> TritonKernel:
 
 @functools.cache
 def queries_kernel(constants: arguments.Constants) -> TritonKernel:
-    """The kernel of the gradient of queries with its constants settled."""
+    """Return the kernel of the gradient of queries with its constants settled."""
     return triton_kernel(
         _OF_QUERIES,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
@@ -66,17 +66,17 @@ def queries_kernel(constants: arguments.Constants) -> TritonKernel:
 
 
 def prepare_backward(example: GradientCall) -> Run:
-    """The gradients of q, k and v, and delta, for calls like ``example``."""
+    """Return the gradients of q, k and v, and delta, for calls like ``example``."""
     q, k, v = example[2:5]
     new = [overwritten(rows(each, each.shape[3], example.out_is_bshd)) for each in (q, k, v)]
     new.append(overwritten(q.new_empty(q.shape[:3], dtype=torch.float32)))
     if 0 in (q.numel(), k.numel(), v.numel()):
-        return lambda *given: tuple([make().zero_() for make in new])
+        return lambda *args: tuple([make().zero_() for make in new])
     roomy = arguments.fit_to_slots(example)
     fits, launch = roomy is example, _launch(roomy)
 
-    def run(*given: Any) -> _Four:
-        call = GradientCall(*given) if fits else arguments.fit_to_slots(GradientCall(*given))
+    def run(*args: Any) -> _Four:
+        call = GradientCall(*args) if fits else arguments.fit_to_slots(GradientCall(*args))
         call = call._replace(
             **{name: dense_rows(getattr(call, name)) for name in ("gradient", "q", "k", "v", "out")},
             lse=call.lse.contiguous(),
@@ -89,7 +89,7 @@ def prepare_backward(example: GradientCall) -> Run:
 
 
 def _launch(example: GradientCall) -> Run:
-    """A function of a call and its results, which launches the three kernels."""
+    """Return a function of a call and its results, which launches the three kernels."""
     (batch, heads, queries, _), (_, kv_heads, _, columns) = example.q.shape, example.v.shape
     shape, dtype = arguments.shape_of(example), example.q.dtype
     numbers = {**_numbers(example), **plans.numbers_of(shape)}
@@ -119,7 +119,7 @@ def _launch(example: GradientCall) -> Run:
 
 
 def _numbers(call: GradientCall) -> dict[str, Any]:
-    """The numbers that both kernels take."""
+    """Return the numbers that both kernels take."""
     heads, kv_heads = call.q.shape[1], call.v.shape[1]
     return {
         "group": heads // kv_heads, "queries": call.q.shape[2], "keys": call.v.shape[2], "scale": call.scale,
@@ -175,12 +175,12 @@ def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) ->
 
 @functools.cache
 def bias_kernel(constants: arguments.Constants) -> TritonKernel:
-    """The kernel with its constants settled."""
+    """Return the kernel with its constants settled."""
     return triton_kernel(_OF_BIAS, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants))
 
 
 def prepare_bias_backward(example: BiasCall) -> Run:
-    """The gradients of the tensors that are wanted, for calls like ``example``."""
+    """Return the gradients of the tensors that are wanted, for calls like ``example``."""
     roomy = arguments.fit_to_slots(example)
     fits = roomy is example
     shapes = [tuple(each.shape) for each in example.bias_tensors]
@@ -193,8 +193,8 @@ def prepare_bias_backward(example: BiasCall) -> Run:
     if 0 in (example.q.numel(), example.k.numel(), example.v.numel()):
         makers = [[] for _ in makers]
 
-    def run(*given: Any) -> list[Tensor]:
-        call = BiasCall(*given)
+    def run(*args: Any) -> list[Tensor]:
+        call = BiasCall(*args)
         like = [call.bias_tensors[number] for number in call.wanted]
         call = call if fits else arguments.fit_to_slots(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
@@ -206,7 +206,7 @@ def prepare_bias_backward(example: BiasCall) -> Run:
 
 
 def _sum_of_terms(found: list[Tensor], like: Tensor) -> Tensor:
-    """The sum of the gradients that a tensor has from each term that names it."""
+    """Return the sum of the gradients that a tensor has from each term that names it."""
     if not found:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     return functools.reduce(torch.add, found)
@@ -275,7 +275,7 @@ def _bias_constants(call: BiasCall, term: Term, size: Blocks) -> arguments.Const
 
 
 def _bias_numbers(call: BiasCall) -> dict[str, Any]:
-    """The numbers that the kernel takes whichever tensor it is for."""
+    """Return the numbers that the kernel takes whichever tensor it is for."""
     (batch, heads, queries, _), kv_heads = call.q.shape, call.v.shape[1]
     return {
         "batch": batch, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": call.v.shape[2],

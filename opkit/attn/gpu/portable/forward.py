@@ -33,7 +33,7 @@ _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 @functools.cache
 def forward_kernel(constants: arguments.Constants) -> TritonKernel:
-    """The forward kernel with its constants settled."""
+    """Return the forward kernel with its constants settled."""
     return triton_kernel(
         _FORWARD,
         grid=lambda queries, programs, ROWS: (blocks.tiles_in(queries, ROWS), programs),
@@ -42,9 +42,9 @@ def forward_kernel(constants: arguments.Constants) -> TritonKernel:
 
 
 def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
-    """The operator's result and log-sum-exp, for calls like ``example``; descales may follow the arguments of a call.
+    """Return the operator's result and log-sum-exp, for calls like ``example``; descales may follow the arguments of a call.
 
-    With ``ordered`` what a query gives does not depend, to the last bit, on what is computed beside it. ``fp8`` is as
+    With ``ordered`` a query's result does not depend, to the last bit, on the rest of the batch. ``fp8`` is as
     :func:`opkit.attn.gpu.device.tile.widened` has it; results are in bfloat16 then.
     """
     q, _, v = example[:3]
@@ -52,7 +52,7 @@ def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     new_out = overwritten(rows(of_result, v.shape[3], example.out_is_bshd))
     new_lse = overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
     if 0 in (*q.shape[:3], v.shape[3]):
-        return lambda *given: (new_out(), new_lse())
+        return lambda *args: (new_out(), new_lse())
     roomy = arguments.fit_to_slots(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
@@ -61,8 +61,8 @@ def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
         forward_kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants
     )
 
-    def run(*given: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
-        call = Call(*given) if fits else arguments.fit_to_slots(Call(*given))
+    def run(*args: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
+        call = Call(*args) if fits else arguments.fit_to_slots(Call(*args))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
         launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))
@@ -72,12 +72,12 @@ def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
 
 
 def tiles_of(call: Call) -> search.Tiles[Any, Any]:
-    """The tiles of calls like this one, whose mask and bias have room in the kernel."""
+    """Return the tiles of calls like this one, whose mask and bias have room in the kernel."""
     return arguments.tiles_of(blocks.FORWARD_KERNEL, call, arguments.shape_of(call))
 
 
 def _numbers(call: Call) -> dict[str, Any]:
-    """The numbers that the kernel takes."""
+    """Return the numbers that the kernel takes."""
     (batch, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.v.shape
     return {
         "programs": batch * heads, "heads": heads, "group": heads // max(kv_heads, 1), "queries": queries, "keys": keys,
@@ -92,15 +92,15 @@ def register_float8(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_float8(call: Float8Call) -> bool:
-    """Whether :func:`forward_float8` takes a call: what the portable forward takes, in float8_e4m3fn or float8_e5m2."""
+    """Return whether :func:`forward_float8` takes a call: what the portable forward takes, in float8_e4m3fn or float8_e5m2."""
     sizes = call.q.shape[0], call.k.shape[1]
     descaled = len(call.descales) == 3 and all(x.shape == sizes and x.dtype == torch.float32 for x in call.descales)
     return call.q.dtype in _FLOAT8 and descaled and sizes_fit(call.plain) and sinks_fit(call.sinks, call.q)
 
 
 @arguments.tuned_float8
-def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     Products of queries and keys are those of the tensor cores for float8 where these have some (NVIDIA's from compute
     capability 8.9 on, of heads of more than 16), and of float16 elsewhere. On Hopper the former keep 14 bits of a sum.
@@ -109,7 +109,7 @@ def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Float8Call(*given)
+    call = Float8Call(*args)
     if not takes_float8(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -120,8 +120,8 @@ def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     native = multiplies_float8(call.q.device) and call.q.shape[3] > _MIN_FLOAT8_HEAD
     inner = prepare_forward(call.plain, fp8="native" if native else _FLOAT8[call.q.dtype])
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        call = Float8Call(*given)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        call = Float8Call(*args)
         plain = call.plain
         if not native:
             plain = plain._replace(q=dense_bytes(call.q), k=dense_bytes(call.k), v=dense_bytes(call.v))
@@ -131,7 +131,7 @@ def forward_float8(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether the tensor cores of a GPU multiply these kinds of float8; of no GPU, those of an H200."""
+    """Return whether the tensor cores of a GPU multiply these kinds of float8; of no GPU, those of an H200."""
     if device.type != "cuda":
         return device.type == "meta"
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,4 +1,4 @@
-"""Kernels for GPUs of which no row's result depends, to the last bit, on what is computed beside it.
+"""Kernels for GPUs whose result for a row does not depend, to the last bit, on the rest of the batch.
 
 It is the portable forward with tiles of one size for all calls, in order, and none of them treated otherwise than the rest; keys
 that a query does not see add nothing to its sums, not even a rounding. Those for processors are in
@@ -48,20 +48,20 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
 
 
 @PreparedKernel
-def forward(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The operator's result and log-sum-exp, of its own arguments.
+def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*given)
+    call = Call(*args)
     if call.dropout_p != 0 or not takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return portable.prepare_forward(call, ordered=True)
 
 
 @PreparedKernel
-def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """As :func:`forward` of the same keys, bit by bit; pages of another dtype than ``q``'s are computed in float32.
 
     Its arguments are a :class:`opkit.attn.calls.PagedCall`. Lengths, starts and pages are read on the GPU alone, and what of
@@ -70,7 +70,7 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = PagedCall(*given)
+    call = PagedCall(*args)
     small = call.q.shape[-1] <= LARGEST_HEAD and call.v_pages.shape[-1] <= LARGEST_VALUES
     if not small or not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
         _refuse(
@@ -84,8 +84,8 @@ def paged(*given: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     launch = _launch(call)
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = given
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = args
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
         pages = dense_rows(table), lengths.contiguous(), starts.contiguous(), k_scale, v_scale
@@ -119,9 +119,9 @@ def _kernel(constants: tuple[tuple[str, Any], ...]) -> Any:
     return triton_kernel(_PAGED, grid=lambda tall, programs: (tall, programs), **dict(constants))
 
 
-def _refuse(operator: str, told: str) -> None:
+def _refuse(operator: str, details: str) -> None:
     raise KernelError(
-        f"{operator}: no batch-invariant kernel for GPUs takes {told}. It takes float32, bfloat16 and float16 without dropout, "
+        f"{operator}: no batch-invariant kernel for GPUs takes {details}. It takes float32, bfloat16, float16 without dropout, "
         f"and heads of at most {LARGEST_HEAD} (of values {LARGEST_VALUES}). Convert the call, or make it outside "
         "of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."
     )

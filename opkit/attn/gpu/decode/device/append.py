@@ -63,7 +63,7 @@ def _write(
 
 @triton.jit
 def _to_fp8(x):
-    """The bytes of float8_e4m3fn, rounded to the nearest, halves to even; what is too large becomes the largest."""
+    """Return the bytes of float8_e4m3fn, rounded to the nearest, halves to even; what is too large becomes the largest."""
     bits = x.to(tl.uint32, bitcast=True)
     sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20).to(tl.int32) - ((127 - 7) << 3)

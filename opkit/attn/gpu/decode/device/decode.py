@@ -168,7 +168,7 @@ def place_of(
 
 @triton.jit
 def _sequence(starts, lengths, slot, batch, tokens, keys, GROUP: tl.constexpr, ROWS: tl.constexpr, BATCH: tl.constexpr):
-    """The sequence of a slot, its first query and how many, its length, and the slot's first row.
+    """Return the sequence of a slot, its first query and how many, its length, and the slot's first row.
 
     Sequence b has the slots from ``starts[b] * GROUP // ROWS + b`` on, which are enough for its rows.
     """
@@ -273,7 +273,7 @@ def _attend(
 
 @triton.jit
 def _factor(scale, CAPPED: tl.constexpr, FP8: tl.constexpr):
-    """What logits are times, that they be exponents of 2."""
+    """Return what logits are times, that they be exponents of 2."""
     if CAPPED:
         return LOG2E
     return scale * (LOG2E * FP8_SCALE if FP8 else LOG2E)

@@ -69,7 +69,7 @@ def merge(
 
 @triton.jit
 def _results(partial, s, splits, FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """A row's results of some splits, ``PART`` elements from ``FIRST`` on."""
+    """Return a row's results of some splits, ``PART`` elements from ``FIRST`` on."""
     column = FIRST + tl.arange(0, PART)
     at = partial + s[:, None] * (ROWS * (WIDE + 2)) + column[None, :]
     return tl.load(at, mask=(s < splits)[:, None], other=0.0)
@@ -83,7 +83,7 @@ def _weighted(found, tops, weights):
 
 @triton.jit
 def _summed(partial, r, base, splits, FIRST: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """The same of all splits, some at a time."""
+    """Return the same of all splits, some at a time."""
     EACH: tl.constexpr = 8192 // PART
     acc = tl.zeros((PART,), tl.float32)
     for each in range(0, splits, EACH):

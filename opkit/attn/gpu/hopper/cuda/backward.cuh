@@ -121,7 +121,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
     int it = 0;  // blocks of queries so far
     for (int n = 0;; n++) {
         wait(barriers + K_FULL, n & 1);
-        const Tile tile = told(base + S::TOLD + (n & 1) * 16);
+        const Tile tile = read_tile(base + S::PUBLISHED_TILES + (n & 1) * 16);
         if (tile.steps < 0) break;
         const int at = tile.at + me * HALF, total = tile.steps * group;
         const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
@@ -136,8 +136,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         };
         const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
             constexpr bool FOLLOWS = decltype(follows)::value;
-            // Of a thread's weights, how many are reckoned before it waits for the gradients of probabilities. Exponentials take a unit
-            // that nothing else needs: some have beside them what comes after, where there are as many as of heads of 64.
+            // Of a thread's weights, how many are computed before it waits for the gradients of probabilities. Exponentials take a unit
+            // that nothing else needs: some overlap with what comes after, where there are as many as of heads of 64.
             constexpr int FIRST = S::ROWS > HALF ? S::ROWS * 7 / 16 : S::ROWS / 2;
             const int slot = it % STAGES;
             const uint32_t parity = it / STAGES & 1;
@@ -150,8 +150,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             bool part;
             if constexpr (S::LISTED) {
-                const int4 told = load_four(base + S::STEPS_TOLD + slot * 16);
-                block = __shfl_sync(~0u, told.x, 0), part = __shfl_sync(~0u, told.y, 0);
+                const int4 numbers = load_four(base + S::PUBLISHED_STEPS + slot * 16);
+                block = __shfl_sync(~0u, numbers.x, 0), part = __shfl_sync(~0u, numbers.y, 0);
             } else {
                 part = partial<S>(problem, block * S::ROWS, at);
             }

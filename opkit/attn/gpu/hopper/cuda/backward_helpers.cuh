@@ -1,4 +1,4 @@
-// What goes before the products of the backward and after them, beside them: warps that neither load nor multiply prepare rows of
+// What goes before the products of the backward and after them, at the same time: warps that neither load nor multiply prepare rows of
 // heads that products will come to, and round the gradient of queries of heads that they are done with. Both take as long as memory
 // does, of which the products leave most.
 //
@@ -27,7 +27,7 @@ struct Place {
     int it;
 
     __device__ __forceinline__ int slot() const { return it % STAGES; }
-    __device__ __forceinline__ uint32_t told() const { return base + S::ITEMS_TOLD + slot() * 16; }
+    __device__ __forceinline__ uint32_t published() const { return base + S::PUBLISHED_ITEMS + slot() * 16; }
     __device__ __forceinline__ uint32_t room() const { return base + S::ITEMS + slot() * S::BLOCK_BYTES; }
     __device__ __forceinline__ uint32_t rounded() const { return base + S::ROUNDED + slot() * (PART * 2); }
     __device__ __forceinline__ uint32_t sums() const { return base + S::ROW_SUMS + slot() * (S::ROWS / 2 * 4); }
@@ -38,7 +38,7 @@ struct Place {
 
 // ---- the mover ------------------------------------------------------------------------------------------------------------
 
-// Rows that are to be prepared: what is multiplied comes, zeros for the sum of gradients go; and who waits for the rows is told.
+// Rows that are to be prepared: what is multiplied comes, zeros for the sum of gradients go; and the waiting warps are notified.
 template <class S>
 struct Before {
     const Problem& problem;
@@ -98,8 +98,8 @@ SM90 void move(const Problem& problem, uint32_t base, const Job job, int& it) {
         const Place<S> place{base, it};
         int before = -1;  // what was in this place
         if (it >= STAGES) wait(place.done(), place.parity() ^ 1);
-        if (it >= begun + STAGES) job.begin_to_store(before = load_four(place.told()).x, place);
-        store_four(place.told(), {claimed, 0, 0, 0});
+        if (it >= begun + STAGES) job.begin_to_store(before = load_four(place.published()).x, place);
+        store_four(place.published(), {claimed, 0, 0, 0});
         more = claimed < items;
         if (more) {
             job.load(claimed, place);
@@ -114,7 +114,7 @@ SM90 void move(const Problem& problem, uint32_t base, const Job job, int& it) {
     const Place<S> last{base, it - STAGES};
     if (last.it < begun) return;
     wait(last.done(), last.parity());
-    const int item = load_four(last.told()).x;
+    const int item = load_four(last.published()).x;
     job.begin_to_store(item, last);
     job.template end<0>(item);
 }
@@ -176,7 +176,7 @@ SM90 void work_on(const Problem& problem, uint32_t base, int& it, Work work) {
     for (bool more = true; more; it++) {
         const Place<S> place{base, it};
         wait(place.full(), place.parity());
-        const int item = load_four(place.told()).x;
+        const int item = load_four(place.published()).x;
         more = item < items_of<S>(problem);
         if (more) work(item, place);
         __syncwarp();

@@ -16,7 +16,7 @@ SM90 void pass_turns(const Problem& problem, uint32_t base) {
     int it = 0;
     for (int n = 0;; n++) {
         wait(barriers + K_FULL, n & 1);
-        const int4 x = load_four(base + S::TOLD + (n & 1) * 16);
+        const int4 x = load_four(base + S::PUBLISHED_TILES + (n & 1) * 16);
         const Tile tile{x.x, x.y, x.z, x.w};
         arrive(barriers + K_EMPTY);
         if (tile.steps < 0) break;

@@ -62,9 +62,9 @@ struct Shape {
     static constexpr int ITEMS = SLOPES + STAGES * SLOPE_BYTES;  // what helpers work on, for a half of a block each
     static constexpr int ROUNDED = ITEMS + STAGES * BLOCK_BYTES;  // parts of the gradient of queries that helpers store
     static constexpr int POWERS = ROUNDED + STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
-    static constexpr int ROW_SUMS = DELTAS + STAGES * SUM_ROOM, TOLD = ROW_SUMS + STAGES * ROWS / 2 * 4, ITEMS_TOLD = TOLD + 2 * 16;
-    static constexpr int STEPS_TOLD = ITEMS_TOLD + STAGES * 16;  // of listed steps the block, and whether some see not all keys
-    static constexpr int BARRIERS = STEPS_TOLD + (LISTED ? STAGES * 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
+    static constexpr int ROW_SUMS = DELTAS + STAGES * SUM_ROOM, PUBLISHED_TILES = ROW_SUMS + STAGES * ROWS / 2 * 4, PUBLISHED_ITEMS = PUBLISHED_TILES + 2 * 16;
+    static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + STAGES * 16;  // of listed steps the block, and whether some see not all keys
+    static constexpr int BARRIERS = PUBLISHED_STEPS + (LISTED ? STAGES * 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
@@ -178,7 +178,7 @@ SM90 int turn_of(const Problem& problem, const Tile& tile, int step, int block) 
 }
 
 // From the first lane, so that the compiler knows that it is the same for a warp.
-SM90 Tile told(uint32_t at) {
+SM90 Tile read_tile(uint32_t at) {
     const int4 x = load_four(at);
     return {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0), __shfl_sync(~0u, x.w, 0)};
 }
@@ -200,7 +200,7 @@ struct Loader {
     int it = 0;  // blocks so far
 
     __device__ __forceinline__ uint32_t barrier(int which) const { return base + S::BARRIERS + which; }
-    __device__ __forceinline__ uint32_t place_of(int n) const { return base + S::TOLD + (n & 1) * 16; }
+    __device__ __forceinline__ uint32_t place_of(int n) const { return base + S::PUBLISHED_TILES + (n & 1) * 16; }
 
     // A block of rows of a head, with numbers of these.
     __device__ __forceinline__ void load_block(int full, int to, const CUtensorMap* map, int head, int block, int numbers,
@@ -213,7 +213,7 @@ struct Loader {
     __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % STAGES * 8), (it / STAGES & 1) ^ 1); }
     __device__ __forceinline__ void load_rows(int head, const Visit& visit) const {
         wait_empty(Q_EMPTY);
-        if (S::LISTED) store_four(base + S::STEPS_TOLD + it % STAGES * 16, {visit.block, visit.part, 0, 0});
+        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block, visit.part, 0, 0});
         load_block(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {

@@ -80,12 +80,12 @@ struct Share {
     uint32_t p[L::SETS][L::KEYS / 16][4];
 };
 
-// Where a lane's row of 16 bytes of a buffer's 16 rows from `row` lies: of the matrices that one load brings, two are beside one
+// Where a lane's row of 16 bytes of a buffer's 16 rows from `row` lies: of the matrices that one load brings, two are next to one
 // another, and two below one another, in this order for keys and the other one for values.
 template <typename L, bool OF_VALUES>
 SM90 uint32_t matrices_at(uint32_t buffer, int row, int part) {
-    const int lane = threadIdx.x % LANES, beside = OF_VALUES ? lane / 16 : lane / 8 % 2, below = OF_VALUES ? lane / 8 % 2 : lane / 16;
-    const int within = row % L::BOX_ROWS + below * 8 + lane % 8, chunk = part % 4 * 2 + beside;
+    const int lane = threadIdx.x % LANES, right = OF_VALUES ? lane / 16 : lane / 8 % 2, below = OF_VALUES ? lane / 8 % 2 : lane / 16;
+    const int within = row % L::BOX_ROWS + below * 8 + lane % 8, chunk = part % 4 * 2 + right;
     const uint32_t box = buffer + row / L::BOX_ROWS * L::BOX_BYTES + part / 4 * (L::BOX_ROWS * ROW_BYTES);
     return box + within * ROW_BYTES + ((chunk ^ lane % 8) << 4);
 }

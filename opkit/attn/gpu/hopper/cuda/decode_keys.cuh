@@ -13,7 +13,7 @@ template <int D_, bool PAGED_, int SETS_>
 struct Layout {
     static constexpr bool PAGED = PAGED_;
     static constexpr int SETS = SETS_, ROWS = 16 * SETS, SHARERS = WARPS;
-    static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns beside one another are one of rows
+    static constexpr int D = D_, PARTS = D / 16, BOXES = D / COLUMNS;  // BOXES of 64 columns next to one another are one of rows
     static constexpr int KEYS = 4096 / D, BYTES = KEYS * D * 2;
     static constexpr int BOX_ROWS = PAGED ? PAGE_ROWS : KEYS, BOXES_AT_ONCE = BOXES, BOX_BYTES = BOX_ROWS * D * 2;
     static constexpr int QUERY_BYTES = D * 2 + 16;  // of a row of queries: 8 of them lie in different banks

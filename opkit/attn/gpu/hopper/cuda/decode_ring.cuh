@@ -8,7 +8,7 @@ namespace {
 constexpr int GATHERED = WARPGROUP + LANES;  // threads: a warpgroup that multiplies, and a warp that loads
 constexpr int MULTIPLIERS = 1;               // the named barrier of the former
 
-// How a block is laid out: STAGES times KEYS keys and as many values, in boxes of 64 columns beside one another.
+// How a block is laid out: STAGES times KEYS keys and as many values, in boxes of 64 columns next to one another.
 template <int D_, bool PAGED_, int ROWS_>
 struct Together {
     static constexpr bool PAGED = PAGED_;

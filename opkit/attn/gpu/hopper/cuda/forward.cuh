@@ -2,7 +2,7 @@
 //
 // One thread loads by TMA, and warpgroups multiply, 64 rows of queries each. A block takes tiles, some rows of one head each,
 // from a counter until there are no more. The keys of a tile are visited from the last to the first. The product of queries with
-// the next keys is begun before the softmax of these keys, beside the product with the values of those before (the method is
+// the next keys is begun before the softmax of these keys, together with the product with the values of those before (the method is
 // that of FlashAttention-3, Shah et al., 2024, section 3).
 #pragma once
 
@@ -135,10 +135,10 @@ SM90 int row_of_thread(int group) {
 // The step whose keys were waited for, where steps are listed. From the first lane, so that the compiler knows that it is the same for
 // a warp.
 template <typename L>
-SM90 Step told_step(const Shared<L>& shared) {
+SM90 Step read_step(const Shared<L>& shared) {
     if constexpr (!L::LISTED) return {};
-    const int4 told = load_four(shared.steps + shared.keys.index * 16);
-    return {__shfl_sync(0xffffffff, told.x, 0), __shfl_sync(0xffffffff, told.y, 0)};
+    const int4 numbers = load_four(shared.steps + shared.keys.index * 16);
+    return {__shfl_sync(0xffffffff, numbers.x, 0), __shfl_sync(0xffffffff, numbers.y, 0)};
 }
 
 // -inf for what a thread's rows do not see of a step, where there are segments. Spans are all keys if these are not in order.
@@ -172,7 +172,7 @@ SM90 void begin_first(Shared<L>& shared, const Work& work, int group, Share<L>& 
 // The softmax of a tile's first step, whose product is there.
 template <typename L, bool BANDED>
 SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& work, int group, Share<L>& mine) {
-    const Step step = told_step(shared);
+    const Step step = read_step(shared);
     shared.keys.free();
     skip(shared.values, work.before);
     if (work.steps == 1) shared.rows.free();
@@ -208,7 +208,7 @@ SM90 void weigh_before(float factor, Share<L>& mine, float (&base)[2], float (&s
     hold(mine.s);
 }
 
-// And what comes after. The second row's exponentials, which take a unit that nothing else needs, have rounding and rescaling beside
+// And what comes after. The second row's exponentials, which take a unit that nothing else needs, have rounding and rescaling during
 // them.
 template <typename L>
 SM90 void weigh_after(float factor, Share<L>& mine, const float (&base)[2], float (&sum)[2]) {
@@ -224,7 +224,7 @@ SM90 void weigh_after(float factor, Share<L>& mine, const float (&base)[2], floa
     rescale(mine.acc, mine.by);
 }
 
-// Step `i` of a tile: the product with its keys, beside the one with values of the step before; and its softmax beside that one.
+// Step `i` of a tile: the product with its keys, together with the one with values of the step before; and its softmax during that one.
 template <typename L, bool BANDED>
 SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work, int i, int group, Share<L>& mine) {
     const int at = (work.step - i) * L::KEYS;
@@ -235,7 +235,7 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     shared.values.wait_full();
     multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
     pass_turn<L>(group);
-    const Step step = told_step(shared);
+    const Step step = read_step(shared);
     products_wait<1>();
     hold(mine.s);
     shared.keys.free();
@@ -255,7 +255,7 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     weigh_after(factor, mine, base, sum);
 }
 
-// A tile's last product, beside the first one of the next, if there is one; else of what is left in the buffers.
+// A tile's last product, together with the first one of the next, if there is one; else of what is left in the buffers.
 template <typename L, bool BANDED>
 SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& done, const Work& next, int group, Share<L>& mine) {
     shared.values.wait_full();
@@ -291,7 +291,7 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         finish_tile<L, BANDED>(problem, shared, done, work, group, mine);
     }
     if (group == 0) take_turn<L>(group);  // the last one that was passed on
-    mend<L>(problem, group);
+    recompute_rows<L>(problem, group);
 }
 
 template <typename L, bool BANDED>

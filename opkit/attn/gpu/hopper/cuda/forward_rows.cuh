@@ -128,7 +128,7 @@ SM90 void round_weights(const float (&s)[N], uint32_t (&p)[N / 2]) {
     for (int i = 0; i < N / 2; i++) p[i] = pack<T>(s[2 * i], s[2 * i + 1]);
 }
 
-// Up to 128 columns are multiplied without asking whether it is by 1: there is time for it beside exponentials.
+// Up to 128 columns are multiplied without asking whether it is by 1: there is time for it during exponentials.
 template <int N>
 SM90 void rescale(float (&acc)[N], const float (&by)[2]) {
     if (N > 64 && __all_sync(0xffffffff, by[0] == 1.f && by[1] == 1.f)) return;
@@ -214,7 +214,7 @@ SM90 float logit_of(const Problem& problem, const float (&q)[N], int batch, int 
 
 // The results of one row, by one warp. Differences from the greatest logit are taken before they are multiplied.
 template <typename L>
-SM90 void mend_row(const Problem& problem, int of_all, int i) {
+SM90 void recompute_row(const Problem& problem, int of_all, int i) {
     const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
     const int first = max(i + problem.lower, 0), end = min(i + problem.upper, problem.keys - 1);
     const float factor = factor_of(problem, batch, head);
@@ -242,7 +242,7 @@ SM90 void mend_row(const Problem& problem, int of_all, int i) {
 
 // Compute again what this warpgroup has marked.
 template <typename L>
-SM90 void mend(const Problem& problem, int group) {
+SM90 void recompute_rows(const Problem& problem, int group) {
     const int warp = threadIdx.x % WARPGROUP / LANES;
     named_sync(MEETING + group, WARPGROUP);
     volatile int* mine = owners(problem) + owner(group);
@@ -252,7 +252,7 @@ SM90 void mend(const Problem& problem, int group) {
         volatile int* mark = marks(problem) + place;
         if (*mark != owner(group) + 1) continue;
         const int row = place % of_head * GROUP_ROWS, end = min(row + GROUP_ROWS, problem.queries);
-        for (int i = row + warp; i < end; i += WARPGROUP / LANES) mend_row<L>(problem, place / of_head, i);
+        for (int i = row + warp; i < end; i += WARPGROUP / LANES) recompute_row<L>(problem, place / of_head, i);
         named_sync(MEETING + group, WARPGROUP);  // all have seen the mark
         if (threadIdx.x % WARPGROUP == 0) *mark = 0;
     }

@@ -23,7 +23,7 @@ constexpr bool DESCALED = !std::is_same<Key, T>::value;
 constexpr int GROUP_ROWS = 64;
 constexpr int NEAR = 3;                       // steps that a warpgroup may pass over on either side; with more it would wait for what
                                               // the loader has no buffers for until values are freed
-constexpr int OWNERS = 4;                     // marks of a block beside those of its tiles
+constexpr int OWNERS = 4;                     // marks of a block besides those of its tiles
 constexpr int MEETING = 1, TURN = 5;          // the first of the named barriers that the threads of one warpgroup use, or of two
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/forward_cuda.py fills it.
@@ -63,7 +63,7 @@ struct SharedOut : Tile {
 // from `from` on and before `to`. If steps are listed `at` is -1, and `from` of them are of keys that all rows see; -1: nothing is seen.
 template <typename L>
 struct Plan {
-    typename L::Told tile;
+    typename L::Published tile;
     int at, from, to;
 };
 
@@ -81,7 +81,7 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, int QUERIES_, bool TURNS_
 struct Layout {
     static constexpr int D = D_, GROUPS = GROUPS_, KEYS = KEYS_, STAGES = STAGES_, QUERIES = QUERIES_, TILES = 2;
     static constexpr bool TURNS = TURNS_, LISTED = false;
-    using Told = Tile;
+    using Published = Tile;
     // Whether a thread weighs the first of its two rows before it waits for a product with values; if that is of 256 channels, ptxas
     // finds a better place for the wait.
     static constexpr bool EARLY = D <= 128;
@@ -100,8 +100,8 @@ struct Layout {
 template <typename L>
 struct Listed : L {
     static constexpr bool LISTED = true;
-    using Told = SharedOut;
-    static constexpr int BYTES = L::BYTES + L::TILES * (sizeof(Told) - sizeof(Tile)) + L::STAGES * 16, SHARED = BYTES + 1024;
+    using Published = SharedOut;
+    static constexpr int BYTES = L::BYTES + L::TILES * (sizeof(Published) - sizeof(Tile)) + L::STAGES * 16, SHARED = BYTES + 1024;
 };
 
 // For heads of 64. Three warpgroups, since exponentials take most of the time there. Without a band all have the same steps, and go
@@ -143,7 +143,7 @@ struct Shared {
     Ring<L::STAGES, L::KEYS_BYTES> keys;
     Ring<L::STAGES, L::VALUES_BYTES> values;
     Ring<L::TILES, 0> turns;  // of the tiles
-    typename L::Told* tiles;
+    typename L::Published* tiles;
     uint32_t steps;  // what the steps are whose keys are there, 16 bytes each, where they are listed
 };
 
@@ -151,13 +151,13 @@ template <typename L>
 SM90 Shared<L> shared_of(unsigned char* bytes) {
     const uint32_t rows = shared(bytes), keys = rows + L::QUERIES * L::ROWS_BYTES;
     const uint32_t values = keys + L::STAGES * L::KEYS_BYTES, tiles = values + L::STAGES * L::VALUES_BYTES;
-    const uint32_t of_rows = tiles + L::TILES * sizeof(typename L::Told), of_keys = of_rows + 2 * L::QUERIES * 8;
+    const uint32_t of_rows = tiles + L::TILES * sizeof(typename L::Published), of_keys = of_rows + 2 * L::QUERIES * 8;
     const uint32_t of_values = of_keys + 2 * L::STAGES * 8, of_turns = of_values + 2 * L::STAGES * 8;
     return {{rows, of_rows, of_rows + L::QUERIES * 8},
             {keys, of_keys, of_keys + L::STAGES * 8},
             {values, of_values, of_values + L::STAGES * 8},
             {0, of_turns, of_turns + L::TILES * 8},
-            reinterpret_cast<typename L::Told*>(bytes + (tiles - rows)),
+            reinterpret_cast<typename L::Published*>(bytes + (tiles - rows)),
             of_turns + 2 * L::TILES * 8};
 }
 
@@ -296,7 +296,7 @@ SM90 void load_keys(Shared<L>& shared, const CUtensorMap* k, int batch, int head
 }
 
 template <typename L>
-SM90 void announce(Shared<L>& shared, const typename L::Told& tile) {
+SM90 void publish(Shared<L>& shared, const typename L::Published& tile) {
     shared.turns.wait_empty();
     shared.tiles[shared.turns.index] = tile;
     arrive(shared.turns.filled());
@@ -327,7 +327,7 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
         const auto& tile = plan.tile;
         const int key_head = tile.head / problem.group, claim = min(tile.first + 1, tile.last);
         int following = 0;
-        announce(shared, tile);
+        publish(shared, tile);
 #pragma unroll 1
         for (int step = tile.last; step >= tile.first; step--) {
             const Step next = step_of<L>(problem, plan, step);
@@ -341,7 +341,7 @@ SM90 void load(const Problem& problem, Shared<L> shared, const CUtensorMap* q, c
         plan = plan_of<L, BANDED>(problem, following);
     }
     load_values(shared, v, owed);
-    announce(shared, plan.tile);
+    publish(shared, plan.tile);
     // The last block to end leaves the counter as it found it: zeros.
     __threadfence();
     if (atomicAdd(problem.counter + 1, 1) == gridDim.x - 1) problem.counter[0] = problem.counter[1] = 0;

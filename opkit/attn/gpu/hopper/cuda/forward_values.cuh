@@ -1,5 +1,5 @@
-// Values that are given in 8 bits become T, which holds them exactly, before they are multiplied with weights of 16 bits. Warps beside
-// the one that loads did it in shared memory too, and took longer than this: products have most of its bandwidth.
+// Values in 8 bits become T, which holds them exactly, before they are multiplied with weights of 16 bits. Warps other
+// than the one that loads did it in shared memory too, and took longer than this: products have most of its bandwidth.
 #pragma once
 
 #include "forward_tiles.cuh"

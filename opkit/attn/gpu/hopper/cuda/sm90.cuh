@@ -67,7 +67,7 @@ SM90 void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"
 
 SM90 void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Boxes of 64 columns beside one another, one after another, from a box on: the third dimension counts them.
+// Boxes of 64 columns next to one another, one after another, from a box on: the third dimension counts them.
 SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),

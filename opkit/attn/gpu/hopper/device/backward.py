@@ -22,14 +22,14 @@ from opkit.attn.gpu.hopper.device.backward_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
-    BLOCKS_TOLD,
+    BLOCK_NUMBERS,
     HALF,
     HEAD,
     NOUGHT,
     PLACE,
     STAGES,
     STEPS,
-    TOLD,
+    TILE_NUMBERS,
     WIDE,
     Slopes,
     cleaned,
@@ -38,10 +38,10 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     meet,
     nothing,
     numbers_of,
-    told,
-    told_head,
+    read_head,
+    read_number,
 )
-from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, table_of
+from opkit.attn.gpu.hopper.device.masks import LENGTH, store_mask, table_of
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Triton 3.7, and before
@@ -51,15 +51,15 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name in Trito
 def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, table):
     """The gradients of 64 keys and values of each tile, and half of those of the queries that see any of the 128."""
     keys, tiles = buffers[0], buffers[8]
-    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_full, values_full, keys_empty, tile_full, tile_empty = barriers[0]
     part_empty = barriers[2]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
     n = problem.tiles * 0
-    mbarrier.wait(told_full.index(0), 0)
+    mbarrier.wait(tile_full.index(0), 0)
     slot, phase = n, n
     if problem.APART:
-        slot = told(tiles, NOUGHT, 4)
-    steps = told(tiles, STEPS, 4)
+        slot = read_number(tiles, NOUGHT, 4)
+    steps = read_number(tiles, STEPS, 4)
     while steps >= 0:
         dk = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         dv = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
@@ -70,8 +70,8 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
             meet()
             barrier()  # Triton does not know of the other, and would have one in each step
         mbarrier.wait(values_full.index(0), n % 2)
-        # Where there is a mask, the warp that loads tells of rows.
-        row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF)
+        # Where there is a mask, the warp that loads publishes rows.
+        row, last = slot * 0, problem.last_whole(read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 4) + ME * HALF)
         if not problem.LISTED:
             steps *= problem.heads // problem.key_heads
         power = _power_ahead(problem, buffers, barriers, slot, phase, steps > 0)
@@ -86,10 +86,10 @@ def _multiply(ME: gl.constexpr, problem, buffers, barriers, results, numbers, ta
         mbarrier.arrive(keys_empty.index(0), count=1)
         mbarrier.wait(part_empty.index(ME), slot ^ 1)
         _finish(ME, problem, buffers, n, results, dk * numbers[2], dv)
-        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        mbarrier.arrive(tile_empty.index(n % AHEAD), count=1)
         n += 1
-        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
-        steps = told(tiles, n % AHEAD * TOLD + STEPS, 4)
+        mbarrier.wait(tile_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 4)
 
 
 @gluon.jit
@@ -97,9 +97,9 @@ def _finish(ME: gl.constexpr, problem, buffers, n, results, dk, dv):
     """Store the gradients of 64 keys and values, by way of buffers that no product reads then."""
     dk_desc, dv_desc = results
     keys, meeting, parts, tiles = buffers[0], buffers[6], buffers[7], buffers[8]
-    tile = n % AHEAD * TOLD
-    at = told(tiles, tile + PLACE, 4) + ME * HALF
-    batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
+    tile = n % AHEAD * TILE_NUMBERS
+    at = read_number(tiles, tile + PLACE, 4) + ME * HALF
+    batch, head = read_number(tiles, tile + BATCH, 4), read_number(tiles, tile + HEAD, 4)
     of_values = _own(ME, 4 * HALF // problem.D, parts, keys)
     of_keys = _own(ME, 2 * STAGES * problem.ROWS // problem.D, meeting, keys)
     of_values.reshape([HALF, problem.D]).store(dv.to(problem.DTYPE))
@@ -112,7 +112,7 @@ def _finish(ME: gl.constexpr, problem, buffers, n, results, dk, dv):
 
 @gluon.jit
 def _own(ME: gl.constexpr, COUNT: gl.constexpr, buffer, keys):
-    """What only this warpgroup writes of a buffer into which ``COUNT`` times 64 keys go, as that of 64 keys."""
+    """Return what only this warpgroup writes of a buffer into which ``COUNT`` times 64 keys go, as that of 64 keys."""
     alike = buffer._reinterpret(keys.dtype, [COUNT, 1, 1, HALF, keys.shape[4]], keys.layout)
     return alike.index(ME * (COUNT // 2))
 
@@ -145,7 +145,7 @@ def _power_ahead(problem, buffers, barriers, slot, phase, more):
 
 @gluon.jit
 def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of_step, power, dk, dv):
-    """The gradients of keys and values so far, after those of one block of queries, and what is read ahead of the next."""
+    """Return the gradients of keys and values so far, after those of one block of queries, and what is read ahead of the next."""
     keys, values, queries, gradients, sums, deltas, meeting, parts, tiles, blocks = buffers
     slot, phase, n, row, part, more = of_step
     queries_full, gradients_full, ended = barriers[1]
@@ -156,7 +156,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of
     if problem.HELD:
         k, v = held
     else:
-        mine = ME + nothing()  # else their descriptors are reckoned before the steps, and kept in memory
+        mine = ME + nothing()  # else their descriptors are computed before the steps, and stored in memory
         k = keys.index(mine).reshape([HALF, problem.D])
         v = values.index(mine).reshape([HALF, problem.D])
     if HALVES == 2:
@@ -165,7 +165,7 @@ def _step(ME: gl.constexpr, problem, buffers, barriers, numbers, table, held, of
         if not problem.HELD:
             second_power = numbers_of(sums.index(slot * 2 + 1), problem.GROUPED)
     if problem.MASKED:
-        described = told(blocks, slot, 4)
+        described = read_number(blocks, slot, 4)
         row = described // HALF * HALF
         part = described // (ME + 1) % 2 != 0
         mixed = described % HALF != 0  # for either warpgroup's keys
@@ -247,10 +247,10 @@ def _shown(ME: gl.constexpr, I: gl.constexpr, problem, of_block, x):
     """``x`` of 64 of the queries of a block, with zeros where they do not see keys."""
     _, tiles, n, row, part, blocks, slot, table = of_block
     if part:
-        at = told(tiles, n % AHEAD * TOLD + PLACE, 4) + ME * HALF
+        at = read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 4) + ME * HALF
         if problem.LISTED:
-            batch, head = told(tiles, n % AHEAD * TOLD + BATCH, 4), told_head(blocks, slot)
-            row = told(blocks, slot, 4) // HALF * HALF
+            batch, head = read_number(tiles, n % AHEAD * TILE_NUMBERS + BATCH, 4), read_head(blocks, slot)
+            row = read_number(blocks, slot, 4) // HALF * HALF
             x = problem.shown_by_mask(x, row + I * HALF, at, table, batch, head)
         else:
             x = problem.shown(x, row + I * HALF, at)
@@ -354,9 +354,9 @@ def hopper_backward(
         gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // HALF, HALF], sums_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [2 * STAGES, HALF, ROWS], meeting),
         gl.allocate_shared_memory(gl.float32, [2, HALF * HALF // WIDE, WIDE], sum_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        gl.allocate_shared_memory(gl.int32, [AHEAD * TILE_NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
         gl.allocate_shared_memory(
-            gl.int32, [BLOCKS_TOLD if problem.LISTED else STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+            gl.int32, [BLOCK_NUMBERS if problem.LISTED else STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         ),
     )
     table = ()
@@ -367,7 +367,7 @@ def hopper_backward(
             (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
             (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
         )  # fmt: skip
-        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+        store_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
     lists = (
         listed, listed_turns, (listed_stride_0, listed_stride_1, listed_stride_2),
         counts, (counts_stride_0, counts_stride_1, counts_stride_2),

@@ -25,7 +25,7 @@ ROWS, KEYS, CHANNELS = tl.constexpr(32), tl.constexpr(32), tl.constexpr(64)  #: 
 
 @triton.jit
 def head_of(x, strides, b, h, channels):
-    """A head of a tensor: its address, the stride of its rows, and how many channels they have."""
+    """Return a head of a tensor: its address, the stride of its rows, and how many channels they have."""
     return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1], strides[2], channels
 
 
@@ -39,14 +39,14 @@ def _rows_of(x, at, count, first):
 
 @triton.jit
 def _finite_rows_of(x, at, count, first):
-    """The same with zeros for what is not finite: times the zero of what is hidden it would be NaN."""
+    """Return the same with zeros for what is not finite: times the zero of what is hidden it would be NaN."""
     found = _rows_of(x, at, count, first)
     return tl.where(tl.abs(found.to(tl.float32)) < float("inf"), found, 0.0).to(found.dtype)
 
 
 @triton.jit
 def _products(x, i, x_count, y, j, y_count):
-    """The products of rows ``i`` and ``j`` of two heads: (i, j)."""
+    """Return the products of rows ``i`` and ``j`` of two heads: (i, j)."""
     found = tl.zeros([ROWS, KEYS], tl.float32)
     for first in tl.range(0, x[2], CHANNELS, num_stages=1):
         found = tl.dot(_rows_of(x, i, x_count, first), tl.trans(_rows_of(y, j, y_count, first)), found)
@@ -55,13 +55,13 @@ def _products(x, i, x_count, y, j, y_count):
 
 @triton.jit
 def large_heads(counter):
-    """Where the numbers of heads of keys are, after those with which the kernel that multiplies counts tiles."""
+    """Return where the numbers of heads of keys are, after those with which the kernel that multiplies counts tiles."""
     return counter + 2
 
 
 @triton.jit
 def is_apart(lse, delta):
-    """Which rows are computed apart: the large ones, but not those whose gradients are NaN anyway."""
+    """Return which rows are computed apart: the large ones, but not those whose gradients are NaN anyway."""
     return is_large(lse) & (tl.abs(delta) < float("inf"))
 
 
@@ -74,7 +74,7 @@ def _large(numbers, i, queries):
 
 @triton.jit
 def keys_there(lengths, stride, b, keys):
-    """How many keys there are for a batch."""
+    """Return how many keys there are for a batch."""
     limit = keys
     if lengths is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths + b * stride), 0), keys)
@@ -107,14 +107,14 @@ def store_exact_sums(
 
 @triton.jit
 def _sums_of(numbers, large, i, queries):
-    """What :func:`store_exact_sums` has found; a greatest product of infinity for other rows, so that probabilities are 0."""
+    """Return what :func:`store_exact_sums` stored; for other rows a greatest product of infinity, for probabilities of 0."""
     greatest = tl.load(numbers[3] + i, mask=large, other=float("inf"))
     return greatest, tl.load(numbers[3] + queries + i, mask=large, other=0.0)
 
 
 @triton.jit
 def _slopes(rows, k, v, sums, mask, b, h, i, j, queries, limit, lower, upper, scale, MASK: tl.constexpr):
-    """The probabilities of large rows, and the gradients of their products of queries and keys before ``scale``."""
+    """Return the probabilities of large rows, and the gradients of their products of queries and keys before ``scale``."""
     s, products = _products(rows[0], i, queries, k, j, limit), _products(rows[1], i, queries, v, j, limit)
     shown = seen(mask[0], mask[1], b, h, i[:, None], j[None, :], queries, limit, lower, upper, MASK, True)
     shown &= (sums[0] < float("inf"))[:, None]

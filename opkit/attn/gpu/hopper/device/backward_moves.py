@@ -12,17 +12,17 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     HEAD,
     PLACE,
     STEPS,
-    TOLD,
+    TILE_NUMBERS,
     WIDE,
     added,
     following,
     list_of,
     listed_steps,
+    publish,
+    publish_block,
+    read_number,
+    read_sum,
     reduce_add,
-    tell,
-    tell_listed,
-    told,
-    told_of_sum,
     visit,
 )
 from opkit.attn.gpu.hopper.device.work import put_back
@@ -35,7 +35,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
     Where the problem is LISTED, ``lists`` are those of :mod:`opkit.attn.gpu.hopper.device.backward_work`.
     """
     tiles, blocks = buffers[8], buffers[9]
-    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_full, values_full, keys_empty, tile_full, tile_empty = barriers[0]
     ended = barriers[1][2]
     group = problem.heads // problem.key_heads
     tile = gl.program_id(0).to(gl.int32)
@@ -47,9 +47,9 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
             first, steps = at * 0, listed_steps(problem, lists, batch, key_head, at)
         else:
             first, steps = problem.span(at)
-        mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-        tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
-        mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+        mbarrier.wait(tile_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+        publish_tile(tiles, n, (steps, first, at, batch, key_head, 0))
+        mbarrier.arrive(tile_full.index(n % AHEAD), count=1)
         done = at * 0
         for g in range(group):
             head = key_head * group + g
@@ -60,7 +60,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
                 for i in range(mine[3]):
                     block = mark // 2
                     mbarrier.wait(ended.index(slot), phase)
-                    tell_listed(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
+                    publish_block(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
                     mark, turn = visit(problem, mine, i + 1)
                     place = (batch, head, key_head, at, block, of_head + block)
                     _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, done == 0)
@@ -71,7 +71,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
                     block = first + i
                     mbarrier.wait(ended.index(slot), phase)
                     if problem.BANDED:
-                        tell(blocks, slot, problem.described(block * problem.ROWS, at))
+                        publish(blocks, slot, problem.described(block * problem.ROWS, at))
                     place = (batch, head, key_head, at, block, of_head + block)
                     _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, (g == 0) & (i == 0))
                     slot, phase = following(slot, phase)
@@ -82,9 +82,9 @@ def load(problem, descriptors, buffers, barriers, counter, lists=None):
         n += 1
         # Not earlier: a tile that is taken while another one is far from its end would begin late.
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
-    mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-    tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
-    mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+    mbarrier.wait(tile_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+    publish_tile(tiles, n, (-1, tile, tile, tile, tile, 0))
+    mbarrier.arrive(tile_full.index(n % AHEAD), count=1)
     put_back(counter, programs)
 
 
@@ -115,10 +115,10 @@ def _load_block(problem, descriptors, buffers, barriers, place, slot, phase, n, 
 
 
 @gluon.jit
-def tell_all(tiles, n, numbers):
-    """Tell the other warps of tile ``n`` of this program."""
-    for i in gl.static_range(TOLD):
-        tell(tiles, n % AHEAD * TOLD + i, numbers[i])
+def publish_tile(tiles, n, numbers):
+    """Publish tile ``n`` of this program to the other warps."""
+    for i in gl.static_range(TILE_NUMBERS):
+        publish(tiles, n % AHEAD * TILE_NUMBERS + i, numbers[i])
 
 
 @gluon.jit
@@ -141,22 +141,28 @@ def _load_half(descriptor, batch, head, at, full, buffers):
 def add(problem, sum_desc, turns, buffers, barriers):
     """Add the parts of the gradient of queries to memory as they come."""
     tiles, blocks = buffers[8], buffers[9]
-    told_full, told_empty = barriers[0][3], barriers[0][4]
+    tile_full, tile_empty = barriers[0][3], barriers[0][4]
     group = problem.heads // problem.key_heads
     n, slot, phase = problem.tiles * 0, problem.tiles * 0, problem.tiles * 0
     count = n
-    mbarrier.wait(told_full.index(0), 0)
-    steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    mbarrier.wait(tile_full.index(0), 0)
+    steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 1)
     while steps >= 0:
-        first, at = told(tiles, n % AHEAD * TOLD + FIRST, 1), told(tiles, n % AHEAD * TOLD + PLACE, 1)
-        batch, key_head = told(tiles, n % AHEAD * TOLD + BATCH, 1), told(tiles, n % AHEAD * TOLD + HEAD, 1)
-        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        first, at = (
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + FIRST, 1),
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 1),
+        )
+        batch, key_head = (
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + BATCH, 1),
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + HEAD, 1),
+        )
+        mbarrier.arrive(tile_empty.index(n % AHEAD), count=1)
         if problem.LISTED:
             for _ in range(steps):
                 mbarrier.wait(
                     barriers[1][2].index(slot), phase
-                )  # what is told of a block is there when its gradient is
-                of_all, turn = told_of_sum(problem, blocks, count)
+                )  # a block's numbers are published before its gradient is there
+                of_all, turn = read_sum(problem, blocks, count)
                 _add_block(problem, sum_desc, turns, buffers, barriers, of_all, turn, slot, phase)
                 slot, phase = following(slot, phase)
                 count += 1
@@ -171,8 +177,8 @@ def add(problem, sum_desc, turns, buffers, barriers):
                     _add_block(problem, sum_desc, turns, buffers, barriers, of_head + block, turn, slot, phase)
                     slot, phase = following(slot, phase)
         n += 1
-        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
-        steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+        mbarrier.wait(tile_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 1)
     added()
 
 

@@ -104,7 +104,7 @@ def hopper_backward_begin(
 
 @triton.jit
 def _last_first():
-    """The head of a program, and its block, from the last to the first.
+    """Return the head of a program, and its block, from the last to the first.
 
     The other kernel begins with the first heads and ends with the last: what was written last is then still in the L2 cache.
     """
@@ -113,13 +113,13 @@ def _last_first():
 
 @triton.jit
 def grouped(row):
-    """Where the number of a row lies among those of its block, so that a thread finds four of those that it needs together."""
+    """Return where the number of a row lies among those of its block: a thread finds four of those that it needs together."""
     return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
 @triton.jit
 def in_rows(x, ROWS: tl.constexpr, D: tl.constexpr):
-    """The numbers of a block of rows, as they lie in its sum, as (ROWS, D).
+    """Return the numbers of a block of rows, as they lie in its sum, as (ROWS, D).
 
     There they lie by part, eight columns, 16 rows, row of the first 8 of these, two columns of the eight, whether the row is 8
     further, and column of the two.

@@ -34,14 +34,14 @@ from opkit.attn.gpu.hopper.device.backward_wide_moves import add, load
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
-    BLOCKS_TOLD,
+    BLOCK_NUMBERS,
     HALF,
     HEAD,
     NOUGHT,
     PLACE,
     STAGES,
     STEPS,
-    TOLD,
+    TILE_NUMBERS,
     WIDE,
     Slopes,
     back_in_order,
@@ -50,10 +50,10 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     in_order,
     nothing,
     numbers_of,
-    told,
-    told_head,
+    read_head,
+    read_number,
 )
-from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, table_of
+from opkit.attn.gpu.hopper.device.masks import LENGTH, store_mask, table_of
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 
 
@@ -61,15 +61,15 @@ from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers, table):
     """The gradient of 64 values of each tile, or of its KEYS, and 128 channels of that of the queries that see any of them."""
     keys, values, tiles = buffers[0], buffers[1], buffers[8]
-    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_full, values_full, keys_empty, tile_full, tile_empty = barriers[0]
     keys_read = barriers[3][1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, problem.D, 16])
     n = problem.tiles * 0
-    mbarrier.wait(told_full.index(0), 0)
+    mbarrier.wait(tile_full.index(0), 0)
     slot, phase = n, n
     if problem.APART:
-        slot = told(tiles, NOUGHT, 4)
-    steps = told(tiles, STEPS, 4)
+        slot = read_number(tiles, NOUGHT, 4)
+    steps = read_number(tiles, STEPS, 4)
     while steps >= 0:
         total = gl.zeros([HALF, problem.D], gl.float32, layout=of_sums)
         mbarrier.wait(keys_full.index(0), n % 2)
@@ -77,8 +77,8 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers, t
             cleaned(keys.index(0).reshape([HALF, problem.D]))  # the other warpgroup reads them after probabilities
             fence_async_shared()
         mbarrier.wait(values_full.index(0), n % 2)
-        # Where there is a mask, the warp that loads tells of rows.
-        row, last = slot * 0, problem.last_whole(told(tiles, n % AHEAD * TOLD + PLACE, 4))
+        # Where there is a mask, the warp that loads publishes rows.
+        row, last = slot * 0, problem.last_whole(read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 4))
         if not problem.LISTED:
             steps *= problem.heads // problem.key_heads
         for _ in range(steps):
@@ -96,19 +96,19 @@ def _multiply(KEYS: gl.constexpr, problem, buffers, barriers, result, numbers, t
         else:
             mbarrier.arrive(keys_read.index(0), count=1)
             _finish(problem, values, tiles, n, result, total)
-        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        mbarrier.arrive(tile_empty.index(n % AHEAD), count=1)
         mbarrier.arrive(keys_empty.index(0), count=1)
         n += 1
-        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
-        steps = told(tiles, n % AHEAD * TOLD + STEPS, 4)
+        mbarrier.wait(tile_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 4)
 
 
 @gluon.jit
 def _finish(problem, buffer, tiles, n, descriptor, total):
     """Store the gradients of 64 keys or values, by way of where these were."""
-    tile = n % AHEAD * TOLD
-    at = told(tiles, tile + PLACE, 4)
-    batch, head = told(tiles, tile + BATCH, 4), told(tiles, tile + HEAD, 4)
+    tile = n % AHEAD * TILE_NUMBERS
+    at = read_number(tiles, tile + PLACE, 4)
+    batch, head = read_number(tiles, tile + BATCH, 4), read_number(tiles, tile + HEAD, 4)
     buffer.index(0).reshape([HALF, problem.D]).store(total.to(problem.DTYPE))
     fence_async_shared()
     tma.async_copy_shared_to_global(descriptor, [batch, head, at, 0], buffer.index(0))
@@ -117,23 +117,25 @@ def _finish(problem, buffer, tiles, n, descriptor, total):
 
 @gluon.jit
 def _described(problem, blocks, slot, row, part):
-    """The first query of a block, and whether some of it do not see some of the keys."""
+    """Return the first query of a block, and whether some of it do not see some of the keys."""
     if problem.MASKED:
-        described = told(blocks, slot, 4)
+        described = read_number(blocks, slot, 4)
         return described // HALF * HALF, described % HALF != 0
     return row, part
 
 
 @gluon.jit
 def _values_step(problem, buffers, barriers, numbers, table, of_step, dv):
-    """The gradient of values so far, after that of one block of queries."""
+    """Return the gradient of values so far, after that of one block of queries."""
     keys, _, queries, gradients, sums, _, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
     part_full, part_empty = barriers[2]
     slopes_full, _, weights_full = barriers[3]
     slot, phase, n, row, part = of_step
     inner, factor, _ = numbers
-    here = nothing()  # else the descriptors of all buffers that stay are reckoned before the steps, and kept
+    here = (
+        nothing()
+    )  # else the descriptors of all buffers that stay are computed before the steps, and stay in registers
     k = keys.index(here).reshape([HALF, problem.D])
     gradient = gradients.index(here).reshape([HALF, problem.D])
     mbarrier.wait(queries_full.index(slot), phase)
@@ -180,7 +182,7 @@ def _values_step(problem, buffers, barriers, numbers, table, of_step, dv):
 
 @gluon.jit
 def _keys_step(problem, buffers, barriers, of_step, dk):
-    """The gradient of keys so far, after that of one block of queries."""
+    """Return the gradient of keys so far, after that of one block of queries."""
     keys, values, queries, gradients, _, deltas, meeting, parts, tiles, blocks = buffers
     queries_full, queries_empty, gradients_full, gradients_empty = barriers[1]
     part_full, part_empty = barriers[2]
@@ -231,7 +233,7 @@ def _keys_step(problem, buffers, barriers, of_step, dk):
 def _shown(problem, tiles, n, row, part, x):
     """``x`` of a block of queries, with zeros where they do not see keys."""
     if part:
-        x = problem.shown(x, row, told(tiles, n % AHEAD * TOLD + PLACE, 4))
+        x = problem.shown(x, row, read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 4))
     return x
 
 
@@ -239,9 +241,12 @@ def _shown(problem, tiles, n, row, part, x):
 def _shown_by_mask(problem, tiles, blocks, slot, n, part, table, x):
     """As :func:`_shown`, where the mask is more than a band."""
     if part:
-        batch, at = told(tiles, n % AHEAD * TOLD + BATCH, 4), told(tiles, n % AHEAD * TOLD + PLACE, 4)
-        row = told(blocks, slot, 4) // HALF * HALF
-        x = problem.shown_by_mask(x, row, at, table, batch, told_head(blocks, slot))
+        batch, at = (
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + BATCH, 4),
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 4),
+        )
+        row = read_number(blocks, slot, 4) // HALF * HALF
+        x = problem.shown_by_mask(x, row, at, table, batch, read_head(blocks, slot))
     return x
 
 
@@ -264,7 +269,7 @@ def _part(I: gl.constexpr, problem, k, meeting):
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of (64, 128), each as products of 64 columns are held."""
+    """Return the left and the right half of (64, 128), each as products of 64 columns are held."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     first, second = gl.split(x.reshape([HALF, 2, HALF]).permute([0, 2, 1]))
     return (
@@ -303,8 +308,8 @@ def hopper_backward_wide(
         gl.allocate_shared_memory(gl.float32, [1, HALF], sums_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [1, HALF, ROWS], meeting),
         gl.allocate_shared_memory(gl.float32, [3, HALF * HALF // WIDE, WIDE], sum_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [AHEAD * TOLD, 1], numbers),
-        gl.allocate_shared_memory(gl.int32, [BLOCKS_TOLD if problem.LISTED else STAGES, 1], numbers),
+        gl.allocate_shared_memory(gl.int32, [AHEAD * TILE_NUMBERS, 1], numbers),
+        gl.allocate_shared_memory(gl.int32, [BLOCK_NUMBERS if problem.LISTED else STAGES, 1], numbers),
     )
     table = ()
     if problem.LISTED:
@@ -314,7 +319,7 @@ def hopper_backward_wide(
             (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
             (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
         )  # fmt: skip
-        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+        store_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
     lists = (
         listed, listed_turns, (listed_stride_0, listed_stride_1, listed_stride_2),
         counts, (counts_stride_0, counts_stride_1, counts_stride_2),

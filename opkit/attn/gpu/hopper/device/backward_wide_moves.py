@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from opkit.attn.gpu.hopper.device.backward_moves import tell_all
+from opkit.attn.gpu.hopper.device.backward_moves import publish_tile
 from opkit.attn.gpu.hopper.device.backward_work import (
     AHEAD,
     BATCH,
@@ -13,17 +13,17 @@ from opkit.attn.gpu.hopper.device.backward_work import (
     HEAD,
     PLACE,
     STEPS,
-    TOLD,
+    TILE_NUMBERS,
     WIDE,
     added,
     following,
     list_of,
     listed_steps,
+    publish,
+    publish_block,
+    read_number,
+    read_sum,
     reduce_add,
-    tell,
-    tell_listed,
-    told,
-    told_of_sum,
     visit,
 )
 from opkit.attn.gpu.hopper.device.work import put_back
@@ -36,7 +36,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists):
     Where the problem is LISTED, ``lists`` are those of :mod:`opkit.attn.gpu.hopper.device.backward_work`.
     """
     tiles, blocks = buffers[8], buffers[9]
-    keys_full, values_full, keys_empty, told_full, told_empty = barriers[0]
+    keys_full, values_full, keys_empty, tile_full, tile_empty = barriers[0]
     queries_empty = barriers[1][1]
     group = problem.heads // problem.key_heads
     tile = gl.program_id(0).to(gl.int32)
@@ -48,9 +48,9 @@ def load(problem, descriptors, buffers, barriers, counter, lists):
             first, steps = at * 0, listed_steps(problem, lists, batch, key_head, at)
         else:
             first, steps = problem.span(at)
-        mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-        tell_all(tiles, n, (steps, first, at, batch, key_head, 0))
-        mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+        mbarrier.wait(tile_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+        publish_tile(tiles, n, (steps, first, at, batch, key_head, 0))
+        mbarrier.arrive(tile_full.index(n % AHEAD), count=1)
         done = at * 0
         for g in range(group):
             head = key_head * group + g
@@ -61,7 +61,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists):
                 for i in range(mine[3]):
                     block = mark // 2
                     mbarrier.wait(queries_empty.index(slot), phase)
-                    tell_listed(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
+                    publish_block(problem, blocks, slot, phase ^ 1, mark, head, of_head + block, turn)
                     mark, turn = visit(problem, mine, i + 1)
                     place = (batch, head, key_head, at, block * problem.ROWS, of_head + block)
                     _load_block(descriptors, buffers, barriers, place, slot, n, done == 0)
@@ -72,7 +72,7 @@ def load(problem, descriptors, buffers, barriers, counter, lists):
                     row = (first + i) * problem.ROWS
                     mbarrier.wait(queries_empty.index(slot), phase)
                     if problem.BANDED:
-                        tell(blocks, slot, row + problem.partial(row, at).to(gl.int32))
+                        publish(blocks, slot, row + problem.partial(row, at).to(gl.int32))
                     place = (batch, head, key_head, at, row, of_head + first + i)
                     _load_block(descriptors, buffers, barriers, place, slot, n, (g == 0) & (i == 0))
                     slot, phase = following(slot, phase)
@@ -83,9 +83,9 @@ def load(problem, descriptors, buffers, barriers, counter, lists):
         n += 1
         # Not earlier: a tile that is taken while another one is far from its end would begin late.
         tile = gl.atomic_add(counter, 1, sem="relaxed") + programs
-    mbarrier.wait(told_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
-    tell_all(tiles, n, (-1, tile, tile, tile, tile, 0))
-    mbarrier.arrive(told_full.index(n % AHEAD), count=1)
+    mbarrier.wait(tile_empty.index(n % AHEAD), n // AHEAD % 2 ^ 1)
+    publish_tile(tiles, n, (-1, tile, tile, tile, tile, 0))
+    mbarrier.arrive(tile_full.index(n % AHEAD), count=1)
     put_back(counter, programs)
 
 
@@ -135,24 +135,30 @@ def add(KEYS: gl.constexpr, problem, sum_desc, turns, buffers, barriers):
     for a half.
     """
     tiles, blocks = buffers[8], buffers[9]
-    told_full, told_empty = barriers[0][3], barriers[0][4]
+    tile_full, tile_empty = barriers[0][3], barriers[0][4]
     full = barriers[2][0]
     group = problem.heads // problem.key_heads
     n, phase = problem.tiles * 0, problem.tiles * 0
     count = n
-    mbarrier.wait(told_full.index(0), 0)
-    steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+    mbarrier.wait(tile_full.index(0), 0)
+    steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 1)
     while steps >= 0:
-        first, at = told(tiles, n % AHEAD * TOLD + FIRST, 1), told(tiles, n % AHEAD * TOLD + PLACE, 1)
-        batch, key_head = told(tiles, n % AHEAD * TOLD + BATCH, 1), told(tiles, n % AHEAD * TOLD + HEAD, 1)
-        mbarrier.arrive(told_empty.index(n % AHEAD), count=1)
+        first, at = (
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + FIRST, 1),
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + PLACE, 1),
+        )
+        batch, key_head = (
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + BATCH, 1),
+            read_number(tiles, n % AHEAD * TILE_NUMBERS + HEAD, 1),
+        )
+        mbarrier.arrive(tile_empty.index(n % AHEAD), count=1)
         if problem.LISTED:
             for _ in range(steps):
-                if KEYS:  # what is told of a block is there when its gradient is
+                if KEYS:  # a block's numbers are published before its gradient is there
                     mbarrier.wait(full.index(2), 0)
                 else:
                     mbarrier.wait(full.index(0), phase)
-                block, turn = told_of_sum(problem, blocks, count)
+                block, turn = read_sum(problem, blocks, count)
                 _add_block(KEYS, problem, sum_desc, turns, buffers, barriers, block, turn, phase)
                 phase ^= 1
                 count += 1
@@ -167,8 +173,8 @@ def add(KEYS: gl.constexpr, problem, sum_desc, turns, buffers, barriers):
                     _add_block(KEYS, problem, sum_desc, turns, buffers, barriers, block, turn, phase)
                     phase ^= 1
         n += 1
-        mbarrier.wait(told_full.index(n % AHEAD), n // AHEAD % 2)
-        steps = told(tiles, n % AHEAD * TOLD + STEPS, 1)
+        mbarrier.wait(tile_full.index(n % AHEAD), n // AHEAD % 2)
+        steps = read_number(tiles, n % AHEAD * TILE_NUMBERS + STEPS, 1)
     added()
 
 

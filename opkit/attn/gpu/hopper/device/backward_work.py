@@ -10,21 +10,21 @@ from opkit.attn.gpu.hopper.device.masks import end_of, seen_by_program
 
 HALF = gl.constexpr(64)  #: keys of one warpgroup, and rows and columns of its part of the gradient of queries
 STAGES = gl.constexpr(2)  #: blocks of queries that are there at once
-AHEAD = gl.constexpr(2)  #: tiles of a program that are told of at once
-STEPS, FIRST, PLACE, BATCH, HEAD, NOUGHT, TOLD = (gl.constexpr(i) for i in range(7))
-"""What is told of a tile: how many blocks of queries of a head there are, -1 after the last tile; the first of them; the first
-key; the batch; the head of keys; 0. And how many numbers these are."""
+AHEAD = gl.constexpr(2)  #: tiles of a program that are published at once
+STEPS, FIRST, PLACE, BATCH, HEAD, NOUGHT, TILE_NUMBERS = (gl.constexpr(i) for i in range(7))
+"""The numbers that are published of a tile: how many blocks of queries a head has, -1 after the last tile; the first of them; the
+first key; the batch; the head of keys; 0. And how many numbers these are."""
 WIDE = gl.constexpr(32)  #: floats in a row of the memory that sums up the gradient of queries
 _FOUR_A_THREAD = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
     )
 )  # fmt: skip
-_LATE = gl.constexpr(2 * STAGES)  #: steps of which the warp that adds up is told at once
+_LATE = gl.constexpr(2 * STAGES)  #: steps that are published at once to the warp that accumulates
 _HEADS = gl.constexpr(STAGES)  #: where in the table the heads begin, the places of sums, and turns
 _SUMS = gl.constexpr(2 * STAGES)
 _TURNS = gl.constexpr(4 * STAGES)
-BLOCKS_TOLD = gl.constexpr(6 * STAGES)  #: how many numbers these are
+BLOCK_NUMBERS = gl.constexpr(6 * STAGES)  #: how many numbers are published of blocks
 _LANES = gl.constexpr(32)
 
 
@@ -89,12 +89,12 @@ class Slopes:
 
     @gluon.jit
     def blocks(self):
-        """How many steps there are at most for a head: blocks of queries."""
+        """Return how many steps there are at most for a head: blocks of queries."""
         return (self.queries + self.ROWS - 1) // self.ROWS
 
     @gluon.jit
     def place(self, tile):
-        """The batch, the head of keys and the first key of a tile.
+        """Return the batch, the head of keys and the first key of a tile.
 
         The queries of a section fit into the L2 cache, with what is summed up for them. The first keys come first, since of a
         causal mask they have the most to do. Where tiles add in turn, the last keys come first: of a causal mask they begin
@@ -113,7 +113,7 @@ class Slopes:
 
     @gluon.jit
     def span(self, at):
-        """The first block of queries that sees some of the keys from ``at``, and how many blocks do, perhaps none."""
+        """Return the first block of queries that sees some of the keys from ``at``, and how many blocks do, perhaps none."""
         if self.BANDED:
             last = gl.minimum(gl.minimum(at + self.KEYS, self.keys) - 1 - self.lower, self.queries - 1)
             first = gl.maximum(at - self.upper, 0) // self.ROWS
@@ -122,7 +122,7 @@ class Slopes:
 
     @gluon.jit
     def turn(self, block, at):
-        """How many tiles add to a block of queries before that of the keys from ``at``: those of later keys that it sees."""
+        """Return how many tiles add to a block of queries before that of the keys from ``at``: those of later visible keys."""
         last = (self.keys - 1) // self.KEYS
         if self.BANDED:
             last = gl.minimum(last, ((block + 1) * self.ROWS - 1 + self.upper) // self.KEYS)
@@ -130,7 +130,7 @@ class Slopes:
 
     @gluon.jit
     def partial(self, row, at):
-        """Whether some of a block of queries from ``row`` do not see some of 64 keys from ``at``, or are not there."""
+        """Return whether some of a block of queries from ``row`` do not see some of 64 keys from ``at``, or are not there."""
         past = (row + self.ROWS > self.queries) | (at + HALF > self.keys)
         if self.BANDED:
             past |= (at + (HALF - 1) - row > self.upper) | (at - row - (self.ROWS - 1) < self.lower)
@@ -143,14 +143,14 @@ class Slopes:
 
     @gluon.jit
     def described(self, row, at):
-        """The first of a block of queries, and in bits 0 and 1 for which half of the keys from ``at`` it is partial."""
+        """Return the first of a block of queries, and in bits 0 and 1 for which half of the keys from ``at`` it is partial."""
         return row + self.partial(row, at).to(gl.int32) + 2 * self.partial(row, at + HALF).to(gl.int32)
 
     @gluon.jit
     def shown(self, x, row, at):
         """``x``, (keys from ``at``, queries from ``row``), with zeros where a query does not see a key, whatever was there."""
         layout: gl.constexpr = x.type.layout
-        here = nothing()  # without it all of this is reckoned before the steps, and kept
+        here = nothing()  # without it all of this is computed before the steps, and held in registers
         keys = here + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))[:, None]
         rows = here + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
         if self.BANDED:
@@ -180,7 +180,7 @@ class Slopes:
 
 @gluon.jit
 def nothing():
-    """A zero of which the compiler does not know."""
+    """Return a zero of which the compiler does not know."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -210,7 +210,7 @@ def cleaned(buffer):
 
 @gluon.jit
 def in_order(x):
-    """A part of the gradient of queries, (64, 64), in the order in which threads hold it: rows of 32.
+    """Return a part of the gradient of queries, (64, 64), in the order in which threads hold it: rows of 32.
 
     Each thread's numbers are then stored four at a time, and those of a warp to different banks.
     :func:`opkit.attn.gpu.hopper.device.backward_rows.in_rows` puts them in rows again.
@@ -221,7 +221,7 @@ def in_order(x):
 
 @gluon.jit
 def back_in_order(buffer):
-    """What was put into shared memory by :func:`in_order`, as the threads held it: (64, 64)."""
+    """Return what was put into shared memory by :func:`in_order`, as the threads held it: (64, 64)."""
     held: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [16, 0], [32, 0], [64, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[4, 0], [8, 0]], [],
         [HALF * HALF // WIDE, WIDE],
@@ -246,20 +246,22 @@ def numbers_of(buffer, GROUPED: gl.constexpr):
 
 @gluon.jit
 def following(slot, phase):
-    """The buffers of the next block of queries, and the parity of their barriers. What is linear in steps the compiler keeps
-    in registers for each buffer."""
+    """Return the buffers of the next block of queries, and the parity of their barriers.
+
+    The compiler holds what is linear in steps in registers for each buffer.
+    """
     return slot ^ 1, phase ^ slot
 
 
 @gluon.jit
-def tell(table, I, number):
-    """Put a number into a table in shared memory; one warp does."""
+def publish(table, I, number):
+    """Store a number in a table in shared memory; one warp does."""
     table.index(I).store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def told(table, I, WARPS: gl.constexpr):
-    """A number of a table."""
+def read_number(table, I, WARPS: gl.constexpr):
+    """Return a number of a table."""
     return gl.max(table.index(I).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
@@ -273,7 +275,7 @@ def added():
 
 @gluon.jit
 def listed_steps(problem, lists, batch, key_head, at):
-    """How many blocks of queries, of all heads that share them, see some of the keys from ``at``."""
+    """Return how many blocks of queries, of all heads that share them, see some of the keys from ``at``."""
     _, _, _, counts, strides = lists
     group = problem.heads // problem.key_heads
     counts += batch * strides[0].to(gl.int64) + at // problem.KEYS * strides[2] + 1
@@ -286,7 +288,7 @@ def listed_steps(problem, lists, batch, key_head, at):
 
 @gluon.jit
 def list_of(problem, lists, batch, head, at):
-    """The list of a head for the keys from ``at``: where blocks and turns begin, how many are whole, and how many there are."""
+    """Return a head's list for the keys from ``at``: where blocks and turns begin, how many are whole, and how many there are."""
     blocks, turns, block_strides, counts, strides = lists
     own = at // problem.KEYS
     place = batch * block_strides[0].to(gl.int64) + head * block_strides[1].to(gl.int64) + own * block_strides[2]
@@ -300,7 +302,7 @@ def list_of(problem, lists, batch, head, at):
 
 @gluon.jit
 def visit(problem, mine, step):
-    """The block of a step, twice, and one more if it is partly seen, which are the first; and its turn."""
+    """Return the block of a step, twice, and one more if it is partly seen, which are the first; and its turn."""
     blocks, turns, whole, total = mine
     partly = step < total - whole
     index = gl.where(partly, problem.blocks() - 1 - step, step - (total - whole))
@@ -312,27 +314,27 @@ def visit(problem, mine, step):
 
 
 @gluon.jit
-def tell_listed(problem, table, slot, phase, mark, head, of_all, turn):
-    """Tell of the block for the buffers of ``slot``; ``phase`` is the parity of those that read them."""
-    tell(table, slot, mark // 2 * problem.ROWS + mark % 2 * 3)
-    tell(table, _HEADS + slot, head)
-    tell(table, _SUMS + slot + STAGES * phase, of_all)
+def publish_block(problem, table, slot, phase, mark, head, of_all, turn):
+    """Publish the block in the buffers of ``slot``; ``phase`` is the parity of those that read them."""
+    publish(table, slot, mark // 2 * problem.ROWS + mark % 2 * 3)
+    publish(table, _HEADS + slot, head)
+    publish(table, _SUMS + slot + STAGES * phase, of_all)
     if problem.ORDERED:
-        tell(table, _TURNS + slot + STAGES * phase, turn)
+        publish(table, _TURNS + slot + STAGES * phase, turn)
 
 
 @gluon.jit
-def told_head(table, slot):
-    """The head of the queries in the buffers of ``slot``."""
-    return told(table, _HEADS + slot, 4)
+def read_head(table, slot):
+    """Return the head of the queries in the buffers of ``slot``."""
+    return read_number(table, _HEADS + slot, 4)
 
 
 @gluon.jit
-def told_of_sum(problem, table, step):
-    """Which block of all the sum of a step belongs to, and its turn."""
+def read_sum(problem, table, step):
+    """Return which block of all the sum of a step belongs to, and its turn."""
     place = step % _LATE
-    found = told(table, _SUMS + place, 1)
+    found = read_number(table, _SUMS + place, 1)
     turn = found
     if problem.ORDERED:
-        turn = told(table, _TURNS + place, 1)
+        turn = read_number(table, _TURNS + place, 1)
     return found, turn

@@ -2,7 +2,7 @@
 
 A program takes tiles, a block of queries of one head each, from a counter until there are no more. The keys of a tile are
 visited from the last to the first. The product of queries with the next keys is begun before the softmax of these keys, and
-the warpgroups take turns at it, so that the tensor cores have work from one while others reckon exponentials (the method is
+the warpgroups take turns at it, so that the tensor cores have work from one while others compute exponentials (the method is
 that of FlashAttention-3, Shah et al., 2024, section 3).
 """
 
@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opkit.attn.gpu.hopper.device.masks import LENGTH, keep_mask, list_of, table_of, visit
-from opkit.attn.gpu.hopper.device.mend import keep_all, mark_rows, mend
+from opkit.attn.gpu.hopper.device.masks import LENGTH, list_of, store_mask, table_of, visit
+from opkit.attn.gpu.hopper.device.recompute import mark_rows, recompute_rows, store_call
 from opkit.attn.gpu.hopper.device.softmax import (
     added,
     capped,
@@ -31,17 +31,17 @@ from opkit.attn.gpu.hopper.device.softmax import (
 )
 from opkit.attn.gpu.hopper.device.work import (
     ROWS,
-    TOLD,
+    TILE_NUMBERS,
     TURN,
     Problem,
-    announce,
-    announce_step,
     pass_turn,
+    publish_step,
+    publish_tile,
     put_back,
+    read_step,
+    read_tile,
     ring,
     take_turn,
-    told,
-    told_step,
 )
 
 _LN2 = gl.constexpr(0.6931471805599453)
@@ -79,7 +79,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
             claim = gl.maximum(steps - 2, 0)
         of_all = batch * problem.heads + head
         place = of_all * (problem.blocks * problem.WARPGROUPS) + row // ROWS
-        announce(turns, (steps, last, row, head, batch, of_all, place))
+        publish_tile(turns, (steps, last, row, head, batch, of_all, place))
         turns = turns.next()
         for i in range(steps):
             at = (last - i) * problem.KEYS
@@ -92,7 +92,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
                 values.load(v_desc, owed[0], owed[1], owed[2])
                 values = values.next()
             if problem.LISTED:
-                announce_step(keys, marks, mark)
+                publish_step(keys, marks, mark)
             keys.load(k_desc, batch, head // problem.group, at)
             if i == 0:
                 rows = _load_rows(problem, rows, keys, q_desc, batch, head, row)
@@ -107,7 +107,7 @@ def _load(problem, q_desc, k_desc, v_desc, rings, marks, lists, counter):
     if values.COUNT == keys.COUNT:
         keys.wait_empty()
         values.load(v_desc, owed[0], owed[1], owed[2])
-    announce(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
+    publish_tile(turns, (tile * 0, tile, tile, tile, tile, tile, tile))
     put_back(counter, programs)
 
 
@@ -146,7 +146,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
     if ME == problem.WARPGROUPS - 1:
         pass_turn(NEXT, problem.TURNS)  # the first warpgroup may begin
     turns.wait_full()
-    tile = told(turns, ME)
+    tile = read_tile(turns, ME)
     s, held = _first_product(ME, problem, rows, keys, none, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mark = _mark(problem, keys, marks)
@@ -174,7 +174,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
             pass_turn(NEXT, problem.TURNS)
             s = warpgroup_mma_wait(1, deps=(s,))
             if problem.LISTED:
-                mark = told_step(keys, marks)
+                mark = read_step(keys, marks)
                 at = mark // 2 * problem.KEYS
             s = capped(s, inner, problem.CAPPED)
             if problem.MASKED and partial(row, at, mark, problem):
@@ -195,7 +195,7 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
         done = turns
         turns = turns.next()
         turns.wait_full()
-        tile = told(turns, ME)
+        tile = read_tile(turns, ME)
         values.wait_full()
         if problem.OVERLAPPED:
             rows = rows.next()
@@ -217,14 +217,14 @@ def _multiply(ME: gl.constexpr, problem, rings, marks, others):
     if ME == 0:
         take_turn(MINE, problem.TURNS)  # the last one that was passed on
     if problem.RECOMPUTED:
-        mend(ME, problem, others)
+        recompute_rows(ME, problem, others)
 
 
 @gluon.jit
 def _mark(problem, keys, marks):
-    """What was told of the keys at hand; 0 where nothing is."""
+    """Return the published mark of the current keys; 0 where there is none."""
     if problem.LISTED:
-        return told_step(keys, marks)
+        return read_step(keys, marks)
     return gl.to_tensor(0)
 
 
@@ -245,7 +245,7 @@ def _product(problem, held, rows, keys, none):
 
 @gluon.jit
 def _held(problem, rows, none):
-    """The channels of a tile's queries that are HELD, so that products need not read them from shared memory."""
+    """Return the channels of a tile's queries that are HELD, so that products need not read them from shared memory."""
     if problem.HELD > 0:
         layout: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, k_width=2)
         return rows.matrix().slice(0, problem.HELD, dim=1).load(layout)
@@ -281,7 +281,7 @@ def _last_products(ME: gl.constexpr, problem, rows, keys, values, none, p, acc, 
 def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     """Normalise and store 64 rows of results."""
     out_desc, results, _, lse, sinks, _, factor, counter = others
-    _, _, row, head, batch, of_all, place = told(turns, ME)
+    _, _, row, head, batch, of_all, place = read_tile(turns, ME)
     of_rows: gl.constexpr = top.type.layout
     of_out: gl.constexpr = acc.type.layout
     by, powers = normal(top * factor, gl.convert_layout(gl.sum(total, 1), of_rows), sinks, head, problem.SINKS)
@@ -341,7 +341,9 @@ def hopper_forward(
         gl.allocate_shared_memory(q_desc.dtype, [VALUE_STAGES, 1, 1, KEYS, DV], v_desc.layout), VALUE_STAGES, 0
     )
     TILES: gl.constexpr = STAGES + 2  # so many steps after a tile, the first step of the next one is known to be done
-    numbers = gl.allocate_shared_memory(gl.int32, [TILES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    numbers = gl.allocate_shared_memory(
+        gl.int32, [TILES * TILE_NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
     turns = ring(numbers, TILES, 0)
     if OWN_RESULTS:
         results = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS, 1, 1, ROWS, DV], out_desc.layout)
@@ -354,14 +356,14 @@ def hopper_forward(
     )  # fmt: skip
     table = table_of(LENGTH)
     if problem.RECOMPUTED:
-        keep_all(table, q, k, v, out, strides, head_size, value_size, problem)
+        store_call(table, q, k, v, out, strides, head_size, value_size, problem)
     if problem.LISTED:
         slots = (
             (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
             (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
             (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
         )  # fmt: skip
-        keep_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
+        store_mask(table, problem, lengths, lengths_stride_0, slots, (n0, n1, n2, n3, n4, n5, n6, n7))
     marks = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     lists = (
         tiles, (tiles_stride_0, tiles_stride_1, tiles_stride_2), counts, (counts_stride_0, counts_stride_1, counts_stride_2),

@@ -1,4 +1,4 @@
-"""Masks on Hopper that are more than a band: lists of live tiles, and programs of which only these are asked.
+"""Masks on Hopper that are more than a band: lists of live tiles, and programs that are evaluated in these alone.
 
 :mod:`opkit.attn.gpu.device.tile_lists` makes the lists, :mod:`opkit.attn.gpu.device.tile` says what a program means. What a
 program reads lies in a table in shared memory: in most tiles every key is seen, and nothing of it is needed.
@@ -25,40 +25,40 @@ _SLOTS = gl.constexpr(MASK + 2)
 _NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
 _visible = gluon.jit(tile.visible.fn)
 _of_queries, _of_keys = gluon.jit(tile.of_queries.fn), gluon.jit(tile.of_keys.fn)
-_FIRST = gl.constexpr(5)  #: what a slot tells beside a pointer and four strides: the place of a tile's first column
+_FIRST = gl.constexpr(5)  #: the entry of a slot after a pointer and four strides: the place of a tile's first column
 
 
 @gluon.jit
 def table_of(LENGTH: gl.constexpr):
-    """A table without numbers."""
+    """Return a table without numbers."""
     return gl.allocate_shared_memory(gl.int64, [LENGTH, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 
 @gluon.jit
-def keep(table, I: gl.constexpr, number):
+def store_number(table, I: gl.constexpr, number):
     """Put a number, or a pointer, into the table."""
     number = number.to(gl.int64)
     table.index(I).store(gl.full([1], number, gl.int64, layout=gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @gluon.jit
-def keep_tensor(table, FIRST: gl.constexpr, tensor, strides, size):
+def store_tensor(table, FIRST: gl.constexpr, tensor, strides, size):
     """Of a tensor its address, three strides, and how many channels it has."""
-    keep(table, FIRST, tensor)
+    store_number(table, FIRST, tensor)
     for i in gl.static_range(3):
-        keep(table, FIRST + 1 + i, strides[i])
-    keep(table, FIRST + 4, size)
+        store_number(table, FIRST + 1 + i, strides[i])
+    store_number(table, FIRST + 4, size)
 
 
 @gluon.jit
-def kept(table, I: gl.constexpr):
+def load_number(table, I: gl.constexpr):
     return gl.max(table.index(I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def size_kept(table, I: gl.constexpr):
-    """The tiles of a head, all tiles, the heads, or how many of these share one of keys."""
-    return kept(table, SIZES + I).to(gl.int32)
+def load_size(table, I: gl.constexpr):
+    """Return the tiles of a head, all tiles, the heads, or how many of these share one of keys."""
+    return load_number(table, SIZES + I).to(gl.int32)
 
 
 @gluon.constexpr_function
@@ -78,38 +78,46 @@ def _numbers_used(PROGRAM):
 
 
 @gluon.jit
-def keep_mask(table, problem, lengths, stride, slots, numbers):
+def store_mask(table, problem, lengths, stride, slots, numbers):
     """Put into the table what a mask reads."""
     if problem.LENGTHS:
-        keep(table, _LENGTHS, lengths)
-        keep(table, _LENGTHS + 1, stride)
+        store_number(table, _LENGTHS, lengths)
+        store_number(table, _LENGTHS + 1, stride)
     for i in gl.static_range(len(_slots_read(problem.MASK))):
         for part in gl.static_range(5):
-            keep(table, _SLOTS + 5 * i + part, slots[i][part])
+            store_number(table, _SLOTS + 5 * i + part, slots[i][part])
     for i in gl.static_range(_numbers_used(problem.MASK)):
-        keep(table, _NUMBERS + i, numbers[i])
+        store_number(table, _NUMBERS + i, numbers[i])
 
 
 @gluon.jit
 def _slot(table, I: gl.constexpr, BOOLS: gl.constexpr):
     FIRST: gl.constexpr = _SLOTS + 5 * I
     TYPE: gl.constexpr = gl.int8 if BOOLS else gl.int32
-    address = kept(table, FIRST).to(gl.pointer_type(TYPE), bitcast=True)
-    return address, kept(table, FIRST + 1), kept(table, FIRST + 2), kept(table, FIRST + 3), kept(table, FIRST + 4)
+    address = load_number(table, FIRST).to(gl.pointer_type(TYPE), bitcast=True)
+    return (
+        address,
+        load_number(table, FIRST + 1),
+        load_number(table, FIRST + 2),
+        load_number(table, FIRST + 3),
+        load_number(table, FIRST + 4),
+    )
 
 
 @gluon.jit
 def end_of(problem, table, batch):
-    """The number of keys that there are for a batch."""
+    """Return the number of keys that there are for a batch."""
     if problem.LENGTHS:
-        at = kept(table, _LENGTHS).to(gl.pointer_type(gl.int32), bitcast=True) + batch * kept(table, _LENGTHS + 1)
+        at = load_number(table, _LENGTHS).to(gl.pointer_type(gl.int32), bitcast=True) + batch * load_number(
+            table, _LENGTHS + 1
+        )
         return gl.minimum(gl.maximum(gl.load(at), 0), problem.keys)
     return problem.keys
 
 
 @gluon.jit
 def sees(problem, table, batch, head, rows, columns, first=None):
-    """Which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile.
+    """Return which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile.
 
     ``first``: that of the columns, where they are a tile's, one after another.
     """
@@ -118,27 +126,27 @@ def sees(problem, table, batch, head, rows, columns, first=None):
         seen = seen & (columns >= rows + problem.lower) & (columns <= rows + problem.upper)
     if len(problem.MASK) > 0:
         if first is None:
-            seen = seen & _asked(problem, table, batch, head, rows, columns, 0, _of_queries, _of_keys)
+            seen = seen & _evaluated(problem, table, batch, head, rows, columns, 0, _of_queries, _of_keys)
         else:
-            seen = seen & _asked(problem, table, batch, head, rows, columns, first, _of_queries, _line_of_keys)
+            seen = seen & _evaluated(problem, table, batch, head, rows, columns, first, _of_queries, _line_of_keys)
     return seen
 
 
 @gluon.jit
 def seen_by_program(problem, table, batch, head, rows, keys, first):
-    """What the mask's program says alone of a tile whose columns are the queries ``rows``, from ``first`` on."""
-    return _asked(problem, table, batch, head, rows, keys, first, _line_of_queries, _of_keys)
+    """Return what the mask's program says alone of a tile whose columns are the queries ``rows``, from ``first`` on."""
+    return _evaluated(problem, table, batch, head, rows, keys, first, _line_of_queries, _of_keys)
 
 
 @gluon.jit
-def _asked(problem, table, batch, head, rows, columns, first, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr):
-    """What the program says of a tile; ``OF_QUERIES`` and ``OF_KEYS`` read its slots, from column ``first`` on if by lines."""
+def _evaluated(problem, table, batch, head, rows, columns, first, OF_QUERIES: gl.constexpr, OF_KEYS: gl.constexpr):
+    """Evaluate the program for a tile; ``OF_QUERIES`` and ``OF_KEYS`` read its slots, from column ``first`` on if by lines."""
     slots = ()
     for i in gl.static_range(len(_slots_read(problem.MASK))):
         slots = slots + (_slot(table, i, _slots_read(problem.MASK)[i]) + (first,),)
     numbers = ()
     for i in gl.static_range(_numbers_used(problem.MASK)):
-        numbers = numbers + (kept(table, _NUMBERS + i).to(gl.int32),)
+        numbers = numbers + (load_number(table, _NUMBERS + i).to(gl.int32),)
     queries, keys = problem.queries, problem.keys
     return _visible(problem.MASK, slots, numbers, batch, head, rows, columns, queries, keys, OF_QUERIES, OF_KEYS)
 
@@ -157,7 +165,7 @@ def _line_of_keys(slots, slot: gl.constexpr, b, h, j, keys):
 
 @gluon.jit
 def _line(slot, b, h, stride, places, end):
-    """A slot's elements for the columns of a tile; a thread loads one of them, and shared memory gives each what it needs."""
+    """Return a slot's elements for the columns of a tile; each thread loads one, and shared memory distributes them."""
     at = slot[_FIRST] + gl.arange(0, places.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
     start = b.to(gl.int64) * slot[1] + h.to(gl.int64) * slot[2]
     found = gl.load(slot[0] + start + at * stride, mask=at < end, other=0)
@@ -182,7 +190,7 @@ def list_of(problem, lists, batch, head, row):
 
 @gluon.jit
 def visit(tiles, whole, total, others, step):
-    """The tile of a step, twice, and one more if it is partly seen; those come first. What is not there counts as partly seen."""
+    """Return twice the tile of a step, plus 1 if it is partly visible; those come first. Tiles past the end count as such."""
     partly = total - whole
     index = gl.where(step < partly, others - 1 - step, step - partly)
     found = gl.load(tiles + index, mask=step < total, other=0)

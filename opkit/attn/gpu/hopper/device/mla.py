@@ -1,9 +1,9 @@
 """Latent attention for few queries on sm_90, in Gluon: keys of 576 channels, the first 512 of which are the values.
 
 A program has 64 heads of one query, whose results of 64 x 512 take two warpgroups' registers: each has 256 columns of them.
-Keys come in pairs of blocks of 64, each loaded once by TMA, as keys and as values. The first warpgroup reckons the logits and
+Keys come in pairs of blocks of 64, each loaded once by TMA, as keys and as values. The first warpgroup computes the logits and
 weights of a pair's first block, the second those of the other, and hands them to the other through shared memory with the
-rows' maxima; each multiplies both with its half of the values. One reckons exponentials while the other's products run (the
+rows' maxima; each multiplies both with its half of the values. One computes exponentials while the other's products run (the
 method is that of FlashMLA, "A deep-dive into the new Flash MLA kernel", 2025). A buffer is filled anew as soon as its last
 product is done, a half at a time. The last 64 channels of the queries stay in registers.
 """
@@ -66,7 +66,7 @@ def _logits_of_half(ME: gl.constexpr, PART: gl.constexpr, work, s, phase, more):
 
 @gluon.jit
 def _seen(ME: gl.constexpr, work, s, at, inner):
-    """The logits of a block, -inf for keys past the end, whose values become zeros."""
+    """Return the logits of a block, -inf for keys past the end, whose values become zeros."""
     s = capped(s, inner, work.CAPPED)
     if at + KEYS > work.stop:
         columns = at + gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))[None, :]
@@ -100,7 +100,7 @@ def _hand(ME: gl.constexpr, work, p, top, phase):
 
 @gluon.jit
 def _handed(OTHER: gl.constexpr, work, top, factor, phase):
-    """The other warpgroup's maxima, and what sums are multiplied by."""
+    """Return the other warpgroup's maxima, and what sums are multiplied by."""
     work.wait(FULL_P + OTHER, phase)
     higher = work.tops.index(OTHER).load(top.type.layout)
     return higher, gl.where(higher > top, exp2((top - higher) * factor), 1.0)
@@ -209,7 +209,7 @@ def _second(work, rest, results, inner, factor):
 
 @gluon.jit
 def _rest_of_queries(rest, work, of_logits: gl.constexpr):
-    """The last channels of the queries; zeros where there are none."""
+    """Return the last channels of the queries; zeros where there are none."""
     q, stride, there, channels = rest
     layout: gl.constexpr = gl.DotOperandLayout(0, of_logits, k_width=2)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]

@@ -127,7 +127,7 @@ def _pages(work, key_at, at):
 
 @gluon.jit
 def _place(work, key_at, at, page):
-    """Where a block lies in the tensor of keys, in its first three dimensions."""
+    """Return where a block lies in the tensor of keys, in its first three dimensions."""
     b, head, _ = key_at
     if work.PAGE > 0:
         return page, at % work.PAGE, head
@@ -149,7 +149,7 @@ def _load_part(work, desc, place, BLOCK: gl.constexpr, PART: gl.constexpr, phase
 
 @gluon.jit
 def sequence(starts, lengths, slot, batch, tokens, keys, GROUP: gl.constexpr, BATCH: gl.constexpr):
-    """What :func:`opkit.attn.gpu.decode.device.decode.place_of` says of a slot of pages: the same slots are merged."""
+    """Return what :func:`opkit.attn.gpu.decode.device.decode.place_of` says of a slot of pages: the same slots are merged."""
     each = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     there = each < batch
     first = _within(gl.load(starts + each, mask=there, other=0), tokens)

@@ -1,6 +1,6 @@
 """The softmax of a warpgroup's 64 rows on Hopper, in registers: four threads share a row.
 
-Logits are kept in units in which ``factor`` times them are powers of two; ``-inf`` stands for what a row does not see.
+Logits are in units in which ``factor`` times them are powers of two; ``-inf`` stands for what a row does not see.
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ def capped(logits, inner, CAPPED: gl.constexpr):
 
 @gluon.jit
 def masked(logits, row, at, problem, table, batch, head):
-    """The logits of 64 queries from ``row`` and the keys from ``at``, -inf where a query does not see a key."""
+    """Return the logits of 64 queries from ``row`` and the keys from ``at``, -inf where a query does not see a key."""
     layout: gl.constexpr = logits.type.layout
     columns = at + gl.arange(0, logits.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
@@ -43,7 +43,7 @@ def masked(logits, row, at, problem, table, batch, head):
 
 @gluon.jit
 def partial(row, at, mark, problem):
-    """Whether some of 64 queries from ``row`` do not see some of the keys from ``at``; those past the end apart."""
+    """Return whether some of 64 queries from ``row`` do not see some of the keys from ``at``; those past the end apart."""
     if problem.LISTED:
         return mark % 2 == 1
     if problem.BANDED:
@@ -53,7 +53,7 @@ def partial(row, at, mark, problem):
 
 @gluon.jit
 def row_max(logits):
-    """The largest logit of each row; most of it within a thread."""
+    """Return the largest logit of each row; most of it within a thread."""
     M: gl.constexpr = logits.shape[0]
     N: gl.constexpr = logits.shape[1]
     found = gl.max(gl.max(gl.max(gl.reshape(logits, [M, N // 8, 4, 2]), 3), 1), 1)
@@ -68,25 +68,25 @@ def row_sums(p):
 
 @gluon.jit
 def base_of(top, factor):
-    """What is taken from exponents: 0 of rows that saw nothing, so that no difference of infinities arises."""
+    """Return what is taken from exponents: 0 of rows that saw nothing, so that no difference of infinities arises."""
     return gl.where(top == float("-inf"), 0.0, top * factor)
 
 
 @gluon.jit
 def weights(logits, top, factor):
-    """The exponentials of logits, each row's divided by that of its maximum."""
+    """Return the exponentials of logits, each row's divided by that of its maximum."""
     return exp2(logits * factor - base_of(top, factor)[:, None])
 
 
 @gluon.jit
 def exact_weights(logits, top, factor):
-    """The same where logits may be so large that the power of what is rounded away of ``top`` times ``factor`` overflows."""
+    """Return the same for logits so large that the power of the rounding error of ``top * factor`` may overflow."""
     return exp2((logits - base_of(top, 1.0)[:, None]) * factor)
 
 
 @gluon.jit
 def added(total, by, p):
-    """The sums of each row, once they are multiplied by what belongs to the row, with those of further exponentials."""
+    """Return the sums of each row, once they are multiplied by what belongs to the row, with those of further exponentials."""
     factors = gl.convert_layout(by, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
     return total * factors[:, None] + row_sums(p)
 
@@ -121,10 +121,10 @@ def rescaled(acc, by):
 
 @gluon.jit
 def raised(top, now, factor, SLACK: gl.constexpr):
-    """The rows' maxima, raised where they grow by more than SLACK powers of two, and what earlier sums are multiplied by.
+    """Return the rows' maxima, raised where they grow by more than SLACK powers of two, and what earlier sums are multiplied by.
 
     Slack spares most of these products. But the greatest weight of a row is then not always 1, and rounded: in bfloat16 errors
-    beside float64 were 4 % greater with a slack of 8 than with none (mean squares), and the greatest up to 1.6 times as great.
+    compared with float64 were 4 % greater with a slack of 8 than with none (mean squares), the greatest up to 1.6 times as great.
     """
     now = gl.maximum(top, now)
     if SLACK > 0:

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(64)  #: queries of one warpgroup
-TOLD = gl.constexpr(7)  #: numbers that tell of a tile
+TILE_NUMBERS = gl.constexpr(7)  #: numbers that are published of a tile
 TURN = gl.constexpr(8)  #: the first of the named barriers by which warpgroups take turns; Triton uses those below
 
 
@@ -78,7 +78,7 @@ class Problem:
 
     @gluon.jit
     def place(self, tile):
-        """The batch and the head of a tile, and its first query.
+        """Return the batch and the head of a tile, and its first query.
 
         A section's keys and values about fit into the L2 cache. With a mask the last blocks of queries come first: of a causal
         one they have the most to do.
@@ -97,7 +97,7 @@ class Problem:
 
     @gluon.jit
     def reach(self, row):
-        """The first step of keys that a block of queries needs, and how many; at least one, if only to see nothing."""
+        """Return the first step of keys that a block of queries needs, and how many; at least one, if only to see nothing."""
         if self.BANDED:
             end = gl.minimum(row + self.WARPGROUPS * ROWS, self.queries) - 1
             last = gl.maximum(gl.minimum(end + self.upper, self.keys - 1), 0) // self.KEYS
@@ -133,13 +133,13 @@ class Ring:
 
     @gluon.jit
     def begin(self, phase):
-        """The ring as the side that fills (phase 1) or empties (0) finds it."""
+        """Return the ring as the side that fills (phase 1) or empties (0) finds it."""
         zero = gl.to_tensor(0)
         return Ring(self.buffers, self.full, self.empty, zero, zero + phase, self.COUNT, 1)
 
     @gluon.jit
     def at(self, ME: gl.constexpr, of: gl.constexpr):
-        """The buffers of one of several warpgroups, each of which empties some."""
+        """Return the buffers of one of several warpgroups, each of which empties some."""
         zero = gl.to_tensor(0)
         return Ring(self.buffers, self.full, self.empty, zero + ME, zero, self.COUNT, of)
 
@@ -153,13 +153,13 @@ class Ring:
 
     @gluon.jit
     def freed(self):
-        """The ring after this side is done with a buffer."""
+        """Return the ring after this side is done with a buffer."""
         mbarrier.arrive(self.empty.index(self.index), count=1)
         return self.next()
 
     @gluon.jit
     def matrix(self):
-        """The next buffer as a matrix of rows."""
+        """Return the next buffer as a matrix of rows."""
         shape: gl.constexpr = self.buffers.shape
         return self.buffers.index(self.index).reshape([shape[3], shape[4]])
 
@@ -192,7 +192,7 @@ class Ring:
 
 @gluon.jit
 def ring(buffers, COUNT: gl.constexpr, readers: gl.constexpr):
-    """A ring of buffers that ``readers`` warpgroups empty; with none, another ring's barriers say when they are empty."""
+    """Return a ring of buffers that ``readers`` warpgroups empty; with none, another ring's barriers say when they are empty."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = full
     if readers > 0:
@@ -205,39 +205,44 @@ def ring(buffers, COUNT: gl.constexpr, readers: gl.constexpr):
     return Ring(buffers, full, empty, zero, zero, COUNT, 1)
 
 
-# ---- tiles, as the warp that loads tells the others of them ------------------------------------------------------------
+# ---- tiles, which the warp that loads publishes to the others --------------------------------------------------------
 
 
 @gluon.jit
-def announce(turns, numbers):
-    """Tell the other warpgroups what a tile is: how many steps, 0 after the last tile, and where."""
-    for i in gl.static_range(TOLD):
+def publish_tile(turns, numbers):
+    """Publish a tile to the other warpgroups: how many steps, 0 after the last tile, and where."""
+    for i in gl.static_range(TILE_NUMBERS):
         number = gl.full([1], numbers[i], gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        turns.buffers.index(turns.index * TOLD + i).store(number)
+        turns.buffers.index(turns.index * TILE_NUMBERS + i).store(number)
     mbarrier.arrive(turns.full.index(turns.index), count=1)
 
 
 @gluon.jit
-def told(turns, ME: gl.constexpr):
-    """What is told of a tile, with the first of this warpgroup's rows."""
-    steps, last, row = _told_of(turns, 0), _told_of(turns, 1), _told_of(turns, 2)
-    head, batch, of_all, place = _told_of(turns, 3), _told_of(turns, 4), _told_of(turns, 5), _told_of(turns, 6)
+def read_tile(turns, ME: gl.constexpr):
+    """Return the numbers of a tile, with the first of this warpgroup's rows."""
+    steps, last, row = _read_number(turns, 0), _read_number(turns, 1), _read_number(turns, 2)
+    head, batch, of_all, place = (
+        _read_number(turns, 3),
+        _read_number(turns, 4),
+        _read_number(turns, 5),
+        _read_number(turns, 6),
+    )
     return steps, last, row + ME * ROWS, head, batch, of_all, place
 
 
 @gluon.jit
-def _told_of(turns, I: gl.constexpr):
-    return gl.max(turns.buffers.index(turns.index * TOLD + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _read_number(turns, I: gl.constexpr):
+    return gl.max(turns.buffers.index(turns.index * TILE_NUMBERS + I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def announce_step(keys, marks, mark):
-    """Tell the other warpgroups, before the keys of a step are loaded, which they are."""
+def publish_step(keys, marks, mark):
+    """Publish to the other warpgroups, before the keys of a step are loaded, which they are."""
     marks.index(keys.index).store(gl.full([1], mark, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def told_step(keys, marks):
+def read_step(keys, marks):
     return gl.max(marks.index(keys.index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 

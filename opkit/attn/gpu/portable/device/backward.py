@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.tile import LOG2E, kept, logits, rows_of, seen, store_rows, tiles_of_keys, tiles_of_queries
+from opkit.attn.gpu.device.tile import (
+    LOG2E,
+    logits,
+    retained,
+    rows_of,
+    seen,
+    store_rows,
+    tiles_of_keys,
+    tiles_of_queries,
+)
 from opkit.attn.gpu.portable.device.backward_rows import apart_of, bases_of, exact_sums, folded_bases, is_large, loaded
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
@@ -28,7 +37,7 @@ def slopes_of_logits(
     s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
+    """Return the probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
 
     ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``base``, ``rest`` and
     ``delta`` broadcast to them; ``drawn`` says which probabilities dropout keeps.
@@ -53,7 +62,7 @@ def _slopes(
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr,
     DROPPED: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities by which values are weighed, and the gradients of products of queries and keys before ``scale``."""
+    """Return the weights of values, and the gradients of products of queries and keys before ``scale``."""
     weights, slopes, t = slopes_of_logits(
         s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
         BIAS, CAPPED, FOLDED, DROPPED,
@@ -209,7 +218,7 @@ def _keys_step(
             bases, rests = tl.where(large, bases, float("inf")), tl.where(large, rests, 0.0)
     drawn = bases
     if DROPPED:
-        drawn = tl.trans(kept(seed, threshold, row, i, first + 4 * tl.arange(0, KEYS // 4)))
+        drawn = tl.trans(retained(seed, threshold, row, i, first + 4 * tl.arange(0, KEYS // 4)))
     p, slopes = _slopes(
         s, products, bases[None, :], rests[None, :], deltas[None, :], drawn, slots, numbers, b, h, i[None, :], j[:, None],
         queries, limit, shift, lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,
@@ -360,7 +369,7 @@ def _queries_step(
     products = tl.dot(upstream, tl.trans(values), input_precision=PRECISION)
     drawn = bases
     if DROPPED:
-        drawn = kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4))
+        drawn = retained(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4))
     _, slopes = _slopes(
         s, products, bases[:, None], rests[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :],
         queries, limit, shift, lower, upper, scale, softcap, rescale, MASK, BIAS, BANDED, CAPPED, FOLDED, DROPPED, PARTIAL,

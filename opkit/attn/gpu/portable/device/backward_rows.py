@@ -64,25 +64,25 @@ def loaded(x, i, queries, other, BOUNDED: tl.constexpr):
 
 @triton.jit
 def apart_of(apart, head, queries):
-    """Where a head's numbers are."""
+    """Return where a head's numbers are."""
     return apart + head.to(tl.int64) * (2 * queries + 1)
 
 
 @triton.jit
 def is_large(lse):
-    """Which rows are computed again; those that see nothing, or what is not finite, are not."""
+    """Return which rows are computed again; those that see nothing, or what is not finite, are not."""
     return (tl.abs(lse) > LARGE) & (tl.abs(lse) < float("inf"))
 
 
 @triton.jit
 def folded_bases(lse):
-    """What is taken from ``FOLDED`` logits: infinite where probabilities are 0, of rows that see nothing, and of large ones."""
+    """Return what is subtracted from ``FOLDED`` logits: infinity for fully masked and large rows, so that probabilities are 0."""
     return tl.where(tl.abs(lse) > LARGE, float("inf"), lse * LOG2E)
 
 
 @triton.jit
 def bases_of(base):
-    """What is taken from other logits."""
+    """Return what is subtracted from other logits."""
     return tl.where(base == float("-inf"), float("inf"), base)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.tile import columns_of, kept, kept_each, rows_of, seen
+from opkit.attn.gpu.device.tile import columns_of, retained, retained_each, rows_of, seen
 from opkit.attn.gpu.portable.device.backward import slopes_of_logits
 from opkit.attn.gpu.portable.device.backward_rows import bases_of, exact_sums, loaded
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
@@ -110,7 +110,7 @@ def attention_of_bias(
 
 @triton.jit
 def _mine(at, count, MINE: tl.constexpr):
-    """The index of a dimension, how many the sum goes over, and what is left of ``at``."""
+    """Return the index of a dimension, how many the sum goes over, and what is left of ``at``."""
     if MINE:
         return at % count, count * 0 + 1, at // count
     return at * 0, count, at
@@ -154,9 +154,9 @@ def _added(
     drawn = bases
     if DROPPED:
         if IMAGE:
-            drawn = kept_each(seed, threshold, row, i, j)
+            drawn = retained_each(seed, threshold, row, i, j)
         else:
-            drawn = kept(seed, threshold, row, i, first_key + 4 * tl.arange(0, KEYS // 4))
+            drawn = retained(seed, threshold, row, i, first_key + 4 * tl.arange(0, KEYS // 4))
     _, slopes, _ = slopes_of_logits(
         s, products, bases[:, None], rests[:, None], deltas[:, None], drawn, slots, numbers, b, h, i[:, None], j[None, :],
         queries, limit, shift, scale, softcap, rescale, BIAS, CAPPED, FOLDED, DROPPED,

@@ -21,8 +21,8 @@ from opkit.attn.gpu.device.tile import (
     LOG2E,
     columns_of,
     from_fp8,
-    kept,
     logits,
+    retained,
     rows_of,
     seen,
     store_rows,
@@ -157,7 +157,7 @@ def attention_forward(
 
 @triton.jit
 def started(sinks, h, scale, ROWS: tl.constexpr, FOLDED: tl.constexpr):
-    """The greatest logit and the sum of a row that has seen nothing but its head's sink."""
+    """Return the greatest logit and the sum of a row that has seen nothing but its head's sink."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     if sinks is not None:
         m = tl.zeros([ROWS], tl.float32) + tl.load(sinks + h).to(tl.float32) / (scale if FOLDED else 1.0)
@@ -166,13 +166,13 @@ def started(sinks, h, scale, ROWS: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def sum_of(m, l, scale, FOLDED: tl.constexpr):
-    """The log-sum-exp of rows, of their greatest logits and their sums."""
+    """Return the log-sum-exp of rows, of their greatest logits and their sums."""
     return m * (scale if FOLDED else 1.0) + tl.log2(l) * LN2
 
 
 @triton.jit
 def _next(tiles, taken, whole, last, t, total):
-    """The next tile in order of two lists, each in order: the first from its front on, ``taken`` of it so far."""
+    """Return the next tile in order of two lists, each in order: the first from its front on, ``taken`` of it so far."""
     wholly = tl.load(tiles + taken, mask=taken < whole, other=1 << 30)
     partly = tl.load(tiles + last - (t - taken), mask=t - taken < total - whole, other=1 << 30)
     return tl.minimum(wholly, partly), taken + (wholly < partly).to(tl.int32)
@@ -198,7 +198,7 @@ def _step(
         FOLDED, ORDERED, PARTIAL,
     )  # fmt: skip
     if DROPPED:
-        p = tl.where(kept(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
+        p = tl.where(retained(seed, threshold, row, i, n * KEYS + 4 * tl.arange(0, KEYS // 4)), p * rescale, 0.0)
     values = widened(rows_of(v, v_row, j, limit, 0, E0, E, PARTIAL), FP8, True)
     return m, l, weighed(acc * decay[:, None], p, values, shown, PRECISION, PARTIAL)
 
@@ -232,7 +232,7 @@ def weights_of(
 
 @triton.jit
 def _sum(x):
-    """The sums of rows of at most 64, by halves: of two numbers there is but one sum, in whichever threads they are."""
+    """Return the sums of rows of at most 64, by halves: of two numbers there is but one sum, in whichever threads they are."""
     for _ in tl.static_range(6):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1)

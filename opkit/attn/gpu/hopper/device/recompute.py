@@ -10,13 +10,24 @@ are those whose weights overflowed before a greater logit came: their results or
 greatest logit are taken before they are multiplied.
 
 Marks are numbers of owners in memory, one for 64 rows, and one for each warpgroup that says whether it made any. They are put
-back to 0, as the counter of tiles is, beside which they lie.
+back to 0, as the counter of tiles is, next to which they lie.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn.gpu.hopper.device.masks import OUT, SIZES, K, Q, V, keep, keep_tensor, kept, sees, size_kept
+from opkit.attn.gpu.hopper.device.masks import (
+    OUT,
+    SIZES,
+    K,
+    Q,
+    V,
+    load_number,
+    load_size,
+    sees,
+    store_number,
+    store_tensor,
+)
 from opkit.attn.gpu.hopper.device.softmax import capped, exp2
 from opkit.attn.gpu.hopper.device.work import ROWS
 
@@ -35,7 +46,7 @@ def _owner(ME: gl.constexpr):
 
 @gluon.jit
 def _marks(counter):
-    """Where the marks of 64 rows each begin, after those of the warpgroups."""
+    """Return where the marks of 64 rows each begin, after those of the warpgroups."""
     return counter + _FIRST + gl.num_programs(0).to(gl.int32) * OWNERS
 
 
@@ -60,7 +71,7 @@ def mark_rows(ME: gl.constexpr, problem, counter, acc, exponents, powers, place)
 
 @gluon.jit
 def _first_of_rows_is_nan(acc, layout: gl.constexpr):
-    """Whether the first number of a row that a thread holds is NaN: without a mask all are where a weight overflowed."""
+    """Return whether the first number of a row that a thread holds is NaN: without a mask all are where a weight overflowed."""
     ROWS_OF_ACC: gl.constexpr = acc.shape[0]
     x, _ = gl.split(gl.reshape(acc, [ROWS_OF_ACC, acc.shape[1] // 2, 2]))
     x = gl.permute(gl.reshape(x, [ROWS_OF_ACC, acc.shape[1] // 8, 4]), (0, 2, 1))
@@ -71,7 +82,7 @@ def _first_of_rows_is_nan(acc, layout: gl.constexpr):
 
 @gluon.jit
 def _first_of_last(x):
-    """The first element of the last dimension, which is a power of two and within a thread."""
+    """Return the first element of the last dimension, which is a power of two and within a thread."""
     if x.shape[2] == 1:
         return gl.reshape(x, [x.shape[0], x.shape[1]])
     else:  # noqa: RET505 - of a return behind an `if` alone Triton takes both
@@ -92,19 +103,19 @@ def _meet(ME: gl.constexpr):
 
 
 @gluon.jit
-def mend(ME: gl.constexpr, problem, others):
+def recompute_rows(ME: gl.constexpr, problem, others):
     """Compute again what this warpgroup has marked."""
     counter = others[7]
     _meet(ME)
     mine = counter + _FIRST + _owner(ME)
     if gl.load(mine, volatile=True) != 0:
-        blocks = size_kept(others[2], 0) * problem.WARPGROUPS
-        for place in range(size_kept(others[2], 1) * problem.WARPGROUPS):
+        blocks = load_size(others[2], 0) * problem.WARPGROUPS
+        for place in range(load_size(others[2], 1) * problem.WARPGROUPS):
             mark = _marks(counter) + place
             if gl.load(mark, volatile=True) == _owner(ME) + 1:
                 row = place % blocks * ROWS
                 for i in range(row, gl.minimum(row + ROWS, problem.queries)):
-                    _mend_row(problem, others, place // blocks, i)
+                    _recompute_row(problem, others, place // blocks, i)
                 _meet(ME)  # all have seen the mark
                 gl.store(mark, 0)
         _meet(ME)
@@ -112,14 +123,14 @@ def mend(ME: gl.constexpr, problem, others):
 
 
 @gluon.jit
-def _mend_row(problem, others, head, i):
+def _recompute_row(problem, others, head, i):
     """The results of one row, ``head`` counted among those of all batches."""
     table, lse, sinks, inner, factor = others[2], others[3], others[4], others[5], others[6]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_row = lse + head.to(gl.int64) * problem.queries + i
-    batch = head // size_kept(table, 2)
-    head = head % size_kept(table, 2)
-    key_head = head // size_kept(table, 3)
+    batch = head // load_size(table, 2)
+    head = head % load_size(table, 2)
+    key_head = head // load_size(table, 3)
     begin, end = gl.to_tensor(0), problem.keys
     if problem.BANDED:
         begin, end = gl.maximum(i + problem.lower, 0), gl.minimum(i + problem.upper, problem.keys - 1) + 1
@@ -150,12 +161,12 @@ def _mend_row(problem, others, head, i):
             p = exp2((s - top) * factor) * by
             sums += p[:, None] * _rows(problem, table, V, batch, key_head, keys, seen, c, layout)
         to, there = _channels(problem, table, OUT, batch, head, c, layout)
-        gl.store(to + i.to(gl.int64) * kept(table, OUT + 3), gl.sum(sums, 0).to(problem.DTYPE), mask=there)
+        gl.store(to + i.to(gl.int64) * load_number(table, OUT + 3), gl.sum(sums, 0).to(problem.DTYPE), mask=there)
 
 
 @gluon.jit
 def _seen_logits(problem, table, batch, head, key_head, i, at, reach, inner, layout: gl.constexpr):
-    """Which keys from ``at`` query ``i`` sees of those within its ``reach``, and its logits with them, else -inf."""
+    """Return which keys from ``at`` query ``i`` sees of those within its ``reach``, and its logits with them, else -inf."""
     keys = at + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, layout))
     seen = keys < reach[1]
     if problem.LISTED:
@@ -166,11 +177,11 @@ def _seen_logits(problem, table, batch, head, key_head, i, at, reach, inner, lay
 
 @gluon.jit
 def _logits(problem, table, batch, head, key_head, i, keys, seen, layout: gl.constexpr):
-    """The products of query ``i`` with some keys."""
+    """Return the products of query ``i`` with some keys."""
     found = gl.zeros([_KEYS], gl.float32, layout=gl.SliceLayout(1, layout))
     for c in range(0, problem.D, _CHANNELS):
         at, there = _channels(problem, table, Q, batch, head, c, layout)
-        query = gl.load(at + i.to(gl.int64) * kept(table, Q + 3), mask=there, other=0.0).to(gl.float32)
+        query = gl.load(at + i.to(gl.int64) * load_number(table, Q + 3), mask=there, other=0.0).to(gl.float32)
         key = _rows(problem, table, K, batch, key_head, keys, seen, c, layout)
         found += gl.sum(query[None, :] * key, 1)
     return found
@@ -180,27 +191,29 @@ def _logits(problem, table, batch, head, key_head, i, keys, seen, layout: gl.con
 def _rows(problem, table, TENSOR: gl.constexpr, batch, head, keys, seen, c, layout: gl.constexpr):
     """Channels from ``c`` of the keys or values that are seen; the others are zeros."""
     at, there = _channels(problem, table, TENSOR, batch, head, c, layout)
-    offsets = keys.to(gl.int64) * kept(table, TENSOR + 3)
+    offsets = keys.to(gl.int64) * load_number(table, TENSOR + 3)
     inside = seen[:, None] & there[None, :]
     return gl.load(at[None, :] + offsets[:, None], mask=inside, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def _channels(problem, table, TENSOR: gl.constexpr, batch, head, c, layout: gl.constexpr):
-    """Where channels from ``c`` of the first row of a head lie in one of q, k, v, out, and which of them there are."""
-    base = kept(table, TENSOR) + 2 * (batch * kept(table, TENSOR + 1) + head * kept(table, TENSOR + 2))
+    """Return where channels from ``c`` of the first row of a head lie in one of q, k, v, out, and which of them there are."""
+    base = load_number(table, TENSOR) + 2 * (
+        batch * load_number(table, TENSOR + 1) + head * load_number(table, TENSOR + 2)
+    )
     columns = c + gl.arange(0, _CHANNELS, layout=gl.SliceLayout(0, layout))
-    return base.to(gl.pointer_type(problem.DTYPE), bitcast=True) + columns, columns < kept(table, TENSOR + 4)
+    return base.to(gl.pointer_type(problem.DTYPE), bitcast=True) + columns, columns < load_number(table, TENSOR + 4)
 
 
 @gluon.jit
-def keep_all(table, q, k, v, out, strides, head_size, value_size, problem):
-    """Put into the table what :func:`mend` needs."""
-    keep_tensor(table, Q, q, strides[0], head_size)
-    keep_tensor(table, K, k, strides[1], head_size)
-    keep_tensor(table, V, v, strides[2], value_size)
-    keep_tensor(table, OUT, out, strides[3], value_size)
-    keep(table, SIZES, problem.blocks)
-    keep(table, SIZES + 1, problem.tiles)
-    keep(table, SIZES + 2, problem.heads)
-    keep(table, SIZES + 3, problem.group)
+def store_call(table, q, k, v, out, strides, head_size, value_size, problem):
+    """Store in the table what :func:`recompute_rows` reads."""
+    store_tensor(table, Q, q, strides[0], head_size)
+    store_tensor(table, K, k, strides[1], head_size)
+    store_tensor(table, V, v, strides[2], value_size)
+    store_tensor(table, OUT, out, strides[3], value_size)
+    store_number(table, SIZES, problem.blocks)
+    store_number(table, SIZES + 1, problem.tiles)
+    store_number(table, SIZES + 2, problem.heads)
+    store_number(table, SIZES + 3, problem.group)
