@@ -206,31 +206,11 @@ def _closure(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-def _causal(inside: dict[str, Any], call: _Call) -> Mask:
-    return Causal(call.align)
-
-
-def _everything(inside: dict[str, Any], call: _Call) -> Mask:
-    return _EVERYTHING
-
-
-def _window(inside: dict[str, Any], call: _Call) -> Mask:
-    return SlidingWindow(inside["sliding_window"] - 1, None, call.align)
-
-
-def _window_both_ways(inside: dict[str, Any], call: _Call) -> Mask:
-    return SlidingWindow(inside["sliding_window"], inside["sliding_window"], call.align)
-
-
 def _chunks(inside: dict[str, Any], call: _Call) -> Mask:
     first, size = inside["left_padding"].to(call.device).unsqueeze(-1), inside["chunk_size"]
     ends = ((call.q_offset, call.queries), (call.kv_offset, call.keys))
     found = [(torch.arange(at, at + count, device=call.device) - first) // size for at, count in ends]
     return Segments(*found)
-
-
-def _packed(inside: dict[str, Any], call: _Call) -> Mask:
-    return Segments(*call.of(inside["packed_sequence_mask"]))
 
 
 def _groups(inside: dict[str, Any], call: _Call) -> Mask:
@@ -275,12 +255,16 @@ def _name(function: Any) -> str:
 
 
 _KNOWN: dict[str, Callable[[dict[str, Any], _Call], Mask | None]] = {
-    "causal_mask_function": _causal,
-    "bidirectional_mask_function": _everything,
-    "sliding_window_overlay.inner_mask": _window,
-    "sliding_window_bidirectional_overlay.inner_mask": _window_both_ways,
+    "causal_mask_function": lambda inside, call: Causal(call.align),
+    "bidirectional_mask_function": lambda inside, call: _EVERYTHING,
+    "sliding_window_overlay.inner_mask": lambda inside, call: SlidingWindow(
+        inside["sliding_window"] - 1, None, call.align
+    ),
+    "sliding_window_bidirectional_overlay.inner_mask": lambda inside, call: SlidingWindow(
+        inside["sliding_window"], inside["sliding_window"], call.align
+    ),
     "chunked_overlay.inner_mask": _chunks,
-    "packed_sequence_mask_function.inner_mask": _packed,
+    "packed_sequence_mask_function.inner_mask": lambda inside, call: Segments(*call.of(inside["packed_sequence_mask"])),
     "blockwise_overlay.inner_mask": _groups,
     "and_masks.and_mask": _all,
     "or_masks.or_mask": _any,

@@ -2,9 +2,9 @@
 
 ========== ==================================================================================
 portable   in plain Triton, for every call: forward, backward, biases' gradients, float8
-hopper     in Gluon for sm_90, and in CUDA C++ where Gluon falls short: forward and backward of long calls
-decode     few queries on many keys, keys in pages, and what fills the pages
-mla        few queries of latent attention, in Gluon for sm_90
+hopper     for sm_90, in Gluon, and in CUDA C++ where Gluon falls short: forward and backward of long calls, decoding (also of
+           latent attention)
+decode     few queries on many keys, keys in pages, and writing to pages
 device     functions of the GPU that several of these share
 ========== ==================================================================================
 

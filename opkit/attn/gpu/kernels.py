@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from opkit import config
 from opkit.attn import gradients
 from opkit.attn.calls import BiasCall, Call, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments
@@ -78,7 +77,7 @@ def forward(*arguments: Any) -> Any:
     """
     call = Call(*arguments)
     _check_supported(takes(call), call)
-    _refuse_batch_invariance()
+    decoding.refuse_batch_invariance("opkit::attention", NAME)
     return portable_forward.prepare_forward(call)
 
 
@@ -104,14 +103,6 @@ def bias_backward(*arguments: Any) -> Any:
     call = BiasCall(*arguments)
     _check_supported(takes_bias_gradients(call), call)
     return portable_backward.prepare_bias_backward(call)
-
-
-def _refuse_batch_invariance() -> None:
-    if config.get().batch_invariant:
-        raise KernelError(
-            f"opkit::attention: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r} was forced, whose results may depend on what "
-            "else is in the batch. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
-        )
 
 
 def _check_supported(supported: bool, call: Call | GradientCall | BiasCall) -> None:

@@ -55,7 +55,6 @@ class Shape:
 _LAYOUTS = {program.SEGMENTS: ("bq", "bk"), program.LENGTH: ("b",), program.DENSE: ("bhqk",), program.BAND_AT: ("bq",)}
 _BIASES = {program.BIAS_DENSE: ("bhqk",), program.BIAS_ALIBI: ("bh",), program.BIAS_REL: ("bhqk", "bhqk")}
 _DIMENSIONS = "bhqk"
-_MASK_OPERANDS = {program.BAND: 2, program.SEGMENTS: 2, program.LENGTH: 1, program.DENSE: 1, program.BAND_AT: 3}
 
 
 def narrow(end: int) -> int:
@@ -65,21 +64,6 @@ def narrow(end: int) -> int:
     (-1073741824, -3)
     """
     return max(-FAR, min(FAR, int(end)))
-
-
-def leaves(words: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the opcodes, each with its operands.
-
-    >>> leaves([program.BAND, -1, 0, program.LENGTH, 0, program.AND])
-    [(3, -1, 0), (5, 0), (0,)]
-    """
-    found: list[tuple[int, ...]] = []
-    at = 0
-    while at < len(words):
-        count = _MASK_OPERANDS.get(words[at], 0)
-        found.append(tuple(words[at : at + 1 + count]))
-        at += 1 + count
-    return found
 
 
 def conjunction(listed: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -119,7 +103,7 @@ def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> Shape:
     rest: list[list[tuple[int, ...]]] = []
     lower, upper = -FAR, FAR
     lengths: list[int] = []
-    for part in conjunction(leaves(mask)):
+    for part in conjunction(program.instructions(mask, program.MASK_OPERANDS)):
         if len(part) == 1 and part[0][0] == program.BAND:
             lower, upper = max(lower, narrow(part[0][1])), min(upper, narrow(part[0][2]))
         elif len(part) == 1 and part[0][0] == program.LENGTH and not lengths:
@@ -158,15 +142,10 @@ class _Building:
 
     def biases(self, words: Sequence[int]) -> Words:
         found: list[tuple[int, ...]] = []
-        at = 0
-        while at < len(words):
-            opcode = words[at]
-            count = 3 if opcode == program.BIAS_REL else 1
-            operands = words[at + 1 : at + 1 + count]
+        for opcode, *operands in program.instructions(words, program.BIAS_OPERANDS):
             slots = [self.slot("bias", n, layout) for n, layout in zip(operands, _BIASES[opcode], strict=False)]
-            wide = (self.number(operands[2]),) if opcode == program.BIAS_REL else ()
-            found.append((opcode, *slots, *wide))
-            at += 1 + count
+            width = (self.number(operands[2]),) if opcode == program.BIAS_REL else ()
+            found.append((opcode, *slots, *width))
         return tuple(found)
 
 

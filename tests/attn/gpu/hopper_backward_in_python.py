@@ -68,7 +68,7 @@ class Launch:
 
     def __call__(self, q, k, v, gradient, sums, total, of_k, of_v, turns, counter, *of_mask):
         of, point, whole = gluon_in_python.Descriptor, gluon_in_python.Pointer, gluon_in_python.Int
-        wide = hopper_backward._padded(max(q.shape[3], v.shape[3]))
+        wide = hopper_backward.padded(max(q.shape[3], v.shape[3]))
         rows, keys = (1, 1, self.tile.rows, wide), (1, 1, _HALF, wide)
         numbers = {name: value for name, value in self.numbers.items() if name != "processors"}
         numbers = {name: whole(value) if isinstance(value, int) else value for name, value in numbers.items()}

@@ -95,7 +95,7 @@ def check_compiled(given, most, folder, record_property):
     assert ("tile_lists" in rows) == bool(given[7])
     assert ("tile_turns" in rows) == (bool(given[7]) and torch.are_deterministic_algorithms_enabled())
     rows.pop("tile_lists", None)  # tests of the forward have it
-    wide = hopper_backward._padded(max(given[3].shape[3], given[4].shape[3]))
+    wide = hopper_backward.padded(max(given[3].shape[3], given[4].shape[3]))
     most_registers = hopper_backward._BEGIN_REGISTERS, hopper_backward._END_REGISTERS[wide]
     for name, registers in zip(("hopper_backward_begin", "hopper_backward_end"), most_registers, strict=True):
         assert rows.pop(name).registers <= registers  # what they spill is of large rows

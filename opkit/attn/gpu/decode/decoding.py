@@ -75,16 +75,16 @@ def _check_supported(call: Call) -> None:
     )
 
 
-def refuse_batch_invariance(operator: str) -> None:
-    """How a call is divided, and so the last bits of its results, depends on how many sequences it has.
+def refuse_batch_invariance(operator: str, kernel: str = NAME) -> None:
+    """Raise for a kernel that was forced, whose last bits may depend on the rest of the batch, if they must not.
 
     Raises:
         KernelError: ``OPKIT_BATCH_INVARIANT`` is set.
     """
     if config.get().batch_invariant:
         raise KernelError(
-            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {NAME!r}, which was forced, divides a call by how "
-            "many sequences it has. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
+            f"{operator}: OPKIT_BATCH_INVARIANT is set, and kernel {kernel!r} was forced, whose results may depend on what else "
+            "is in the batch. Leave the choice to opkit, or force kernel='batch_invariant' or 'reference'."
         )
 
 

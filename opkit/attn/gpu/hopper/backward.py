@@ -18,7 +18,18 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.hopper.forward import counters, describable, evenly, has_moderate_factor, on_hopper, processors
+from opkit.attn.gpu.hopper.forward import (
+    DTYPES,
+    LOG2E,
+    counters,
+    describable,
+    evenly,
+    has_moderate_factor,
+    listed,
+    on_hopper,
+    padded,
+    processors,
+)
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.masks.program import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
@@ -31,9 +42,7 @@ from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
 from opkit.op.triton.series import PreparedSeries, Scratch
 
-DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart
-_LOG2E = 1.4426950408889634
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 128  #: rows of a block
@@ -96,7 +105,7 @@ def fits(call: GradientCall) -> bool:
 
 def _tile_of(call: GradientCall) -> Tile:
     """Return the layout that a call gets."""
-    return TILES[_padded(max(call.q.shape[3], call.v.shape[3]))]
+    return TILES[padded(max(call.q.shape[3], call.v.shape[3]))]
 
 
 @PreparedKernel
@@ -142,7 +151,7 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
 
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
-    mask_tensors = _mask_reader(shape, tile, roomy is call) if _listed(shape) else None
+    mask_tensors = _mask_reader(shape, tile, roomy is call) if listed(shape) else None
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in (call.gradient, *call[2:5]))
     dense, counter = dense_rows(call.out) is call.out, counters(call.q.device, 2 + call.k.shape[0] * call.k.shape[1])
@@ -163,11 +172,6 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
         return copied(ordered, *more)(*read)
 
     return run
-
-
-def _listed(shape: Shape) -> bool:
-    """Return whether a mask says more than a band: then the blocks of queries to visit come from a list."""
-    return bool(shape.mask or shape.lengths)
 
 
 def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
@@ -197,9 +201,9 @@ def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., Prepa
     TMA can follow q, k, v and the gradient. The results are the gradients of q, k and v, and delta.
     """
     q, v, of_rows, numbers = call.q, call.v, _row_numbers(call, shape), _numbers(call, shape, tile)
-    wide = _padded(max(q.shape[3], v.shape[3]))
+    wide = padded(max(q.shape[3], v.shape[3]))
     begin = PreparedLaunch(
-        _begin_kernel(v.shape[3], wide, tile, _listed(shape), shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
+        _begin_kernel(v.shape[3], wide, tile, listed(shape), shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
     )
     kernels = (_kernel(tile, ordered, shape.banded, shape.mask) for ordered in (False, True))
     main = [PreparedLaunch(each, _MAIN + _OF_MASKS, numbers) for each in kernels]
@@ -260,7 +264,7 @@ def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
 
 def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
     """Return what the kernels pass one to another."""
-    (batch, heads, queries, _), wide = call.q.shape, _padded(max(call.q.shape[3], call.v.shape[3]))
+    (batch, heads, queries, _), wide = call.q.shape, padded(max(call.q.shape[3], call.v.shape[3]))
     blocks = batch * heads * _blocks(queries, tile.rows)
     sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
     total = Scratch((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
@@ -296,7 +300,7 @@ def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
     return {
         **plans.numbers_of(shape),
         "CAPPED": capped,
-        "factor": (call.softcap if capped else call.scale) * _LOG2E,
+        "factor": (call.softcap if capped else call.scale) * LOG2E,
         "inner": call.scale / call.softcap if capped else 1.0,
         "scale": call.scale,
         "processors": processors(call.q.device),
@@ -313,10 +317,6 @@ _MAIN = ("q", "k", "v", "gradient", "sums", "total", "of_k", "of_v", "turns", "c
 _END = ("total", "of_q", "q", "k", "v", "gradient", "lse", "delta", "of_k", "of_v", *_OF_LARGE_ROWS)
 _INPUTS = ("gradient", "q", "k", "v", "out", "lse", "counter")
 _RESULTS = ("of_q", "of_k", "of_v", "delta")
-
-
-def _padded(channels: int) -> int:
-    return next(size for size in TILES if channels <= size)
 
 
 def _blocks(queries: int, ROWS: int) -> int:
@@ -378,13 +378,13 @@ def _kernel(tile: Tile, ordered: bool, banded: bool, mask: Words) -> TritonKerne
 
 
 def _block(rows: int, q: Any, v: Any) -> tuple[int, int, int, int]:
-    return 1, 1, rows, _padded(max(q.shape[3], v.shape[3]))
+    return 1, 1, rows, padded(max(q.shape[3], v.shape[3]))
 
 
 def _section(q: Any, k: Any, v: Any, block: int) -> int:
     """Return how many heads of keys to interleave: so many that their queries, with what belongs to these, fit into the cache."""
     group = q.shape[1] // k.shape[1]
-    of_head = group * q.shape[2] * _padded(max(q.shape[3], v.shape[3])) * (2 + 2 + 4)
+    of_head = group * q.shape[2] * padded(max(q.shape[3], v.shape[3])) * (2 + 2 + 4)
     return evenly(k.shape[0] * k.shape[1], _CACHED // of_head)
 
 

@@ -147,7 +147,7 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
     """
     call = Call(*args)
-    decoding.refuse_batch_invariance("opkit::attention")
+    decoding.refuse_batch_invariance("opkit::attention", NAME)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -273,7 +273,7 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
     """
     call = PagedCall(*args)
-    decoding.refuse_batch_invariance("opkit::paged_attention")
+    decoding.refuse_batch_invariance("opkit::paged_attention", NAME)
     if not fits_paged(call) or not _described(call.k_pages, call.v_pages):
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)} with strides {each.stride()}" for each in call[:3])
         raise KernelError(

@@ -166,14 +166,14 @@ def forward(*args: Any) -> Run:
 
 def tile_of(call: Call) -> Tile:
     """Return the layout that a call gets."""
-    size = _padded(max(call.q.shape[3], call.v.shape[3]))
+    size = padded(max(call.q.shape[3], call.v.shape[3]))
     shape = plans.shape_of(tuple(call.mask), ())
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    long = size == 64 and not _listed(shape) and min(call.q.shape[2], seen) >= _LONG_FROM[shape.banded]
+    long = size == 64 and not listed(shape) and min(call.q.shape[2], seen) >= _LONG_FROM[shape.banded]
     return LONG if long else TILES[size]
 
 
-def _listed(shape: Shape) -> bool:
+def listed(shape: Shape) -> bool:
     """Return whether a mask says more than a band: then the tiles to visit come from a list."""
     return bool(shape.mask or shape.lengths)
 
@@ -186,7 +186,7 @@ def _prepared(call: Call, tile: Tile) -> Run:
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
     described = all(describable(each) for each in call[:3])
     counter = counters(call.q.device, _marks(call, tile))
-    mask_tensors = _mask_reader(shape, tile, roomy is call) if _listed(shape) else None
+    mask_tensors = _mask_reader(shape, tile, roomy is call) if listed(shape) else None
 
     def run(*args: Any) -> tuple[Tensor, ...]:
         sinks = args[5]
@@ -300,7 +300,8 @@ def describable(x: Tensor) -> bool:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 
-def _padded(channels: int) -> int:
+def padded(channels: int) -> int:
+    """Return the size of a head in registers and shared memory."""
     return next(size for size in TILES if channels <= size)
 
 
@@ -327,8 +328,8 @@ def _kernel(tile: Tile, mask: Words) -> TritonKernel:
         VALUE_STAGES=tile.stages[1],
         ROW_STAGES=tile.row_stages,
         TURNS=tile.turns,
-        HELD=lambda q: tile.held if _padded(q.shape[3]) > tile.held else 0,
-        OWN_RESULTS=lambda q, v: tile.own_results or _padded(q.shape[3]) != _padded(v.shape[3]),
+        HELD=lambda q: tile.held if padded(q.shape[3]) > tile.held else 0,
+        OWN_RESULTS=lambda q, v: tile.own_results or padded(q.shape[3]) != padded(v.shape[3]),
         REGISTERS=loops,
         LOADER_REGISTERS=loads,
         num_warps=4,
@@ -338,18 +339,18 @@ def _kernel(tile: Tile, mask: Words) -> TritonKernel:
 
 
 def _block(rows: int, x: Any) -> tuple[int, int, int, int]:
-    return 1, 1, rows, _padded(x.shape[3])
+    return 1, 1, rows, padded(x.shape[3])
 
 
 def section(q: Any, k: Any, v: Any) -> int:
     """Return how many heads of queries to interleave."""
-    size = _padded(max(q.shape[3], v.shape[3]))
+    size = padded(max(q.shape[3], v.shape[3]))
     return heads_within(_INTERLEAVED_SHORT if k.shape[2] <= _SHORT else _INTERLEAVED[size], q, k, v)
 
 
 def heads_within(limit: int, q: Any, k: Any, v: Any) -> int:
     """Return how many heads of queries have at most ``limit`` bytes of keys and values; those of one head of keys at least."""
-    of_head = k.shape[2] * (_padded(k.shape[3]) + _padded(v.shape[3])) * 2
+    of_head = k.shape[2] * (padded(k.shape[3]) + padded(v.shape[3])) * 2
     return q.shape[1] // k.shape[1] * evenly(k.shape[0] * k.shape[1], limit // of_head)
 
 

@@ -14,7 +14,7 @@ from opkit.attn.calls import Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device, device_of, splits_of
-from opkit.attn.gpu.hopper.forward import describable, on_hopper
+from opkit.attn.gpu.hopper.forward import DTYPES, LOG2E, describable, on_hopper
 from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
 from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
@@ -28,11 +28,9 @@ from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch
 
 NAME = "mla"
-DTYPES = (torch.bfloat16, torch.float16)
 VALUES, MOST = 512, 576  #: channels of values, and the most of keys
 FEWEST = 33  #: heads that share keys; with fewer more than half of a tile of 64 would be idle
 STEP = 128  #: keys of a pair of blocks
-_LOG2E = 1.4426950408889634
 ROWS = 64  # heads of a tile
 _PRIORITY = 3  # above the kernel for few queries
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -118,7 +116,7 @@ def forward(*args: Any) -> Run:
             f"scale={call.scale}, dropout_p={call.dropout_p}: it takes {VALUES} values that are the first channels of the keys, "
             f"of which there are at most {MOST}. Leave the choice to opkit, or force kernel='reference'."
         )
-    decoding.refuse_batch_invariance("opkit::attention")
+    decoding.refuse_batch_invariance("opkit::attention", NAME)
     new_out = overwritten(rows(call.q, VALUES, call.out_is_bshd))
     new_lse = overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     said = seen(call.mask) or Seen(0, 0, None)
@@ -181,8 +179,8 @@ def _plan(call: Call, said: Seen) -> MlaLaunches:
 def factors(scale: float, softcap: float) -> dict[str, float]:
     """Return what logits are multiplied by, to be exponents of 2: before the cap, and after it."""
     if softcap > 0:
-        return {"factor": softcap * _LOG2E, "inner": scale / softcap}
-    return {"factor": scale * _LOG2E, "inner": 1.0}
+        return {"factor": softcap * LOG2E, "inner": scale / softcap}
+    return {"factor": scale * LOG2E, "inner": 1.0}
 
 
 class MlaLaunches(NamedTuple):

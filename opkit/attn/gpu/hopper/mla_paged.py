@@ -100,7 +100,7 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             f"scale={call.scale}: it takes {VALUES} values that are the first channels of the keys, and pages of a multiple "
             f"of {_PLACES}. Leave the choice to opkit, or force kernel='reference'."
         )
-    decoding.refuse_batch_invariance("opkit::paged_attention")
+    decoding.refuse_batch_invariance("opkit::paged_attention", NAME)
     new_out = like(call.q.new_empty((*call.q.shape[:2], VALUES)))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     queries, others = Queries(_one_batch(call.q), lambda: _plan(call)), _Others()

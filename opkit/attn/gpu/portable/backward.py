@@ -150,17 +150,14 @@ def terms_of(bias: Sequence[int], shapes: Sequence[Sequence[int]], keys: int) ->
     >>> next(terms_of([program.BIAS_DENSE, 0], [(1, 2, 1, 5)], 5))
     Term(tensor=0, depends=(False, True, False, False, True), high=1, wide=5, distances=False)
     """
-    at = 0
-    while at < len(bias):
-        kind, first = bias[at], bias[at + 1]
+    for kind, first, *others in program.instructions(bias, program.BIAS_OPERANDS):
         wide = [size > 1 for size in shapes[first]]
         if kind == program.BIAS_DENSE:
             yield Term(first, (wide[0], wide[1], wide[2], False, wide[3]), 1, keys)
         elif kind == program.BIAS_ALIBI:
             yield Term(first, (wide[0], wide[1], False, False, False), 1, keys, True)
         else:
-            yield from _relative(first, bias[at + 2], shapes)
-        at += 4 if kind == program.BIAS_REL else 2
+            yield from _relative(first, others[0], shapes)
 
 
 def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) -> Iterator[Term]:
