@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes
-from opkit.attn.gpu import plans
+from opkit.attn.gpu import arguments, plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.hopper.forward import (
     DTYPES,
@@ -147,8 +147,6 @@ def backward(*args: Any) -> Run:
 
 
 def _prepared(call: GradientCall, tile: Tile) -> Run:
-    from opkit.attn.gpu import arguments
-
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     mask_tensors = _mask_reader(shape, tile, roomy is call) if listed(shape) else None
@@ -179,8 +177,6 @@ def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall
 
     ``fits``: the mask's program fits a kernel's slots.
     """
-    from opkit.attn.gpu import arguments, tile_lists
-
     blocks = Blocks(tile.rows, tile.keys, 0, 0)
 
     def mask_tensors(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
@@ -222,27 +218,16 @@ def large_rows(call: GradientCall) -> Callable[..., None]:
 
     It takes a call like ``call``, of the same strides, and the gradients of q, k and v, and delta.
     """
-    from opkit.attn.gpu import arguments
-
     shape = arguments.shape_of(call)
     q, v, of_rows = call.q, call.v, _row_numbers(call, shape)
-    wide, tile = _padded(max(q.shape[3], v.shape[3])), Tile(_LARGE_ROWS, False, False)
+    wide, tile = padded(max(q.shape[3], v.shape[3])), Tile(_LARGE_ROWS, False, False)
     begin = PreparedLaunch(
         _begin_kernel(v.shape[3], wide, tile, False, shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
     )
     end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})
     masks = [name for name, x in zip(plans.TENSORS, arguments.tensors_of(call, shape), strict=True) if x is not None]
-    names = (
-        "q",
-        "k",
-        "v",
-        "gradient",
-        "lse",
-        *_RESULTS,
-        "counter",
-        *masks,
-        *(["sinks"] if call.sinks is not None else []),
-    )
+    optional = [] if call.sinks is None else ["sinks"]
+    names = ("q", "k", "v", "gradient", "lse", *_RESULTS, "counter", *masks, *optional)
     series = PreparedSeries([begin, end], names, {}, _scratch_of_large_rows(call))
     counter = counters(q.device, 2 + call.k.shape[0] * call.k.shape[1])
 
@@ -289,8 +274,6 @@ def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
 
 def may_be_large(call: GradientCall) -> bool:
     """Return whether logits may be so large that rows are computed apart; the least scales are those of no such logits."""
-    from opkit.attn.gpu import arguments
-
     return call.softcap == 0 and call.scale > arguments.MIN_SCALE
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import AnyCall, Call, dtypes_and_shapes
-from opkit.attn.gpu import plans
+from opkit.attn.gpu import arguments, plans, tile_lists
 from opkit.attn.gpu.blocks import Blocks
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
@@ -179,8 +179,6 @@ def listed(shape: Shape) -> bool:
 
 
 def _prepared(call: Call, tile: Tile) -> Run:
-    from opkit.attn.gpu import arguments
-
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
@@ -208,8 +206,6 @@ def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[
 
     ``fits``: the mask's program fits a kernel's slots.
     """
-    from opkit.attn.gpu import arguments, tile_lists
-
     blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
 
     def mask_tensors(call: Call) -> dict[str, Tensor]:
