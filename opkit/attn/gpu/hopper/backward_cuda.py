@@ -167,9 +167,9 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
         launch(problem, private.current_stream(gpu))
         q, k, v, _, gradient = inputs
-        same = gradient is given[0] and all(x is y for x, y in zip(inputs[:3], given[2:5], strict=True))
+        same = gradient is args[0] and all(x is y for x, y in zip(inputs[:3], args[2:5], strict=True))
         add_large_rows = as_they_lie if same else copied
-        add_large_rows(GradientCall(*given)._replace(gradient=gradient, q=q, k=k, v=v), *results)
+        add_large_rows(GradientCall(*args)._replace(gradient=gradient, q=q, k=k, v=v), *results)
         return results[0], results[1], results[2], results[3]
 
     return run
