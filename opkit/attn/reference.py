@@ -134,7 +134,7 @@ def philox_words(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tens
     """Return the four 32-bit words, in int64, of counters and a key of 32-bit words in int64.
 
     >>> zero = torch.zeros((), dtype=torch.int64)
-    >>> [f"{int(word):08x}" for word in words((zero,) * 4, (zero,) * 2)]
+    >>> [f"{int(word):08x}" for word in philox_words((zero,) * 4, (zero,) * 2)]
     ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     c0, c1, c2, c3 = counter
