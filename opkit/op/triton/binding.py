@@ -13,12 +13,11 @@ import torch
 
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.binding.facts import Facts
+from opkit.kernels.triton.headers import HeaderParameter
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Element
-from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
+from opkit.op.triton.evaluation import EVERYTHING, Formula, KernelNames, Source, formula, measured, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
-from opkit.op.triton.names import KernelNames, Source, measured
-from opkit.op.triton.parameters import TritonParameter
 
 _LISTS = dict.fromkeys(("ints", "floats", "bools"), "ints")
 _ROLES = {"int": "int", "float": "float", "bool": "bool", "dtype": "exact", "str": "text", **_LISTS}
@@ -164,13 +163,13 @@ class _Binder:
         known = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
         return name in known or self.names.find(wanted) is not None or any(p.name == name for p in self.parameters)
 
-    def _check_configs(self, parameter: TritonParameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
+    def _check_configs(self, parameter: HeaderParameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
         """A parameter that configs give: all of them do, or it has a value besides."""
         name = parameter.name
         if name in computed:
             raise self.error(f"{name} has a value in configs= and a function. Take it out of one of them.")
         lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
-        if lacking and parameter.has_default:
+        if lacking and parameter.default is not inspect.Parameter.empty:
             constants.setdefault(name, parameter.default)
         if lacking and name not in constants:
             raise self.error(f"the config {lacking[0]} has no value for {name}, as others do. Add it.")
@@ -184,12 +183,12 @@ class _Binder:
         return source
 
     def _take(
-        self, parameter: TritonParameter, runtime: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
+        self, parameter: HeaderParameter, runtime: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
     ) -> None:
         """A parameter that is found by its name."""
         name = self.kernel.bind.get(parameter.name, parameter.name)
         source = self.names.find(name)
-        if source is None and parameter.has_default:
+        if source is None and parameter.default is not inspect.Parameter.empty:
             constants[parameter.name] = parameter.default
         elif source is None and measured(name) in self.absent:
             constants[parameter.name] = 0
@@ -202,7 +201,7 @@ class _Binder:
         else:
             runtime[parameter.name] = source
 
-    def _unknown(self, parameter: TritonParameter, name: str) -> DeclarationError:
+    def _unknown(self, parameter: HeaderParameter, name: str) -> DeclarationError:
         known = self.names.known()
         tensors = ", ".join(self.names.tensors())
         derived = [
@@ -280,7 +279,7 @@ class _Binder:
         return found[0] if found else name
 
 
-def _role(source: Source, read: bool, user: TritonParameter | None) -> str:
+def _role(source: Source, read: bool, user: HeaderParameter | None) -> str:
     if read:
         return _READ_ROLES.get(source.kind, _ROLES.get(source.kind, "exact"))
     if source.kind == "tensor":

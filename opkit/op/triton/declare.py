@@ -14,9 +14,8 @@ from opkit.errors import DeclarationError
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.named import Named
 from opkit.kernels.tuning.configs import Config
-from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.kernel import TritonKernel, parameters_of
 from opkit.op.triton.launch import launch
-from opkit.op.triton.parameters import parameters_of
 
 OPTIONS = frozenset(
     {

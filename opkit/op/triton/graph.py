@@ -10,7 +10,8 @@ torch cannot represent stay units: the program calls the operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dis
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,12 @@ from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
-from opkit.op.triton.arguments import Values, launch_of
 from opkit.op.triton.binding import BoundKernel
-from opkit.op.triton.choosing import Chooser
 from opkit.op.triton.evaluation import exact
-from opkit.op.triton.inductor_source import left_out
+from opkit.op.triton.kernel import module_of, unwrapped
+from opkit.op.triton.launcher_table import Chooser
 from opkit.op.triton.machine import machine_of
-from opkit.op.triton.parameters import module_of, unwrapped
-from opkit.op.triton.python import checked, run
+from opkit.op.triton.python import Values, checked, launch_of, run
 
 _MAX_ELEMENTS = 2**31 - 1
 _REPRESENTED = {"num_warps", "num_stages"}
@@ -186,3 +185,47 @@ def _candidates(values: Values) -> list[Config]:
 def _specialised(value: Any) -> Any:
     """Return a constexpr's value; the program is for this value alone where it was symbolic."""
     return int(value) if isinstance(value, torch.SymInt) else value
+
+
+_IMPORTED = {"tl", "triton", "libdevice", "tl_math", "triton_helpers"}  # at the head of every file that Inductor writes
+_WRITTEN = (int, str, bool)
+
+
+def left_out(function: Any) -> str:
+    """Return what a kernel refers to and Inductor leaves out, or "".
+
+    Args:
+        function: the kernel as Python has it, without ``triton.jit``.
+    """
+    return next(_missing(function, set()), "")
+
+
+def _missing(function: Any, seen: set[Any]) -> Iterator[str]:
+    seen.add(function)
+    for name, value in _globals(function):
+        if _is_helper(value):
+            if value.fn.__name__ != name:
+                yield f"{name}, whose own name is {value.fn.__name__}"
+            elif value.fn not in seen:
+                yield from _missing(value.fn, seen)
+        elif name not in _IMPORTED and not _is_written(value):
+            yield name
+
+
+def _globals(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reads of its module, by name."""
+    names = {each.argval for each in dis.Bytecode(function) if each.opname == "LOAD_GLOBAL"}
+    yield from ((name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__)
+
+
+def _is_helper(value: Any) -> bool:
+    from triton.runtime import jit
+
+    return isinstance(value, (jit.JITFunction, getattr(jit, "ConstexprFunction", jit.JITFunction)))
+
+
+def _is_written(value: Any) -> bool:
+    from triton.language import constexpr
+
+    known = isinstance(value, (*_WRITTEN, constexpr))
+    return known or str(getattr(value, "__module__", "")).startswith("triton")

@@ -13,10 +13,10 @@ from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
 from opkit.op.examples.arguments import ExampleCall
-from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import BoundKernel
-from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of
+from opkit.op.triton.building import calls_of, configs_of, request_for, request_of
 from opkit.op.triton.launch import recording
+from opkit.op.triton.python import Values
 
 
 @dataclasses.dataclass(frozen=True)
