@@ -19,7 +19,7 @@ from opkit.attn import cpu
 from opkit.attn.calls import Call
 from opkit.attn.masks import program
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "batch_invariant"

@@ -23,13 +23,13 @@ from opkit.op import torch_private as private
 from opkit.op.dispatch.selection import KernelTable, call_device, leaves
 from opkit.op.rules.autograd import BackwardRule, MissingRule, RegisteredRule, make_function
 from opkit.op.rules.derived import DerivedRule
-from opkit.op.rules.vmap import FoldRecord
+from opkit.op.rules.transforms import FoldRecord
 from opkit.op.schema.signature import Signature
 from opkit.op.torch_compile import in_guarded_compilation
 from opkit.op.trace import reference_trace
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.trace.mutation import Inference
-from opkit.op.trace.reference_state import ReferenceState
+from opkit.op.trace.reads import ReferenceState
 from opkit.op.trace.reference_trace import OpaqueReason, ReferenceTrace
 
 _MAX_TRACES = 4096

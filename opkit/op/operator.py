@@ -27,7 +27,7 @@ from opkit.op.description import Description, describe
 from opkit.op.dispatch import planning
 from opkit.op.dispatch.dispatcher import Dispatcher
 from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, forced_kernels, predicate_names
-from opkit.op.native.bridged import Bridged
+from opkit.op.native.compiled import Bridged
 from opkit.op.rules.autograd import RegisteredRule
 from opkit.op.schema.schema_string import device_argument
 

@@ -10,7 +10,7 @@ import token_kernels as k
 from row_kernels import check, tensors
 
 from opkit.kernels.triton import compiling, resources
-from opkit.op.examples import typical as typical_calls
+from opkit.op.examples import calls as example_calls
 from opkit.op.triton import building, launch
 from opkit.op.triton.evaluation import evaluate
 from opkit.op.triton.machine import MACHINES
@@ -244,9 +244,11 @@ def test_compiles_without_spills(name, dtype, targets):
     given = {
         key: value.replace("bf16[", f"{dtype}[") if isinstance(value, str) else value for key, value in example.items()
     }
-    (call,) = typical_calls.from_examples(op._operator, [given])
+    (call,) = example_calls.from_examples(op._operator, [given])
     for target in [target for target in targets if target in (kernel.targets or ARCHITECTURES)]:
-        request = building.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
+        request = building.request_for(
+            building.values_of(op._operator, function.bound, call), next(iter(kernel.configs), None), target
+        )
         assert resources.of(compiling.build(request)).spills == 0, target
 
 

@@ -10,7 +10,7 @@ from opkit.attn.calls import BiasCall, Call, Float8Call, GradientCall
 from opkit.attn.gpu import candidates, examples, search
 from opkit.attn.gpu.candidates import Kernel
 from opkit.kernels.tuning.record_format import Identity
-from opkit.op.dispatch.prepared import TunedKernel
+from opkit.op.kernel_kinds import TunedKernel
 
 Prepare = Callable[..., Callable[..., Any]]
 

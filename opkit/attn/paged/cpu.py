@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import address, dense_rows, like, overwritten
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 
 UNLIMITED = 2**62  #: an end of a band that hides nothing
 LARGEST_HEAD = 1024

@@ -23,7 +23,7 @@ from opkit.kernels.triton.shipping import TritonBinary
 from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private
-from opkit.op.examples.variations import example_calls, split_arguments
+from opkit.op.examples.calls import split_arguments, variations_of
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.derivation import derive
 from opkit.op.native.function import NativeFunction
@@ -258,7 +258,7 @@ def layout_programs(function: NativeFunction) -> tuple[list[layout_program.Layou
     kinds = [argument.kind for argument in facts.arguments]
     tried, reason = 0, f"{facts.operator}: no calls can be generated from its annotations"
     with private.without_fake_tensor_logs():
-        for values in itertools.islice(example_calls(function), _MAX_CALLS):
+        for values in itertools.islice(variations_of(function), _MAX_CALLS):
             if any(layout_program.run(words, kinds, values) is not None for words in programs):
                 continue
             program = derive(function.operator, *split_arguments(function.operator, values))

@@ -28,6 +28,7 @@ from opkit.op.layout.outputs import (
     operands,
     output_device,
     shape_function,
+    split_arguments,
 )
 from opkit.op.layout.program import LayoutProgram, run
 from opkit.op.layout.symbolic_run import SymbolicRun, expression
@@ -120,10 +121,8 @@ class _Deriving:
         return layout is None or layout == self._layout(values)
 
     def _layout(self, values: list[Any]) -> list[int] | None:
-        named = zip(self.operator.schema.arguments, values, strict=True)
-        kwargs = {argument.name: value for argument, value in named if argument.kwarg_only}
         try:
-            return layout_of(self.operator, values[: len(values) - len(kwargs)], kwargs)
+            return layout_of(self.operator, *split_arguments(self.operator, values))
         except OpkitError:
             return None
 

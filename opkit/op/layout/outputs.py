@@ -1,4 +1,4 @@
-"""Compute the dtypes, sizes and strides of an operator's new outputs, for kernels that write to allocated outputs.
+"""Compute the dtypes, sizes and strides of an operator's new outputs, and allocate them, for kernels that write to them.
 
 :func:`layout_of` computes them for one call, by running the author's fake implementation or the reference on fake
 tensors. ``derivation`` derives a program from the same run on symbolic sizes, which computes them for every call that fits it,
@@ -9,10 +9,12 @@ without Python. ``opkit/kernels/include/opkit.h`` describes both forms.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opkit.errors import ArgumentTypeError, OpkitError, OutputError, RuleError
 from opkit.kernels.binding.facts import Facts
@@ -45,6 +47,12 @@ def _default(operator: Operator, argument: Any) -> Any:
     if declared_type(argument) == "ScalarType" and isinstance(value, int):
         return next((dtype for dtype, number in p.DTYPES.items() if number == value), value)
     return value
+
+
+def split_arguments(operator: Operator, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and keyword arguments of a call from the value of each schema argument."""
+    pairs = list(zip(operator.schema.arguments, values, strict=True))
+    return [v for a, v in pairs if not a.kwarg_only], {a.name: v for a, v in pairs if a.kwarg_only}
 
 
 def layout_of(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -169,3 +177,42 @@ def _overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 not in sizes
         extent += (size - 1) * stride
     return False
+
+
+# ---- allocation ------------------------------------------------------------------------------------------------------
+
+
+def allocate_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return new tensors for the new outputs of a call through the schema; see :func:`layout_of`."""
+    words = layout_of(operator, args, kwargs)
+    device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
+    dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
+    outputs: list[torch.Tensor] = []
+    at = 0
+    while at < len(words):
+        rank = words[at + 1]
+        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
+        outputs.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
+        at += 2 + 2 * rank
+    return outputs
+
+
+def fills() -> bool:
+    """Return whether torch fills what it allocates: deterministic algorithms are on, and the setting for fills is, too."""
+    return private.deterministic() and private.fills_if_deterministic()
+
+
+def unfilled(
+    sizes: tuple[int, ...], strides: tuple[int, ...] | None, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Allocate a dense tensor, with its device's usual allocator, whose memory is not filled.
+
+    >>> unfilled((2, 3), None, dtype=torch.float32, device=torch.device("cpu")).stride()
+    (3, 1)
+    """
+    if private.dispatch_modes() or not fills():
+        if strides is None:
+            return torch.empty(sizes, dtype=dtype, device=device)
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+    storage = torch.UntypedStorage(math.prod(sizes) * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, *(() if strides is None else (strides,)))

@@ -22,10 +22,9 @@ from opkit.kernels.binding.slots import Slot
 from opkit.kernels.sanitize import sanitizer
 from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue, Value
 from opkit.op.core import Operator
-from opkit.op.layout.outputs import layout_of, operands
-from opkit.op.layout.program import DTYPES, dtype_number
+from opkit.op.layout.outputs import allocate_outputs, operands
+from opkit.op.layout.program import dtype_number
 
-_DTYPES = {dtype_number(dtype): dtype for dtype in DTYPES}
 _TYPECODES = {"ints": "q", "floats": "d", "bools": "B"}
 _POINTEES = {"int": "q", "float": "d", "bool": "B", "dtype": "i"}
 
@@ -50,7 +49,7 @@ class _SanitizedCall:
     def __init__(self, kernel: SanitizedKernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.kernel, self.bound, self.operator = kernel, kernel.bound, kernel.operator
         self.values = operands(self.operator, args, kwargs)
-        self.outputs = _allocated(layout_of(self.operator, args, kwargs))
+        self.outputs = allocate_outputs(self.operator, args, kwargs)
         self.sizes = self._named_sizes()
         self.written = self._written()
         self.buffers: dict[tuple[int, bool], DebugBuffer] = {}  # by tensor, and whether it is passed contiguous
@@ -210,17 +209,6 @@ _MEASURES: dict[str, Callable[[torch.Tensor, int], int]] = {
     "SIZE": lambda tensor, dim: tensor.shape[dim],
     "STRIDE": lambda tensor, dim: tensor.stride(dim),
 }
-
-
-def _allocated(words: Sequence[int]) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    at = 0
-    while at < len(words):
-        dtype, rank = words[at], words[at + 1]
-        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
-        tensors.append(torch.empty_strided(sizes, strides, dtype=_DTYPES[dtype]))
-        at += 2 + 2 * rank
-    return tensors
 
 
 def _memory(tensor: torch.Tensor, pointed: bool) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.op.rules.list_arguments import Counts, leaves_of
+from opkit.op.rules.autograd import Counts, leaves_of
 
 _TRACER = threading.Lock()
 """torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""

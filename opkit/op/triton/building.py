@@ -23,10 +23,10 @@ from opkit.kernels.tuning import records
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
-from opkit.op.examples import typical as typical_calls
+from opkit.op.examples import calls as example_calls
 from opkit.op.examples.arguments import ExampleCall
-from opkit.op.layout import outputs as layout
 from opkit.op.layout import program as p
+from opkit.op.layout.outputs import allocate_outputs, operands
 from opkit.op.native.function import NativeFunction
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import as_grid, evaluate
@@ -34,7 +34,7 @@ from opkit.op.triton.function import TritonFunction
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import recording
 from opkit.op.triton.machine import MACHINES
-from opkit.op.triton.python import PythonLaunch, Values, allocated
+from opkit.op.triton.python import PythonLaunch, Values
 from opkit.op.triton.variants import Memory, Variants, in_pieces
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -230,7 +230,7 @@ def _examples(operator: Operator) -> list[Mapping[str, Any]]:
 
 def _of_triton(operator: Operator, function: TritonFunction, label: str) -> list[ExampleLaunch]:
     try:
-        calls = calls_of(operator, function.examples)
+        calls = example_calls.calls_of(operator, function.examples)
         found = [(str(call), values_of(operator, function.bound, call)) for call in calls]
     except OpkitError as error:
         raise unmade(label, error) from error
@@ -244,7 +244,7 @@ def _of_python(
     operator: Operator, kernel: RegisteredKernel, label: str, examples: Sequence[Mapping[str, Any]], notes: list[str]
 ) -> Iterator[ExampleLaunch]:
     try:
-        for call in calls_of(operator, examples):
+        for call in example_calls.calls_of(operator, examples):
             for values in _recorded(operator, kernel, call):
                 if not values.bound.kernel.hooked:
                     yield ExampleLaunch(
@@ -255,7 +255,7 @@ def _of_python(
 
 
 def _recorded(operator: Operator, kernel: RegisteredKernel, call: ExampleCall) -> list[Values]:
-    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
+    args, kwargs = example_calls.arguments_of(operator, call, "meta")
     with recording() as found, torch.no_grad():
         _written_by_author(kernel)(*args, **kwargs)
     return found
@@ -279,20 +279,12 @@ def _may_launch(kernel: RegisteredKernel) -> bool:
 _INT32 = 2**31
 
 
-def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[ExampleCall]:
-    """Return the calls that the examples name; without any, some that are made up from the operator's annotations.
-
-    Raises:
-        ArgumentError: an example cannot be read, or nothing can be made up.
-    """
-    return typical_calls.from_examples(operator, examples) if examples else typical_calls.generate(operator)
-
-
 def values_of(operator: Operator, bound: BoundKernel, call: ExampleCall) -> Values:
     """Return the values of a kernel when the operator is called like an example, with tensors without data."""
-    args, kwargs = typical_calls.arguments_of(operator, call, "meta")
-    operands = layout.operands(operator, args, kwargs)
-    return Values(bound, operands, _outputs(operator, bound, args, kwargs, operands))
+    args, kwargs = example_calls.arguments_of(operator, call, "meta")
+    values, new = operands(operator, args, kwargs), iter(allocate_outputs(operator, args, kwargs))
+    outputs = [next(new) if output.alias is None else values[output.alias] for output in bound.facts.outputs]
+    return Values(bound, values, outputs)
 
 
 def configs_for(values: Values) -> Sequence[Config | None]:
@@ -314,31 +306,8 @@ def request_for(values: Values, config: Config | None, target: str) -> compiling
     return Variants(bound, MACHINES["cuda"]).request(seen, named, target, pieces)
 
 
-def configs_of(operator: Operator, bound: BoundKernel, call: ExampleCall) -> Sequence[Config | None]:
-    """Return the configs that a call may use; a None of a kernel that has none."""
-    return configs_for(values_of(operator, bound, call))
-
-
-def request_of(
-    operator: Operator, bound: BoundKernel, call: ExampleCall, config: Any, target: str
-) -> compiling.CompileRequest:
-    """Return the compile request of a call of the operator like an example.
-
-    Raises:
-        KernelError: a function that the author gave raised.
-    """
-    return request_for(values_of(operator, bound, call), config, target)
-
-
 def _named(values: Values) -> dict[str, Any]:
     return {**values.named(), **values.bound.constants}
-
-
-def _outputs(
-    operator: Operator, bound: BoundKernel, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
-) -> list[Any]:
-    new = iter(allocated(operator, layout.layout_of(operator, args, kwargs), args, kwargs))
-    return [next(new) if output.alias is None else operands[output.alias] for output in bound.facts.outputs]
 
 
 def _seen(value: Any) -> Any:
@@ -346,9 +315,6 @@ def _seen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         sizes, strides = tuple(value.shape), tuple(value.stride())
         offset = int(value.storage_offset()) * value.element_size()
-        return Memory(offset, p.DTYPES[value.dtype], 0, sizes, strides, _is_large(sizes, strides))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        return Memory(offset, p.DTYPES[value.dtype], 0, sizes, strides, large=span >= _INT32)
     return value
-
-
-def _is_large(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) >= _INT32

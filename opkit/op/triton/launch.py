@@ -25,7 +25,7 @@ from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
 from opkit.kernels.binding.facts import Argument, Facts
 from opkit.op import torch_private as private
 from opkit.op.layout import program as layout_program
-from opkit.op.native.unfilled import fills, unfilled
+from opkit.op.layout.outputs import fills, unfilled
 from opkit.op.triton.binding import bind
 from opkit.op.triton.graph import wrapped
 from opkit.op.triton.kernel import TritonKernel, module_of

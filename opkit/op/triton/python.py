@@ -19,9 +19,8 @@ from opkit.kernels.binding.facts import Facts, Shape
 from opkit.kernels.triton.symbols import resolved
 from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
-from opkit.op.dispatch.autotune import capturing
-from opkit.op.layout import outputs as layout
-from opkit.op.layout import program as p
+from opkit.op.dispatch.selection import capturing
+from opkit.op.layout.outputs import allocate_outputs, operands
 from opkit.op.schema_facts import facts_of
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.evaluation import Source, TensorInfo, as_grid, evaluate
@@ -185,7 +184,7 @@ class PythonLaunch:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = allocated(self.operator, layout.layout_of(self.operator, args, kwargs), args, kwargs)
+        outputs = allocate_outputs(self.operator, args, kwargs)
         return run(self.operator, self.bound, args, kwargs, outputs, self.launcher)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
@@ -202,31 +201,15 @@ def run(
     launcher: Launcher,
 ) -> Any:
     """Launch a kernel with ``new`` as the outputs that are no arguments; the operator's result."""
-    operands = layout.operands(operator, args, kwargs)
+    values = operands(operator, args, kwargs)
     fresh = iter(new)
-    outputs = [next(fresh) if o.alias is None else operands[o.alias] for o in bound.facts.outputs]
-    if not _nothing_to_write(bound, operands, outputs):
-        dense, copies = _dense(bound, [*operands, *outputs])
-        launcher(Values(bound, dense[: len(operands)], dense[len(operands) :]))
+    outputs = [next(fresh) if o.alias is None else values[o.alias] for o in bound.facts.outputs]
+    if not _nothing_to_write(bound, values, outputs):
+        dense, copies = _dense(bound, [*values, *outputs])
+        launcher(Values(bound, dense[: len(values)], dense[len(values) :]))
         for tensor, copy in copies:
             tensor.copy_(copy)
     return outputs[0] if len(outputs) == 1 else tuple(outputs) if outputs else None
-
-
-def allocated(
-    operator: Operator, words: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """New tensors as a layout (see ``opkit.h``) says."""
-    device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
-    dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
-    outputs: list[torch.Tensor] = []
-    at = 0
-    while at < len(words):
-        rank = words[at + 1]
-        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
-        outputs.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
-        at += 2 + 2 * rank
-    return outputs
 
 
 def launched_by_triton(values: Values) -> None:

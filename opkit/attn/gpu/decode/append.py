@@ -14,7 +14,7 @@ from opkit.attn.gpu.decode.decoding import FLOATS, NAME, where
 from opkit.attn.gpu.decode.paged import MOST_SEQUENCES
 from opkit.attn.gpu.decode.plan import power
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 LARGEST = 4096  #: elements of a head, which one program holds

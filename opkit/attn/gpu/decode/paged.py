@@ -26,7 +26,7 @@ from opkit.attn.gpu.decode.division import Divided, divided, question_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
 from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 if TYPE_CHECKING:

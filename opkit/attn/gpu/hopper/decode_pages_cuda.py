@@ -23,7 +23,7 @@ from opkit.attn.gpu.hopper.decode_cuda import HEADS, MOST, MOST_ROWS, NAME, Page
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 MOST_SEQUENCES = 1024  #: each warp looks for its own among all of them

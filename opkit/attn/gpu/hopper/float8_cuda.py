@@ -17,7 +17,7 @@ from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda, library
 from opkit.attn.gpu.portable import float8 as portable
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "hopper_cuda"

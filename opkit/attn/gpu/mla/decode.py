@@ -16,7 +16,7 @@ from opkit.attn.gpu.hopper.forward import describable, on_hopper
 from opkit.attn.masks import program
 from opkit.attn.masks.memory_safety import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 if TYPE_CHECKING:

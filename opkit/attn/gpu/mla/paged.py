@@ -17,7 +17,7 @@ from opkit.attn.gpu.hopper.forward import describable, on_hopper
 from opkit.attn.gpu.mla.decode import DTYPES, MOST, NAME, STEP, VALUES, Queries, factors
 from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 if TYPE_CHECKING:

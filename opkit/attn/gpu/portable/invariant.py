@@ -24,7 +24,7 @@ from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, takes
 from opkit.attn.paged.cpu import PagedCall
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 _PAGED = Named("opkit.attn.gpu.portable.device.paged", "attention_forward_paged")

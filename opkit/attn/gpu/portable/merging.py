@@ -11,7 +11,7 @@ from torch import Tensor
 from opkit.attn.allocation import overwritten
 from opkit.attn.gpu.blocks import tiles_in
 from opkit.kernels.triton.named import Named
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
