@@ -20,7 +20,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import KernelError, RuleError
-from opkit.op import compile_cache_key, kernel_kinds
+from opkit.op import kernel_kinds, torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
@@ -30,6 +30,7 @@ from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, 
 from opkit.op.native.compiled import Bridged
 from opkit.op.rules.autograd import RegisteredRule
 from opkit.op.schema.schema_string import device_argument
+from opkit.op.triton.function import functional_rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +56,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._dispatcher = Dispatcher(operator, repr(self))
         self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
-        self._registered = compile_cache_key.renew(operator)
+        self._registered = torch_compile.renew_cache_key(operator)
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _renew(self) -> None:
         """Forget every plan because a kernel or a rule was registered, enabled or disabled."""
         with self._operator.lock:
-            self._registered = compile_cache_key.renew(self._operator)
+            self._registered = torch_compile.renew_cache_key(self._operator)
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:
@@ -224,8 +225,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         function = kernel.function if kernel.native else function
         visible = kernel.traceable or hasattr(kernel.function, "visible")
         if visible and private.FunctionalTensorMode not in self._torch_dispatch_fns:
-            from opkit.op.triton.graph import functional_rule
-
             self.register_torch_dispatch(private.FunctionalTensorMode, functional_rule(operator))
         if device not in self._backend_fns:
             self._backend_fns[device] = function

@@ -28,7 +28,6 @@ from torch.utils import _pytree as pytree
 from opkit.errors import ArgumentTypeError, NameClashError, RuleError
 from opkit.op import torch_compile
 from opkit.op import torch_private as private
-from opkit.op.compile_cache_key import note_traced
 from opkit.op.core import Operator
 from opkit.op.dispatch.fastcall import FastCalls, GenericCall
 from opkit.op.dispatch.selection import REFERENCE
@@ -36,7 +35,7 @@ from opkit.op.dispatch.verification import check_arguments, refuse_aliases, sche
 from opkit.op.rules import transforms
 from opkit.op.rules.autograd import AutogradCall, apply, restore
 from opkit.op.rules.derived import forward_from_backward
-from opkit.op.torch_compile import in_guarded_compilation
+from opkit.op.torch_compile import in_guarded_compilation, note_traced
 
 _HANDLED_BELOW = tuple(
     getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")

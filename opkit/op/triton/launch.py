@@ -27,7 +27,7 @@ from opkit.op import torch_private as private
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.outputs import fills, unfilled
 from opkit.op.triton.binding import bind
-from opkit.op.triton.graph import wrapped
+from opkit.op.triton.function import wrapped
 from opkit.op.triton.kernel import TritonKernel, module_of
 from opkit.op.triton.launcher_table import Launching
 from opkit.op.triton.machine import machine_of

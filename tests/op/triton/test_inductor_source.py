@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 import opkit
-from opkit.op.triton.graph import left_out
+from opkit.op.triton.function import left_out
 
 SIZE = tl.constexpr(64)
 WHOLE = 2
