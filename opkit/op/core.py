@@ -238,10 +238,6 @@ class Operator:
             return False
         return self.self_differentiating(args, kwargs)
 
-    def underivable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> OpkitError | None:
-        """Return why a reference that stays in torch has no backward that could run separately from the forward."""
-        return self.refusal(self.known_trace(args, kwargs))
-
     def refusal(self, trace: ReferenceTrace) -> OpkitError | None:
         """Return the error if this trace of the reference rules out a derived backward for calls that a kernel ran."""
         if self.state.unknown:

@@ -1,7 +1,7 @@
 """The operator object that authors and callers hold: registration of kernels and rules, and calls.
 
 A call runs ``_call``: a fast call (``dispatch.fastcall``), or the compiled function behind the overload once kernels run without
-Python (``native.bridged``).
+Python (``native.compiled``).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -54,7 +54,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._disabled_kernel: Any = operator.kernels.disabled
         self._used_triton_kernels: list[Any] = []
         self._dispatcher = Dispatcher(operator, repr(self))
-        self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
         self._registered = torch_compile.renew_cache_key(operator)
         functools.update_wrapper(self, operator.function, updated=())
@@ -72,9 +71,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             raise
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._flattened:
-            return self._opoverload(*args, **kwargs)
         signature = self._operator.signature
+        if not signature.flattened:
+            return self._opoverload(*args, **kwargs)
         positional, named = signature.encode(args, kwargs)
         result = self._opoverload(*positional, **named)
         return result if signature.returns is None else signature.returns.decode(result)
@@ -89,10 +88,11 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Set what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
         operator = self._operator
         self._opoverload = operator.overload
-        through = self._dispatched if self._flattened else private.builtin(operator.overload)
+        flattened = operator.signature.flattened
+        through = self._dispatched if flattened else private.builtin(operator.overload)
         planned = self._dispatcher.refresh(through, operator.forced > 0, renewed)
         private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
-        self._call: Callable[..., Any] = through if operator.bridged.serving and not self._flattened else planned
+        self._call: Callable[..., Any] = through if operator.bridged.serving and not flattened else planned
 
     def _force(self, change: int) -> None:
         with self._operator.lock:

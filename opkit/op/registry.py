@@ -86,7 +86,12 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
             )
             older._retire()  # pyright: ignore[reportPrivateUsage]
         elif name in private.custom_ops.OPDEF_TO_LIB:
-            _check_foreign(name, module)
+            foreign = private.custom_ops.OPDEFS.get(name)
+            holder = getattr(getattr(foreign, "_init_fn", None), "__module__", None)
+            if holder is not None and holder != module:
+                raise NameClashError(
+                    f"{name} is already defined by torch.library.custom_op in {holder}. Choose another name."
+                )
         if name in private.custom_ops.OPDEF_TO_LIB:
             private.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
         library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
@@ -108,10 +113,3 @@ def _check_same_module(older: CustomOp[Any, Any], module: str, name: str) -> Non
             f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, or call "
             f"opkit.remove({name!r}) first."
         )
-
-
-def _check_foreign(name: str, module: str) -> None:
-    foreign = private.custom_ops.OPDEFS.get(name)
-    holder = getattr(getattr(foreign, "_init_fn", None), "__module__", None)
-    if holder is not None and holder != module:
-        raise NameClashError(f"{name} is already defined by torch.library.custom_op in {holder}. Choose another name.")

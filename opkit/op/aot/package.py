@@ -236,7 +236,7 @@ def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
 def _programs(functions: Sequence[NativeFunction]) -> dict[NativeFunction, tuple[list[Words], str]]:
     """Return the layout programs of each kernel, or why it has none."""
     programs: dict[NativeFunction, tuple[list[Words], str]] = {}
-    progress = Progress(lambda: f"worked out the output sizes of {len(programs)} of {len(functions)} kernels")
+    progress = Progress(lambda: f"derived the output sizes of {len(programs)} of {len(functions)} kernels")
     for function in functions:
         listed, reason = layout_programs(function)
         programs[function] = [program.words for program in listed], reason
@@ -313,13 +313,9 @@ def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple
     if failed:
         messages = "\n\n".join(dict.fromkeys(map(str, failed)))
         raise PackageError(
-            f"Nothing was written, as {_amount(len(failed))} cannot be built.\n\n{messages}"
+            f"Nothing was written, as {len(failed)} {'kernels' if len(failed) > 1 else 'kernel'} cannot be built.\n\n{messages}"
         ) from failed[0]
     return tuple(f"{function.operator.name}[{function.__name__}]: {error}" for function, error in left_out.items())
-
-
-def _amount(count: int) -> str:
-    return f"{count} kernels" if count > 1 else "1 kernel"
 
 
 def _library(item: _LibraryBuild, root: Path) -> Library:

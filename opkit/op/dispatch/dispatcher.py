@@ -282,7 +282,8 @@ class Dispatcher:
                 f"{operator.opname}(): functions with out=... arguments don't support automatic differentiation, but one of "
                 "the arguments requires grad."
             )
-        if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
+        composite = operator.composite(args, kwargs)
+        if composite and (operator.mutates or operator.refusal(operator.known_trace(args, kwargs)) is not None):
             return operator.run_reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         below = _recording(self._below_autograd(keyset))

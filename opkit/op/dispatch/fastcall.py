@@ -172,6 +172,7 @@ def _functions(
     namespace = _namespace(operator, slow, decide, generic)
     source = fastcall_source.source(operator, namespace)
     exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
+    namespace["_opkit_planned"] = namespace["planned"]
     return namespace
 
 
@@ -217,13 +218,7 @@ def _namespace(
         "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
         "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
     }  # fmt: skip
-    namespace = {f"_opkit_{name}": value for name, value in helpers.items()}
-
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        return namespace["planned"](*args, **kwargs)
-
-    namespace["_opkit_planned"] = planned
-    return namespace
+    return {f"_opkit_{name}": value for name, value in helpers.items()}
 
 
 class GenericCall:

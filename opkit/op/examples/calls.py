@@ -111,10 +111,10 @@ def _value(operator: Operator, parameter: OperatorParameter, sizes: Mapping[str,
 
 
 def calls_of(operator: Operator, examples: Sequence[Mapping[str, Any]]) -> list[ExampleCall]:
-    """Return the calls that ``examples`` name; without any, those that :func:`generate` makes up.
+    """Return the calls in ``examples``; without any, those that :func:`generate` returns.
 
     Raises:
-        ArgumentError: an example cannot be read, or nothing can be made up.
+        ArgumentError: an example cannot be read, or no call can be generated.
     """
     return from_examples(operator, examples) if examples else generate(operator)
 

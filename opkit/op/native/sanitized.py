@@ -56,7 +56,7 @@ class _SanitizedCall:
         self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: the tensors that take the results
 
     def run(self) -> Any:
-        listed = [(slot.name, self._value(slot)) for slot in self.bound.slots]
+        listed = [(slot.name, _VALUES[slot.source](self, slot)) for slot in self.bound.slots]
         result = sanitizer.run(
             self.kernel.build(),
             operator=self.operator.name,
@@ -118,9 +118,6 @@ class _SanitizedCall:
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
     # ---- values ----------------------------------------------------------------------------------------------------
-
-    def _value(self, slot: Slot) -> Value:
-        return _VALUES[slot.source](self, slot)
 
     def _data_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)

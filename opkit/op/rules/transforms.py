@@ -152,22 +152,21 @@ def cast_arguments(arguments: Any, device: str, policy: str | None, registered: 
     """Cast ``arguments`` by ``policy``, or to the dtype that the author registered for ``device``."""
     if registered is None and policy is None:
         return arguments
-    eligible = functools.partial(_eligible, device=device)
+
+    def eligible(value: object) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and value.device.type == device
+        )
+
     target = registered or _target(policy, device, [x for x in pytree.tree_leaves(arguments) if eligible(x)])
 
     def convert(value: Any) -> Any:
         return value.to(target) if eligible(value) else value
 
     return pytree.tree_map(convert, arguments)
-
-
-def _eligible(value: object, device: str) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.dtype is not torch.float64
-        and value.device.type == device
-    )
 
 
 def _target(policy: str | None, device: str, tensors: list[torch.Tensor]) -> torch.dtype:

@@ -208,7 +208,9 @@ def _codec(bare: Any) -> Codec | None:
     if origin is typing.Literal:
         return LiteralCodec(items)
     if origin is tuple and items:
-        return _sequence(items[0], tuple) if items[1:] == (...,) or len(set(items)) == 1 else _tuple(items)
+        if items[1:] == (...,) or len(set(items)) == 1:
+            return _sequence(items[0], tuple)
+        return _record(tuple, {str(i): item for i, item in enumerate(items)})
     if origin in LISTS and items:
         return _sequence(items[0], list)
     if origin in (dict, Mapping):
@@ -238,10 +240,6 @@ def _sequence(item: Any, build: Callable[[Iterable[Any]], Any]) -> Codec | None:
     part = _part(item)
     flat = part is not None and len(part.fields) == 1 and "[" not in part.fields[0].type
     return SequenceCodec(part, build) if part is not None and flat else None
-
-
-def _tuple(items: Sequence[Any]) -> Codec | None:
-    return _record(tuple, {str(i): item for i, item in enumerate(items)})
 
 
 def _record(kind: Any, hints: Mapping[str, Any]) -> Codec | None:

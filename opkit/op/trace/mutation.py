@@ -22,7 +22,6 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -138,11 +137,11 @@ _FRESH = {"clone", "empty_like", "zeros_like", "ones_like", "new_empty", "new_ze
           "full_like", "rand", "randn", "arange"}  # fmt: skip
 
 
-@dataclass
+@dataclasses.dataclass
 class Reading:
     """The parameters written to; ``reason`` names the first construct that was not understood, and is empty if none."""
 
-    mutates: set[str] = field(default_factory=set[str])
+    mutates: set[str] = dataclasses.field(default_factory=set[str])
     reason: str = ""
 
     @property
@@ -233,7 +232,7 @@ class _SourceReader(ast.NodeVisitor):
         for keyword in node.keywords:
             if keyword.arg == "out":
                 self._written(keyword.value, node)
-            elif keyword.arg is None or (keyword.arg == "inplace" and not _is_false(keyword.value)):
+            elif keyword.arg is None or (keyword.arg == "inplace" and ast.unparse(keyword.value) != "False"):
                 self._doubt(node, f"an argument {keyword.arg or '**'} that may request a write")
         self._called(node)
         self.generic_visit(node)
@@ -304,7 +303,3 @@ def _makes_fresh(value: ast.expr) -> bool:
     if isinstance(value, ast.BinOp):
         return True
     return isinstance(value, ast.Call) and getattr(value.func, "attr", getattr(value.func, "id", "")) in _FRESH
-
-
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False

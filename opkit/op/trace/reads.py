@@ -280,7 +280,8 @@ class Reads:
         value = path.value()
         if value is MISSING or isinstance(value, _WHOLE):
             return False
-        return not isinstance(value, (list, dict, set, collections.deque, *ATOMS)) or _user_attribute(value, attribute)
+        plain = isinstance(value, (list, dict, set, collections.deque, *ATOMS))
+        return not plain or attribute in getattr(value, "__dict__", {})  # which the user set
 
     def _end(self, path: _Path, after: _Step, constants: list[Any], code: types.CodeType) -> None:
         value, line = path.value(), after.line
@@ -300,7 +301,9 @@ class Reads:
             self._note_unknown(code, line, f"calls {getattr(value, '__qualname__', value)}")
             return
         self._reach(value)
-        key = (self._root_key(path), path.steps)
+        root: Any = path.root
+        names = [a if isinstance(a, str) else id(a) for a in root.args]
+        key = (id(getattr(root.func, "__self__", None)), *names, path.steps)
         if not self._fixed(path, value):
             try:
                 Snapshots(False).take(value)
@@ -310,10 +313,6 @@ class Reads:
                 )
                 return
             self.paths[key] = path
-
-    def _root_key(self, path: _Path) -> Any:
-        root: Any = path.root
-        return (id(getattr(root.func, "__self__", None)), *[a if isinstance(a, str) else id(a) for a in root.args])
 
     def _fixed(self, path: _Path, value: Any) -> bool:
         """Return whether a path always leads to the same object: builtins, and torch's objects under their own names."""
@@ -357,11 +356,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
-
-
-def _user_attribute(value: Any, attribute: str) -> bool:
-    """Return whether an attribute of a list or dictionary is one that the user set."""
-    return attribute in getattr(value, "__dict__", {})
 
 
 def _changes(value: Any) -> bool:

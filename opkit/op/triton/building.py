@@ -43,7 +43,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What became of the Triton kernels of a package.
+    """The result of building the Triton kernels of a package.
 
     Attributes:
         binaries: each with its image.
@@ -66,14 +66,14 @@ class _Item:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Items with the same key have the same binary."""
+        """A key that items share if they have the same binary."""
         return self.bound.facts.operator, self.bound.name, compiling.identity(self.request)
 
 
 def build(kernels: Sequence[OfOperator], architectures: Sequence[str], jobs: int | None) -> Built:
     """Compile the Triton kernels among those of operators, and those that Python functions among them launch.
 
-    They are compiled for their examples, or for calls made up from annotations where they have none.
+    They are compiled for their examples, or for calls generated from annotations where they have none.
 
     Args:
         kernels: the operators, each with one of its kernels.
@@ -91,7 +91,8 @@ def build(kernels: Sequence[OfOperator], architectures: Sequence[str], jobs: int
     results = dict(zip(unique, _all([item.request for item in unique.values()], jobs), strict=True))
     done = [(item, results[item.key]) for item in items]
     _check([(item, result) for item, result in done if not item.relaxed])
-    notes += [f"{item.label}: {_first_line(result)}" for item, result in done if isinstance(result, OpkitError)]
+    failed = [(item.label, result) for item, result in done if isinstance(result, OpkitError)]
+    notes += [f"{label}: {str(error).splitlines()[0]}" for label, error in failed]
     succeeded = {item.key: _entry(item, result) for item, result in done if isinstance(result, compiling.Binary)}
     return Built(tuple(succeeded.values()), tuple(dict.fromkeys(notes)))
 
@@ -150,11 +151,11 @@ def _attempt(request: compiling.CompileRequest) -> compiling.Binary | OpkitError
         return error
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------------------
 
 
 def _check(done: Sequence[tuple[_Item, compiling.Binary | OpkitError]]) -> None:
-    """Refuse the build if nothing of a group could be compiled."""
+    """Raise if nothing of a group could be compiled."""
     succeeded = {item.group for item, result in done if not isinstance(result, OpkitError)}
     first: dict[tuple[str, ...], str] = {}
     for item, result in done:
@@ -163,10 +164,6 @@ def _check(done: Sequence[tuple[_Item, compiling.Binary | OpkitError]]) -> None:
     if first:
         messages = "\n\n".join(first.values())
         raise PackageError(f"Nothing was written, as a Triton kernel cannot be compiled.\n\n{messages}")
-
-
-def _first_line(error: OpkitError) -> str:
-    return str(error).splitlines()[0]
 
 
 def _entry(item: _Item, built: compiling.Binary) -> tuple[TritonBinary, bytes]:
@@ -187,7 +184,7 @@ class ExampleLaunch:
     Attributes:
         label: the operator and its kernel, for messages.
         call: the operator's call, likewise.
-        example: the call, if the author gave it; "" if it was made up.
+        example: the call, if the author named it; "" if it was generated.
         values: the Triton kernel's values.
     """
 
@@ -200,10 +197,10 @@ class ExampleLaunch:
 def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[ExampleLaunch]:
     """Yield the launches of example calls of these kernels.
 
-    Of those that are Python functions, a note says why one could not be run.
+    ``notes`` receives the reason for each Python function that could not be run.
 
     Raises:
-        PackageError: an example is no call of its operator, or none can be made up.
+        PackageError: an example is no call of its operator, or none can be generated.
     """
     examples = {operator.name: _examples(operator) for operator, _ in kernels}
     for operator, kernel in kernels:
@@ -215,7 +212,7 @@ def launches(kernels: Sequence[OfOperator], notes: list[str]) -> Iterator[Exampl
 
 
 def unmade(label: str, error: OpkitError) -> PackageError:
-    """Return the error of a kernel of which no example can be made."""
+    """Return the error for a kernel for which no example can be made."""
     return PackageError(
         f"Nothing was written, as no example of {label} could be made. Give calls in its examples=, or correct them."
         f"\n\n{error}"
@@ -250,7 +247,7 @@ def _of_python(
                     yield ExampleLaunch(
                         f"{label}, {values.bound.name}", str(call), str(call) if examples else "", values
                     )
-    except Exception as error:  # the author's function may do anything that tensors without memory do not bear
+    except Exception as error:  # the author's function may do anything, and tensors without memory cannot do everything
         notes.append(f"{label}: its launches are compiled when they are made: {type(error).__name__}: {error}")
 
 
@@ -297,7 +294,7 @@ def request_for(values: Values, config: Config | None, target: str) -> compiling
     """Return the compile request of a call with these values.
 
     Raises:
-        KernelError: a function that the author gave raised.
+        KernelError: one of the author's functions raised.
     """
     bound = values.bound
     named = evaluate(bound.where, bound.formulas, {**_named(values), **({} if config is None else config.values)})

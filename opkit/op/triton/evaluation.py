@@ -20,7 +20,7 @@ _LISTS = ("ints", "floats", "bools")
 
 
 def measured(name: str) -> str:
-    """Return the tensor of which a name is a measure, or "".
+    """Return the tensor that a name measures, or "".
 
     >>> measured("x_stride_0"), measured("x")
     ('x', '')
@@ -31,7 +31,7 @@ def measured(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a value of a call comes from.
+    """The origin of a value of a call.
 
     Attributes:
         name: as the kernel calls it.
@@ -49,7 +49,7 @@ class Source:
 
 
 class KernelNames:
-    """The names that an operator gives its kernels."""
+    """The names by which kernels refer to the arguments, outputs and sizes of an operator."""
 
     def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:
         self.facts = facts
@@ -198,7 +198,7 @@ def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...
 
 
 def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
-    """Formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
+    """Return formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
 
     Raises:
         DeclarationError: some take each other's values.
@@ -218,7 +218,7 @@ def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> 
     """Add each formula's value to ``named``, in order.
 
     Raises:
-        KernelError: one of the functions raised; it says which, and on what.
+        KernelError: one of the functions raised; the message names it and its arguments.
     """
     for f in formulas:
         try:

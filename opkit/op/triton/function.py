@@ -67,7 +67,7 @@ class TritonFunction(CompiledFunction):
 
     @property
     def examples(self) -> Sequence[Mapping[str, Any]]:
-        """Arguments that the author named, to compile and tune for."""
+        """The author's example arguments, to compile and tune for."""
         return self.kernel.examples
 
     def identities(self) -> Sequence[Identity]:
@@ -153,7 +153,7 @@ def _floats(bound: BoundKernel) -> list[str]:
 
 
 def _usual(bound: BoundKernel, name: str) -> bool:
-    """Return whether an option is nowhere other than Triton's own default, as ``triton.Config`` says it of every kernel."""
+    """Return whether an option has Triton's own default everywhere, as ``triton.Config`` sets it for every kernel."""
     values = [bound.kernel.options.get(name), *(config.options.get(name) for config in bound.kernel.configs)]
     return name == "num_ctas" and all(value in (None, 1) for value in values)
 
@@ -242,7 +242,10 @@ def _with_configs(values: Values) -> tuple[Any, Callable[[Any], Any], dict[str, 
     kernel = values.bound.kernel
     launches = [launch_of(values, config.values) for config in _candidates(values)]
     constexprs = [p.name for p in kernel.parameters if p.constexpr and p.name in launches[0].arguments]
-    fixed = [{name: _specialised(launch.arguments[name]) for name in constexprs} for launch in launches]
+    fixed: list[dict[str, Any]] = []
+    for launch in launches:  # where a constexpr is symbolic, the program is for its present value alone
+        chosen = {name: launch.arguments[name] for name in constexprs}
+        fixed.append({name: int(v) if isinstance(v, torch.SymInt) else v for name, v in chosen.items()})
     varying = [name for name in constexprs if len({exact([values[name]]) for values in fixed}) > 1]
     grids: dict[tuple[Any, ...], Any] = {}
     configs: list[Any] = []
@@ -268,11 +271,6 @@ def _candidates(values: Values) -> list[Config]:
     chooser = Chooser(bound, machine, module_of(bound.kernel.function))
     found = chooser.recorded(named, tensors[0].device.index or 0)
     return chooser.candidates(named) if found is None else [found]
-
-
-def _specialised(value: Any) -> Any:
-    """Return a constexpr's value; the program is for this value alone where it was symbolic."""
-    return int(value) if isinstance(value, torch.SymInt) else value
 
 
 _IMPORTED = {"tl", "triton", "libdevice", "tl_math", "triton_helpers"}  # at the head of every file that Inductor writes

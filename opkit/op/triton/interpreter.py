@@ -254,7 +254,7 @@ def _encoded(value: Any, blobs: list[bytes]) -> Any:
 
 
 def _tensor(value: torch.Tensor, blobs: list[bytes]) -> dict[str, Any]:
-    """Return a tensor's elements in order, and how it lies: what is between its elements is not sent."""
+    """Append a tensor's elements to ``blobs``, without what is between them; return its shape, strides and dtype."""
     dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     blobs.append(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
     described = {"shape": list(value.shape), "strides": list(value.stride()), "grad": value.requires_grad}

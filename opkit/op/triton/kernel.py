@@ -195,7 +195,7 @@ def module_of(function: Any) -> str:
 
 
 def header_of(function: Any) -> Header | None:
-    """Return what the file of a named function says of it; None of another, and where the file does not say enough."""
+    """Return the header of a named function; None for other functions, and where the file alone does not determine it."""
     return function.header if isinstance(function, Named) else None
 
 

@@ -75,9 +75,9 @@ class LaunchForm:
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
         arguments = [values[name] for name in self.names]
-        noted = recorded.get()
-        if noted is not None:
-            noted.append(Values(self.bound, arguments, ()))
+        records = recorded.get()
+        if records is not None:
+            records.append(Values(self.bound, arguments, ()))
         elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
             launched_by_triton(Values(self.bound, arguments, ()))
         elif private.dispatch_modes():
@@ -135,7 +135,7 @@ class LaunchForm:
 
 
 def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
-    """Return the first tensor, which says on what device to run."""
+    """Return the first tensor; the launch runs on its device."""
     for value in arguments:
         if isinstance(value, torch.Tensor):
             return value
@@ -146,7 +146,7 @@ def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def recording() -> Generator[list[Values]]:
-    """Note the launches in place of making them."""
+    """Record the launches of this thread instead of making them."""
     found: list[Values] = []
     token = recorded.set(found)
     try:
@@ -156,7 +156,7 @@ def recording() -> Generator[list[Values]]:
 
 
 def is_recorded() -> bool:
-    """Return whether launches of this thread are noted in place of made."""
+    """Return whether launches of this thread are recorded instead of made."""
     return recorded.get() is not None
 
 
@@ -180,13 +180,13 @@ def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> LaunchForm:
 
 
 class PreparedLaunch:
-    """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
+    """Prepared launches of a kernel by hand with the same numbers each time: what they have in common is computed once.
 
-    Tensors, too, differ from launch to launch in nothing but where they lie: a launch of others that have the sizes, strides,
-    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` checks that.
+    Tensors may differ from launch to launch in their addresses only: a launch on tensors of other sizes, strides, dtypes or
+    devices reads and writes as if they were like the first. A :class:`~opkit.op.kernel_kinds.PreparedKernel` checks that.
 
     Args:
-        kernel: what :func:`opkit.triton_kernel` gave.
+        kernel: the result of :func:`opkit.triton_kernel`.
         names: of the tensors of each launch, in order.
         numbers: all other values, by name.
 
@@ -211,7 +211,7 @@ class PreparedLaunch:
         found(tensors)
 
     def repeated(self, *tensors: torch.Tensor | None) -> tuple[_core.Repeated | None, list[str]]:
-        """What later launches are made by where the same tensors are there; and the names of those whose addresses it takes.
+        """Return what repeats a launch with the same tensors present, and the names of the tensors whose addresses it takes.
 
         None: there was no such launch yet, or those that come pass torch's dispatcher, each of them.
         """
@@ -275,7 +275,7 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
 
 
 class Scratch(NamedTuple):
-    """A tensor that kernels pass one to another and nobody else sees: dense, not filled."""
+    """A dense tensor that one kernel writes and a later one reads, and that nothing else uses; it is not filled."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -286,11 +286,11 @@ class Scratch(NamedTuple):
 
 
 class PreparedSeries:
-    """Prepared launches that are made one after another, each time the same ones.
+    """A series of prepared launches that are made one after another by one call.
 
     Each takes its tensors by name: from those of the call, none of which is None; from the results; or from the scratch tensors,
-    which are allocated for each call and last as long as the launches. A name that is among none of them is None. What is said
-    of :class:`~opkit.op.triton.launch.PreparedLaunch` holds for all of them.
+    which are allocated for each call and last as long as the launches. Any other name is None. The conditions
+    of :class:`PreparedLaunch` hold for all of them.
 
     Args:
         launches: in order.
@@ -299,7 +299,7 @@ class PreparedSeries:
         scratch: by name.
         others: other names of these tensors, where a kernel has one tensor by two names.
 
-    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Room((1024,), torch.float32)})
+    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Scratch((1024,), torch.float32)})
     >>> # (out,) = series(x)  # as out = make(); squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
     """
 

@@ -134,10 +134,10 @@ def shown(value: Any) -> Any:
 
 
 def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> LaunchArguments:
-    """Work out a launch.
+    """Return the launch for the values of a call.
 
     Raises:
-        KernelError: a function that the author gave raised, or the grid is none.
+        KernelError: one of the author's functions raised, or its result is no grid.
     """
     bound = values.bound
     named = {**values.named(), **bound.constants, **(config or {})}
@@ -152,7 +152,7 @@ def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> Launch
 
 
 def descriptor(values: Values, name: str, named: Mapping[str, Any]) -> Any:
-    """Triton's tensor descriptor for a parameter."""
+    """Return Triton's tensor descriptor for a parameter."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     declared = values.bound.descriptors[name]
@@ -227,13 +227,9 @@ def _launch(values: Values, config: Config | None) -> None:
         if hook is not None:
             hook(launch.arguments)
     if all(launch.grid):
-        with _device_of(launch):
+        tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+        with next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext()):
             kernel.jit[launch.grid](**launch.arguments, **launch.options)
-
-
-def _device_of(launch: LaunchArguments) -> Any:
-    tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
-    return next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext())
 
 
 def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
@@ -254,7 +250,7 @@ def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
 def packed(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
     """Return whether a tensor's strides follow from its sizes and the strides that the kernel takes.
 
-    ``dims`` are the dimensions of those; every other one must lie around the one after it without gaps.
+    ``dims`` are the dimensions of those; every other one must enclose the one after it without gaps.
     """
     sizes, strides = tensor.shape, tensor.stride()
     free = {d % len(sizes) for d in dims if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
@@ -295,7 +291,7 @@ def _nothing_to_write(bound: BoundKernel, operands: Sequence[Any], outputs: Sequ
 
 
 def chosen(values: Values) -> Config:
-    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
+    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where times mean nothing."""
     tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
     machine = machine_of(tensors[0].device.type) if tensors else None
     bound = values.bound

@@ -232,7 +232,7 @@ class CompiledVariant:
     def _view(
         self, name: str, values: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes and strides that a descriptor describes: the tensor's, or those of a shape that the author gave."""
+        """Return the sizes and strides that a descriptor describes: the tensor's, or those of the author's ``shape``."""
         shape = named.get(f"{name}.shape", self.bound.descriptors[name].shape)
         memory = values[source_of(self.bound, name)]
         if shape is None:
@@ -241,7 +241,7 @@ class CompiledVariant:
         return sizes, _row_major(sizes)
 
     def _map(self, tensor_map: Mapping[str, Any], values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return how the launcher encodes a descriptor: of the tensor as it lies, or as a shape that the author gave."""
+        """Return how the launcher encodes a descriptor: of the tensor as it is, or with the author's ``shape``."""
         name = tensor_map["name"]
         sizes, strides = self._view(name, values, named)
         rest = {key: value for key, value in tensor_map.items() if key != "name"}
