@@ -13,9 +13,8 @@ from opkit.kernels.triton import compiling, resources
 from opkit.op.examples import calls as example_calls
 from opkit.op.triton import building, launch
 from opkit.op.triton.evaluation import evaluate
-from opkit.op.triton.machine import MACHINES
 from opkit.op.triton.python import Values
-from opkit.op.triton.variants import Variants
+from opkit.op.triton.variants import MACHINES, Variants
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in k.DTYPES]

@@ -26,7 +26,7 @@ from opkit.op import torch_private as private
 from opkit.op.dispatch import selection
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.launch import is_recorded
-from opkit.op.triton.machine import Machine, machine_of
+from opkit.op.triton.variants import Machine, machine_of
 
 OPERATOR = "opkit::attention"  #: under which results are recorded, those of gradients too
 SHIPPED = ("sm_90",)  #: the architectures that tables and rules were made on: nothing is searched for there

@@ -24,14 +24,13 @@ from opkit.kernels.binding.slots import ANY_DTYPE
 from opkit.op.core import Operator
 from opkit.op.examples.arguments import ExampleCall, TensorSpec, make_all, named_dtype, parse_arguments
 from opkit.op.examples.values import EXAMPLE_SIZES, SCALARS, example_shape
-from opkit.op.layout.outputs import operands, split_arguments
+from opkit.op.layout.outputs import declared_type, operands, patterns_of_arguments, split_arguments
 from opkit.op.layout.program import DTYPES
 from opkit.op.native.function import NativeFunction
 from opkit.op.schema import patterns
 from opkit.op.schema.codecs import EnumCodec
 from opkit.op.schema.patterns import TensorPattern
 from opkit.op.schema.signature import OperatorParameter
-from opkit.op.schema_facts import declared_type, patterns_of_arguments
 
 _ROWS = 4
 _NAMED_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2)

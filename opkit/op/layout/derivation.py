@@ -22,6 +22,9 @@ from opkit.op.layout import program as p
 from opkit.op.layout import symbolic_run
 from opkit.op.layout.outputs import (
     checked_output,
+    declared_type,
+    facts_of,
+    kind_of,
     layout_of,
     list_outputs,
     new_outputs,
@@ -33,7 +36,6 @@ from opkit.op.layout.outputs import (
 from opkit.op.layout.program import LayoutProgram, run
 from opkit.op.layout.symbolic_run import SymbolicRun, expression
 from opkit.op.layout.sympy_code import Code, NoCodeError, Translator, constant, joined
-from opkit.op.schema_facts import declared_type, facts_of, kind_of
 from opkit.op.trace.reference_trace import concrete
 
 

@@ -29,8 +29,7 @@ from opkit.op.core import Operator
 from opkit.op.dispatch.selection import forced_kernels
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.derivation import derive
-from opkit.op.layout.outputs import layout_of, operands
-from opkit.op.schema_facts import check_passable, kind_of
+from opkit.op.layout.outputs import check_passable, kind_of, layout_of, operands
 from opkit.op.torch_private import torch_paths
 from opkit.op.trace.reads import ReferenceState
 

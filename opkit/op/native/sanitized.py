@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
 from opkit.kernels.binding.binding import Bound
-from opkit.kernels.binding.facts import Shape
 from opkit.kernels.binding.slots import Slot
 from opkit.kernels.sanitize import sanitizer
 from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue, Value
 from opkit.op.core import Operator
-from opkit.op.layout.outputs import allocate_outputs, operands
+from opkit.op.layout.outputs import allocate_outputs, operands, sizes_of
 from opkit.op.layout.program import dtype_number
 
 _TYPECODES = {"ints": "q", "floats": "d", "bools": "B"}
@@ -50,7 +48,7 @@ class _SanitizedCall:
         self.kernel, self.bound, self.operator = kernel, kernel.bound, kernel.operator
         self.values = operands(self.operator, args, kwargs)
         self.outputs = allocate_outputs(self.operator, args, kwargs)
-        self.sizes = self._named_sizes()
+        self.sizes = sizes_of(self.bound.facts, self.values)
         self.written = self._written()
         self.buffers: dict[tuple[int, bool], DebugBuffer] = {}  # by tensor, and whether it is passed contiguous
         self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: the tensors that take the results
@@ -160,14 +158,6 @@ class _SanitizedCall:
         tensor = self._tensors_of(slot)
         return 0 if tensor is None else _MEASURES[slot.source](tensor, slot.detail)
 
-    def _named_sizes(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for argument, value in zip(self.bound.facts.arguments, self.values, strict=True):
-            if argument.shape is not None:
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    sizes |= {} if tensor is None else _bound_sizes(argument.shape, tensor.shape)
-        return sizes
-
     def _instance(self) -> int:
         chosen: dict[int, str] = {}
         for slot in self.bound.slots:
@@ -221,15 +211,6 @@ def _bytes(memory: torch.Tensor) -> bytes:
     if memory.numel() == 0:
         return b""
     return memory.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _bound_sizes(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
-    first, last = len(shape.before), len(sizes) - len(shape.after)
-    named = [*zip(shape.before, sizes[:first], strict=True), *zip(shape.after, sizes[last:], strict=True)]
-    bound = {name: size for name, size in named if isinstance(name, str)}
-    if shape.variadic:
-        bound[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
-    return bound
 
 
 def _shown(value: Any) -> str:

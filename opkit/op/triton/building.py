@@ -33,9 +33,8 @@ from opkit.op.triton.evaluation import as_grid, evaluate
 from opkit.op.triton.function import TritonFunction
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import recording
-from opkit.op.triton.machine import MACHINES
 from opkit.op.triton.python import PythonLaunch, Values
-from opkit.op.triton.variants import Memory, Variants, in_pieces
+from opkit.op.triton.variants import MACHINES, Memory, Variants, in_pieces
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """The architectures for kernels without ``targets=``, where the caller names none."""

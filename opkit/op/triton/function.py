@@ -27,14 +27,14 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.planning import choose
 from opkit.op.dispatch.selection import RegisteredKernel
+from opkit.op.layout.outputs import facts_of
 from opkit.op.native.compiled import CompiledFunction
-from opkit.op.schema_facts import facts_of
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.evaluation import exact
 from opkit.op.triton.kernel import TritonKernel, module_of, unwrapped
 from opkit.op.triton.launcher_table import Chooser, Launching
-from opkit.op.triton.machine import Machine, machine_of
 from opkit.op.triton.python import PythonLaunch, Values, checked, launch_of, run
+from opkit.op.triton.variants import Machine, machine_of
 
 if TYPE_CHECKING:
     from opkit import _core

@@ -30,8 +30,8 @@ from opkit.op.triton.binding import bind
 from opkit.op.triton.function import wrapped
 from opkit.op.triton.kernel import TritonKernel, module_of
 from opkit.op.triton.launcher_table import Launching
-from opkit.op.triton.machine import machine_of
 from opkit.op.triton.python import Values, launched_by_triton
+from opkit.op.triton.variants import machine_of
 
 if TYPE_CHECKING:
     from opkit import _core

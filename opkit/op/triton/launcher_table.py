@@ -27,8 +27,7 @@ from opkit.op.layout import program as p
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import Source, TensorInfo, evaluate
-from opkit.op.triton.machine import Machine
-from opkit.op.triton.variants import Memory, Variants
+from opkit.op.triton.variants import Machine, Memory, Variants
 
 if TYPE_CHECKING:
     from opkit import _core

@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Facts, Shape
 from opkit.kernels.triton.symbols import resolved
 from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import capturing
-from opkit.op.layout.outputs import allocate_outputs, operands
-from opkit.op.schema_facts import facts_of
+from opkit.op.layout.outputs import allocate_outputs, facts_of, operands, sizes_of
 from opkit.op.triton.binding import BoundKernel, bind
 from opkit.op.triton.evaluation import Source, TensorInfo, as_grid, evaluate
 from opkit.op.triton.kernel import TritonKernel, module_of
 from opkit.op.triton.launcher_table import Chooser
-from opkit.op.triton.machine import machine_of
+from opkit.op.triton.variants import machine_of
 
 # ---- the arguments of one launch, for real, fake or symbolic tensors -------------------------------------------------
 
@@ -37,33 +35,6 @@ class LaunchArguments(NamedTuple):
     arguments: dict[str, Any]
     options: dict[str, Any]
     grid: tuple[Any, Any, Any]
-
-
-def product(sizes: Sequence[Any]) -> Any:
-    """Return the product of sizes, symbolic ones too."""
-    result: Any = 1
-    for size in sizes:
-        result = result * size
-    return result
-
-
-def sizes_of(facts: Facts, operands: Sequence[Any]) -> dict[str, Any]:
-    """Return the value of each named size in a call."""
-    found: dict[str, Any] = {}
-    for argument, value in zip(facts.arguments, operands, strict=True):
-        if argument.shape is None or value is None:
-            continue
-        for tensor in value if argument.kind == "tensors" else (value,):
-            for name, size in _named(argument.shape, tensor.shape):
-                found.setdefault(name, size)
-    return found
-
-
-def _named(shape: Shape, sizes: Sequence[Any]) -> list[tuple[str, Any]]:
-    last = len(sizes) - len(shape.after)
-    pairs = [*zip(shape.before, sizes, strict=False), *zip(shape.after, sizes[last:], strict=False)]
-    listed = [(name, size) for name, size in pairs if isinstance(name, str)]
-    return [*listed, (shape.variadic, product(sizes[len(shape.before) : last]))] if shape.variadic else listed
 
 
 class Values:

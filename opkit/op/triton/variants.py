@@ -1,9 +1,9 @@
-"""Find or compile the variants of one Triton kernel: one for each way in which values of a call are compiled in.
+"""Find or compile the variants of one Triton kernel for the GPUs of this machine.
 
-A variant is found by the classes of the call's values (element types, alignment, which integers are 1 or divisible by 16,
-which need 64 bits), the constexprs and options, and the architecture. Tensors that 32 bits cannot index get a variant of
-64-bit program ids, grids beyond the hardware's limits one that is launched in pieces. What the operator's package has is
-loaded; anything else is compiled.
+There is a variant for each way in which values of a call are compiled in. It is found by the classes of the values (element
+types, alignment, which integers are 1 or divisible by 16, which need 64 bits), the constexprs and options, and the architecture.
+Tensors that 32 bits cannot index get a variant of 64-bit program ids, grids beyond the hardware's limits one that is launched in
+pieces. What the operator's package has is loaded; anything else is compiled.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -11,6 +11,8 @@ loaded; anything else is compiled.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,6 @@ from opkit.kernels.triton.packaged import Wanted
 from opkit.kernels.triton.symbols import Layout, written_out
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import as_grid, exact
-from opkit.op.triton.machine import Machine
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -290,3 +291,59 @@ def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
         strides.insert(0, step)
         step *= size
     return tuple(strides)
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where kernels run.
+
+    Attributes:
+        device: the device type that torch has for it.
+        driver: opens the driver's library, once.
+        target: the architecture of the device of a number, such as "sm_90".
+        model: its name, such as "NVIDIA H200".
+        shared: the most shared memory that a block may have there, in bytes.
+    """
+
+    device: str
+    driver: Callable[[], _core.Driver]
+    target: Callable[[int], str]
+    model: Callable[[int], str]
+    shared: Callable[[int], int]
+
+
+@functools.cache
+def _driver() -> _core.Driver:
+    from opkit import _core
+
+    return _core.Driver("libcuda.so.1", "cuda") if torch.version.hip is None else _core.Driver("libamdhip64.so", "hip")
+
+
+@functools.cache
+def _target(device: int) -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def _model(device: int) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def _shared(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+MACHINES = {"cuda": Machine("cuda", _driver, _target, _model, _shared)}
+
+
+def machine_of(device: str | None) -> Machine | None:
+    """Return what runs Triton kernels on a device type; None where nothing does."""
+    return None if device is None else MACHINES.get(device)
