@@ -92,7 +92,10 @@ def from_library(
             shared_library.find(library), dict(bind or {}), preamble, returns, parallel, tuple(flags)
         )
         declared = [_declared(settings, text) for text in (declaration, *variants)]
-        _check_symbols(declared)
+        symbols = [read.symbol for read in declared]
+        twice = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
+        if twice is not None:
+            raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
         if reference is None:
             _check_without_reference(declared[0], returns, dtypes)
             caller = sys._getframe(1).f_globals.get("__name__", "__main__")  # pyright: ignore[reportPrivateUsage]
@@ -145,13 +148,6 @@ def _check_forms(bind: object, preamble: object, variants: object, flags: object
         raise DeclarationError(f"flags={flags!r}: give a list of options.")
     if isinstance(variants, str):
         raise DeclarationError(f"variants={variants!r}: give a list of declarations.")
-
-
-def _check_symbols(declared: Sequence[Foreign]) -> None:
-    symbols = [read.symbol for read in declared]
-    twice = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
-    if twice is not None:
-        raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
 
 
 def _declared(settings: _LibraryOptions, text: str) -> Foreign:

@@ -78,7 +78,11 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
     with lock:
         older = _operators.get(name)
         if older is not None:
-            _check_same_module(older, module, name)
+            if (holder := older.reference.__module__) != module:
+                raise NameClashError(
+                    f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, "
+                    f"or call opkit.remove({name!r}) first."
+                )
             warnings.warn(
                 f"{name} was defined before by {module}; the new definition takes its place.",
                 RedefinitionWarning,
@@ -104,12 +108,3 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
         private.custom_ops.OPDEF_TO_LIB[name] = library
         private.custom_ops.OPDEFS[name] = op
         _operators[name] = op
-
-
-def _check_same_module(older: CustomOp[Any, Any], module: str, name: str) -> None:
-    holder = older.reference.__module__
-    if holder != module:
-        raise NameClashError(
-            f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, or call "
-            f"opkit.remove({name!r}) first."
-        )

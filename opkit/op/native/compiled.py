@@ -41,6 +41,8 @@ _NAMESPACE = "opkit_native"
 _MAX_PROGRAMS = 64
 _CHECKED_IN_C = ("name", "number", "any", "many")
 _count = itertools.count()
+_log = logging.getLogger("opkit.bridge")
+bridge_lock = threading.RLock()
 
 
 class CompiledFunction(abc.ABC):
@@ -113,9 +115,9 @@ class CompiledFunction(abc.ABC):
         fragment.define(name + schema_with_layout(operator))
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
         key = private.dispatch_key_of(self.device)
-        keys = (
-            [key] if _always_has_tensors(operator) else [key, "BackendSelect"]
-        )  # BackendSelect, for calls without tensors
+        tensors = [a for a in operator.schema.arguments if kind_of(a) == "tensor"]
+        always = any(not str(a.real_type).startswith("Optional") for a in tensors)
+        keys = [key] if always else [key, "BackendSelect"]  # which serves calls without tensors
         self._registrations = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
         return private.hidden_operator(f"{_NAMESPACE}::{name}")
 
@@ -179,12 +181,6 @@ class CompiledFunction(abc.ABC):
         return any(layout_program.run(words, kinds, values) is not None for words in self._programs)
 
 
-def _always_has_tensors(operator: Operator) -> bool:
-    return any(
-        kind_of(a) == "tensor" and not str(a.real_type).startswith("Optional") for a in operator.schema.arguments
-    )
-
-
 def schema_with_layout(operator: Operator) -> str:
     """Return the operator's schema with the argument ``opk_layout`` after the others."""
     head, arrow, returns = operator.schema_text.rpartition(" -> ")
@@ -195,6 +191,32 @@ def schema_with_layout(operator: Operator) -> str:
 
 
 # ---- calls without Python --------------------------------------------------------------------------------------------
+
+
+class Bridged:
+    """One operator's kernels that run without Python, by device."""
+
+    def __init__(self) -> None:
+        self.installed: dict[str, tuple[Any, bridge.Installed]] = {}
+        self.retired = False  # the operator was removed or redefined: its name is no longer its own
+
+    @property
+    def serving(self) -> bool:
+        """Whether some calls run in C."""
+        return any(installed.enabled for _, installed in self.installed.values())
+
+    def suspend(self) -> None:
+        """Send every call to Python, until a kernel is offered again."""
+        for _, installed in self.installed.values():
+            installed.enabled = False
+
+    def remove(self) -> None:
+        """Remove the kernels from the dispatcher for good."""
+        with bridge_lock:
+            self.retired = True
+            for _, installed in self.installed.values():
+                installed.remove()
+            self.installed.clear()
 
 
 def offer(function: CompiledFunction) -> None:
@@ -256,10 +278,6 @@ def _checked_in_c(operator: Operator) -> bool:
     return not literal and all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)
 
 
-_log = logging.getLogger("opkit.bridge")
-bridge_lock = threading.RLock()
-
-
 @functools.cache
 def load_bridge() -> bridge.Bridge | None:
     """Return the bridge to the running torch; None, with a line in the log, if it is not built."""
@@ -281,29 +299,3 @@ def build_bridge() -> None:
     """
     bridge.build(torch_paths())
     load_bridge.cache_clear()
-
-
-class Bridged:
-    """One operator's kernels that run without Python, by device."""
-
-    def __init__(self) -> None:
-        self.installed: dict[str, tuple[Any, bridge.Installed]] = {}
-        self.retired = False  # the operator was removed or redefined: its name is no longer its own
-
-    @property
-    def serving(self) -> bool:
-        """Whether some calls run in C."""
-        return any(installed.enabled for _, installed in self.installed.values())
-
-    def suspend(self) -> None:
-        """Send every call to Python, until a kernel is offered again."""
-        for _, installed in self.installed.values():
-            installed.enabled = False
-
-    def remove(self) -> None:
-        """Remove the kernels from the dispatcher for good."""
-        with bridge_lock:
-            self.retired = True
-            for _, installed in self.installed.values():
-                installed.remove()
-            self.installed.clear()

@@ -41,6 +41,14 @@ from opkit.op.trace.reference_trace import fake_like
 # ---- vmap ------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class FoldRecord:
+    """The kinds of folded calls that agreed with the reference, and why the operator is no longer folded, if it is not."""
+
+    agreed: set[Any] = dataclasses.field(default_factory=set)
+    broken: str = ""
+
+
 def fold_refusal(signature: Signature, in_dims: Sequence[Any]) -> str | None:
     """Return why a mapped call cannot be folded into leading sizes; None where it can."""
     names = {p.pattern.leading_batch for p in signature.parameters if p.pattern} - {None}
@@ -96,24 +104,6 @@ def loop_over_batch(
     )
 
 
-@dataclasses.dataclass
-class FoldRecord:
-    """The kinds of folded calls that agreed with the reference, and why the operator is no longer folded, if it is not."""
-
-    agreed: set[Any] = dataclasses.field(default_factory=set)
-    broken: str = ""
-
-
-def _picked(args: Sequence[Any], in_dims: Any, index: int) -> Any:
-    leaves, spec = pytree.tree_flatten(list(args))
-    dims = pytree.tree_leaves(in_dims, is_leaf=lambda dim: dim is None)
-    picked = [
-        leaf.select(dim, index) if isinstance(leaf, torch.Tensor) and dim is not None else leaf
-        for leaf, dim in zip(leaves, dims, strict=True)
-    ]
-    return pytree.tree_unflatten(picked, spec)
-
-
 def agrees_with_reference(
     reference: Callable[..., Any], folded: Any, info: Any, in_dims: Any, args: Sequence[Any], kwargs: Any
 ) -> bool:
@@ -125,6 +115,16 @@ def agrees_with_reference(
             if not all(_close(a, b) for a, b in zip(got, expected, strict=True)):
                 return False
     return True
+
+
+def _picked(args: Sequence[Any], in_dims: Any, index: int) -> Any:
+    leaves, spec = pytree.tree_flatten(list(args))
+    dims = pytree.tree_leaves(in_dims, is_leaf=lambda dim: dim is None)
+    picked = [
+        leaf.select(dim, index) if isinstance(leaf, torch.Tensor) and dim is not None else leaf
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return pytree.tree_unflatten(picked, spec)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

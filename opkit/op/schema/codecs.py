@@ -345,14 +345,7 @@ def return_codec(annotation: Any) -> ReturnCodec | None:
             return ListReturn() if items[0] is torch.Tensor else None
         return _tuple_return(items, tuple, None)
     hints = _hints(kind)
-    return _tuple_return(list(hints.values()), _builder(kind), tuple(hints)) if hints else None
-
-
-def _builder(kind: Any) -> Any:
-    def build(parts: Iterable[Any]) -> Any:
-        return kind(*parts)
-
-    return build
+    return _tuple_return(list(hints.values()), lambda parts: kind(*parts), tuple(hints)) if hints else None
 
 
 def _tuple_return(items: Sequence[Any], build: Any, names: tuple[str, ...] | None) -> ReturnCodec | None:

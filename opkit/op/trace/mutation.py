@@ -219,7 +219,8 @@ class _SourceReader(ast.NodeVisitor):
     def _rebound(self, name: str, node: ast.Assign) -> None:
         if name in self.parameters and isinstance(node.targets[0], ast.Name):
             self._doubt(node, f"{name} is assigned to again")
-        if _makes_fresh(node.value):
+        called = getattr(node.value, "func", None)
+        if isinstance(node.value, ast.BinOp) or getattr(called, "attr", getattr(called, "id", "")) in _FRESH:
             self.fresh.add(name)
         else:
             self.fresh.discard(name)
@@ -297,9 +298,3 @@ def _torch_builtins(name: str) -> tuple[Any, ...]:
     # C functions such as torch.sin and torch.nn.functional.gelu carry no __module__
     owners = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft)
     return tuple(getattr(owner, name) for owner in owners if name and hasattr(owner, name))
-
-
-def _makes_fresh(value: ast.expr) -> bool:
-    if isinstance(value, ast.BinOp):
-        return True
-    return isinstance(value, ast.Call) and getattr(value.func, "attr", getattr(value.func, "id", "")) in _FRESH

@@ -150,7 +150,7 @@ def _attempt(request: compiling.CompileRequest) -> compiling.Binary | OpkitError
         return error
 
 
-# ---- results -------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def _check(done: Sequence[tuple[_Item, compiling.Binary | OpkitError]]) -> None:
