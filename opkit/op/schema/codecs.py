@@ -345,7 +345,11 @@ def return_codec(annotation: Any) -> ReturnCodec | None:
             return ListReturn() if items[0] is torch.Tensor else None
         return _tuple_return(items, tuple, None)
     hints = _hints(kind)
-    return _tuple_return(list(hints.values()), lambda parts: kind(*parts), tuple(hints)) if hints else None
+
+    def build(parts: Iterable[Any]) -> Any:
+        return kind(*parts)
+
+    return _tuple_return(list(hints.values()), build, tuple(hints)) if hints else None
 
 
 def _tuple_return(items: Sequence[Any], build: Any, names: tuple[str, ...] | None) -> ReturnCodec | None:
