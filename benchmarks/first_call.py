@@ -100,11 +100,11 @@ def on_cpu(case: str, library: str) -> None:
     from opkit.attn.gpu.hopper import backward as hopper_backward
     from opkit.attn.gpu.hopper import forward as hopper
     from opkit.attn.operator import attention_operator
-    from opkit.op.triton import machine
+    from opkit.op.triton import variants
 
     driver = _core.Driver(library, "cuda")
     about: dict[str, Any] = {"target": lambda _: "sm_90", "model": lambda _: "none", "shared": lambda _: 232448}
-    machine.MACHINES["cpu"] = machine.Machine("cpu", lambda: driver, **about)
+    variants.MACHINES["cpu"] = variants.Machine("cpu", lambda: driver, **about)
     op = attention_operator()
     op.register_kernel("cpu", kernels.forward, name="portable", priority=90, trusted=True)
     op.register_kernel("cpu", hopper.forward, name="hopper", priority=91, trusted=True)

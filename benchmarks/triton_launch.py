@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 import opkit
-from opkit.op.native import bridged
+from opkit.op.native import compiled
 
 _ELEMENTS = 1024
 _CALLS = 2000
@@ -140,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("It measures launches on a GPU, and torch finds none.")
-    bridged.build()
+    compiled.build_bridge()
     rows = compare(arguments.rounds)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     print(f"{'way':28} {'us':>8} {'ratio to torch.add':>20}")

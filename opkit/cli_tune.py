@@ -117,13 +117,13 @@ def _planned(module: str, names: Sequence[str], shapes: Iterable[str], file: Pat
     from opkit.op import registry
     from opkit.op.aot import tuning
     from opkit.op.examples import arguments as example_arguments
-    from opkit.op.examples import typical as typical_calls
+    from opkit.op.examples import calls as example_calls
 
     tuning.device()
     given = [example_arguments.parse_call(text) for text in shapes]
     given += example_arguments.read_file(file) if file is not None else []
     for call in given:
-        typical_calls.check(registry.get(call.operator)._operator, call)  # pyright: ignore[reportPrivateUsage]
+        example_calls.check(registry.get(call.operator)._operator, call)  # pyright: ignore[reportPrivateUsage]
         if not names or call.operator in names:
             yield call
     for op in () if given else tuning.operators(module, names):

@@ -84,7 +84,7 @@ gpu = dataclasses.replace(
 machine.MACHINES["cuda"] = gpu
 
 import packaged_op
-from opkit.op.triton.entries import Memory
+from opkit.op.triton.variants import Memory
 from opkit.op.triton.evaluation import evaluate
 
 (function,) = [k.function for k in packaged_op.silu_mul._operator.kernels.kernels if k.device == "cuda"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.op import torch_private as private
-from opkit.op.native.unfilled import unfilled
+from opkit.op.layout.outputs import unfilled
 
 SMALL = 2048  #: elements; for more, allocation takes little of a call's time
 

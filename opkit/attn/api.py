@@ -21,8 +21,7 @@ from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
 from opkit.op import torch_private as private
-from opkit.op.dispatch.fastcall import no_active_modes
-from opkit.op.dispatch.guarded_cache import GuardedCache, GuardedResult, bind
+from opkit.op.dispatch.fastcall import GuardedCache, GuardedResult, bind, no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
 from opkit.op.operator import use_kernel
 

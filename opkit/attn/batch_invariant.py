@@ -21,7 +21,7 @@ from opkit.attn.masks import program
 from opkit.attn.paged.cpu import available
 from opkit.attn.paged.reference import gather_pages
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "batch_invariant"

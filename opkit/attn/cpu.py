@@ -15,7 +15,7 @@ from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -15,7 +15,7 @@ from opkit.attn.gpu.limits import device
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.kernels.triton.named import Named
 from opkit.op.definition import custom_op
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel

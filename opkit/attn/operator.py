@@ -19,7 +19,7 @@ from opkit.attn import gradients, reference
 from opkit.attn.calls import Call
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
-from opkit.op.rules import vmap
+from opkit.op.rules import transforms
 
 NAME = "opkit::attention"
 
@@ -64,7 +64,7 @@ def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     """Make one call with the mapped dimension folded into the batch; or, with mapped sinks or dropout, a call for each index."""
     sinks, seed = args[5:7]
     if seed is not None or (sinks is not None and in_dims[5] is not None):
-        return vmap.loop(attention_operator(), info, in_dims, args, {})
+        return transforms.loop_over_batch(attention_operator(), info, in_dims, args, {})
     folded = list(args)
     q, dim = args[0], in_dims[0]
     batch = (q if dim is None else q.movedim(dim, 0)[0]).shape[0]

@@ -23,13 +23,13 @@ from opkit.op import torch_private as private
 from opkit.op.dispatch.selection import KernelTable, call_device, leaves
 from opkit.op.rules.autograd import BackwardRule, MissingRule, RegisteredRule, make_function
 from opkit.op.rules.derived import DerivedRule
-from opkit.op.rules.vmap import FoldRecord
+from opkit.op.rules.transforms import FoldRecord
 from opkit.op.schema.signature import Signature
 from opkit.op.torch_compile import in_guarded_compilation
 from opkit.op.trace import reference_trace
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.trace.mutation import Inference
-from opkit.op.trace.reference_state import ReferenceState
+from opkit.op.trace.reads import ReferenceState
 from opkit.op.trace.reference_trace import OpaqueReason, ReferenceTrace
 
 _MAX_TRACES = 4096
@@ -237,10 +237,6 @@ class Operator:
         if not self.mutates and self.kernels.serves(self.device(args, kwargs)):
             return False
         return self.self_differentiating(args, kwargs)
-
-    def underivable(self, args: Sequence[Any], kwargs: dict[str, Any]) -> OpkitError | None:
-        """Return why a reference that stays in torch has no backward that could run separately from the forward."""
-        return self.refusal(self.known_trace(args, kwargs))
 
     def refusal(self, trace: ReferenceTrace) -> OpkitError | None:
         """Return the error if this trace of the reference rules out a derived backward for calls that a kernel ran."""

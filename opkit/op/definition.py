@@ -20,7 +20,7 @@ from opkit.op.core import Operator
 from opkit.op.dispatch.selection import KernelTable, RegisteredKernel
 from opkit.op.native import function as _native  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers its kind
 from opkit.op.operator import CustomOp, Devices
-from opkit.op.rules.autocast import check_policy
+from opkit.op.rules.transforms import check_policy
 from opkit.op.schema import schema_string
 from opkit.op.schema import signature as signatures
 from opkit.op.schema.signature import Signature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from opkit.op.core import Operator
-from opkit.op.rules.vmap import fold_refusal
+from opkit.op.rules.transforms import fold_refusal
 
 _METHODS = {
     "fake": "register_fake",

@@ -87,12 +87,15 @@ def from_library(
     schema_string.split_name(name)
     with _named(name):
         _check_options(options)
-        _check_forms(bind, preamble, flags)
+        _check_forms(bind, preamble, variants, flags)
         settings = _LibraryOptions(
             shared_library.find(library), dict(bind or {}), preamble, returns, parallel, tuple(flags)
         )
-        declared = [_declared(settings, text) for text in _texts(declaration, variants)]
-        _check_symbols(declared)
+        declared = [_declared(settings, text) for text in (declaration, *variants)]
+        symbols = [read.symbol for read in declared]
+        twice = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
+        if twice is not None:
+            raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
         if reference is None:
             _check_without_reference(declared[0], returns, dtypes)
             caller = sys._getframe(1).f_globals.get("__name__", "__main__")  # pyright: ignore[reportPrivateUsage]
@@ -135,7 +138,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _check_forms(bind: object, preamble: object, flags: object) -> None:
+def _check_forms(bind: object, preamble: object, variants: object, flags: object) -> None:
     """Raise if an option has the wrong type."""
     if bind is not None and not isinstance(bind, Mapping):
         raise DeclarationError(f'bind={bind!r}: give a dictionary, such as {{"n": "rows"}}.')
@@ -143,19 +146,8 @@ def _check_forms(bind: object, preamble: object, flags: object) -> None:
         raise DeclarationError(f"preamble={preamble!r}: give C text.")
     if isinstance(flags, str):
         raise DeclarationError(f"flags={flags!r}: give a list of options.")
-
-
-def _texts(declaration: str, variants: Sequence[str]) -> list[str]:
     if isinstance(variants, str):
         raise DeclarationError(f"variants={variants!r}: give a list of declarations.")
-    return [declaration, *variants]
-
-
-def _check_symbols(declared: Sequence[Foreign]) -> None:
-    symbols = [read.symbol for read in declared]
-    twice = next((symbol for symbol in symbols if symbols.count(symbol) > 1), None)
-    if twice is not None:
-        raise DeclarationError(f"variants=: {twice} is declared twice. Each variant is a function of its own.")
 
 
 def _declared(settings: _LibraryOptions, text: str) -> Foreign:

@@ -1,13 +1,18 @@
-"""The kinds of kernels that ``register_kernel`` takes: one table, in which the module of each kind registers it."""
+"""The kinds of kernels that ``register_kernel`` takes.
+
+The module of each kind of compiled kernel registers it here. Kernels in Python may be prepared once for all calls of the same
+shapes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opkit.errors import KernelError
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.core import Operator
-from opkit.op.dispatch.prepared import PreparedKernel
 from opkit.op.dispatch.selection import RegisteredKernel
 
 Maker = Callable[[Operator, Any, str | None, str], RegisteredKernel]
@@ -34,3 +39,48 @@ def make(operator: Operator, kernel: Any, device: str | None, name: str | None) 
     # with flattened arguments, calls of equal shapes can still differ in what the codecs hold
     prepared = isinstance(kernel, PreparedKernel) and not operator.signature.flattened
     return RegisteredKernel(chosen, device, operator.flat(kernel), prepared=prepared)
+
+
+class PreparedKernel:
+    """A kernel whose ``prepare`` takes a call's arguments and returns a function for calls like it.
+
+    Calls are alike if their tensors have the same sizes, strides, dtypes and devices and their other arguments are equal,
+    numbers and lists included. ``prepare`` computes once what follows from these. The function that it returns must not hold
+    on to the tensors that ``prepare`` received. Register it with ``register_kernel`` as any other kernel.
+
+    >>> @PreparedKernel
+    ... def scaled(x, factor):
+    ...     factors = [factor] * len(x)
+    ...     return lambda x, _: [a * b for a, b in zip(x, factors)]
+    >>> scaled([1, 2], 3)
+    [3, 6]
+    """
+
+    def __init__(self, prepare: Callable[..., Callable[..., Any]]) -> None:
+        self.prepare = prepare
+        functools.update_wrapper(self, prepare, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call."""
+        return self.prepare(*args, **kwargs)(*args, **kwargs)
+
+
+class TunedKernel(PreparedKernel):
+    """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.tuning.tuning`.
+
+    Args:
+        prepare: as for :class:`PreparedKernel`.
+        examples: the calls that ``opkit tune`` tunes it for, in the form of :func:`opkit.triton_kernel`'s.
+        identities: returns the identities under which the results of its Triton kernels are recorded.
+        notes: takes the operator's arguments, and returns what the call would choose and why, for ``select``.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., Callable[..., Any]],
+        examples: Sequence[Mapping[str, Any]],
+        identities: Callable[[], Sequence[Identity]],
+        notes: Callable[..., Sequence[str]],
+    ) -> None:
+        super().__init__(prepare)
+        self.examples, self.identities, self.notes = examples, identities, notes

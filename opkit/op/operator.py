@@ -1,7 +1,7 @@
 """The operator object that authors and callers hold: registration of kernels and rules, and calls.
 
 A call runs ``_call``: a fast call (``dispatch.fastcall``), or the compiled function behind the overload once kernels run without
-Python (``native.bridged``).
+Python (``native.compiled``).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,16 +20,17 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from opkit.errors import KernelError, RuleError
-from opkit.op import compile_cache_key, kernel_kinds
+from opkit.op import kernel_kinds, torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatch import planning
 from opkit.op.dispatch.dispatcher import Dispatcher
 from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, forced_kernels, predicate_names
-from opkit.op.native.bridged import Bridged
+from opkit.op.native.compiled import Bridged
 from opkit.op.rules.autograd import RegisteredRule
 from opkit.op.schema.schema_string import device_argument
+from opkit.op.triton.function import functional_rule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,9 +54,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         self._disabled_kernel: Any = operator.kernels.disabled
         self._used_triton_kernels: list[Any] = []
         self._dispatcher = Dispatcher(operator, repr(self))
-        self._flattened = operator.signature.flattened
         operator.bridged, operator.refreshed = Bridged(), self._refresh
-        self._registered = compile_cache_key.renew(operator)
+        self._registered = torch_compile.renew_cache_key(operator)
         functools.update_wrapper(self, operator.function, updated=())
 
     # ---- calling ---------------------------------------------------------------------------------------------------
@@ -71,9 +71,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             raise
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._flattened:
-            return self._opoverload(*args, **kwargs)
         signature = self._operator.signature
+        if not signature.flattened:
+            return self._opoverload(*args, **kwargs)
         positional, named = signature.encode(args, kwargs)
         result = self._opoverload(*positional, **named)
         return result if signature.returns is None else signature.returns.decode(result)
@@ -81,17 +81,18 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _renew(self) -> None:
         """Forget every plan because a kernel or a rule was registered, enabled or disabled."""
         with self._operator.lock:
-            self._registered = compile_cache_key.renew(self._operator)
+            self._registered = torch_compile.renew_cache_key(self._operator)
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:
         """Set what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
         operator = self._operator
         self._opoverload = operator.overload
-        through = self._dispatched if self._flattened else private.builtin(operator.overload)
+        flattened = operator.signature.flattened
+        through = self._dispatched if flattened else private.builtin(operator.overload)
         planned = self._dispatcher.refresh(through, operator.forced > 0, renewed)
         private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
-        self._call: Callable[..., Any] = through if operator.bridged.serving and not self._flattened else planned
+        self._call: Callable[..., Any] = through if operator.bridged.serving and not flattened else planned
 
     def _force(self, change: int) -> None:
         with self._operator.lock:
@@ -224,8 +225,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         function = kernel.function if kernel.native else function
         visible = kernel.traceable or hasattr(kernel.function, "visible")
         if visible and private.FunctionalTensorMode not in self._torch_dispatch_fns:
-            from opkit.op.triton.graph import functional_rule
-
             self.register_torch_dispatch(private.FunctionalTensorMode, functional_rule(operator))
         if device not in self._backend_fns:
             self._backend_fns[device] = function

@@ -78,7 +78,11 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
     with lock:
         older = _operators.get(name)
         if older is not None:
-            _check_same_module(older, module, name)
+            if (holder := older.reference.__module__) != module:
+                raise NameClashError(
+                    f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, "
+                    f"or call opkit.remove({name!r}) first."
+                )
             warnings.warn(
                 f"{name} was defined before by {module}; the new definition takes its place.",
                 RedefinitionWarning,
@@ -86,7 +90,12 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
             )
             older._retire()  # pyright: ignore[reportPrivateUsage]
         elif name in private.custom_ops.OPDEF_TO_LIB:
-            _check_foreign(name, module)
+            foreign = private.custom_ops.OPDEFS.get(name)
+            holder = getattr(getattr(foreign, "_init_fn", None), "__module__", None)
+            if holder is not None and holder != module:
+                raise NameClashError(
+                    f"{name} is already defined by torch.library.custom_op in {holder}. Choose another name."
+                )
         if name in private.custom_ops.OPDEF_TO_LIB:
             private.destroy_library(private.custom_ops.OPDEF_TO_LIB.pop(name))
         library = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
@@ -99,19 +108,3 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
         private.custom_ops.OPDEF_TO_LIB[name] = library
         private.custom_ops.OPDEFS[name] = op
         _operators[name] = op
-
-
-def _check_same_module(older: CustomOp[Any, Any], module: str, name: str) -> None:
-    holder = older.reference.__module__
-    if holder != module:
-        raise NameClashError(
-            f"{name} is already defined by the module {holder}; {module} cannot define it too. Choose another name, or call "
-            f"opkit.remove({name!r}) first."
-        )
-
-
-def _check_foreign(name: str, module: str) -> None:
-    foreign = private.custom_ops.OPDEFS.get(name)
-    holder = getattr(getattr(foreign, "_init_fn", None), "__module__", None)
-    if holder is not None and holder != module:
-        raise NameClashError(f"{name} is already defined by torch.library.custom_op in {holder}. Choose another name.")

@@ -1,4 +1,8 @@
-"""Find out what torch.compile is doing at the moment, and add guards to the programs that it traces.
+"""Find out what torch.compile is doing, add guards to the programs that it traces, and renew the keys of its caches.
+
+AOTAutograd's and Inductor's caches identify a custom operator by its name only. Their keys do include
+``torch.compiler.config.cache_key_tag``; so when a compiler first traces an operator, the operator's contract hash joins
+that tag. Operators that no compiled program uses never enter it.
 
 The private torch names are those of torch 2.13; torch 2.11 and 2.14 have them too.
 """
@@ -8,13 +12,18 @@ The private torch names are those of torch 2.13; torch 2.11 and 2.14 have them t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import _C
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from opkit.op import torch_private as private
 
 
 def in_compilation() -> bool:
@@ -87,3 +96,43 @@ def add_test(builder: Any, guard: Any, test: Callable[[], bool], text: str) -> N
         return test()
 
     builder.guard_manager.root.add_lambda_guard(check, [text], guard.user_stack)
+
+
+# ---- keys of torch's compile caches ----------------------------------------------------------------------------------
+
+
+_MARK = "|opkit:"
+_lock = threading.Lock()
+_traced: dict[str, str] = {}
+_registrations = itertools.count()
+
+
+def note_traced(operator: Any) -> None:
+    """Add the operator's contract hash to the key of torch's compile caches, once a compiler traces the operator."""
+    if not in_compilation():
+        return
+    config: Any = torch.compiler.config
+    state = operator.state.current(versions=True)
+    known = operator.traced_hash and operator.traced_state == state
+    if known and _MARK in str(config.cache_key_tag):  # the user may have set the tag since
+        return
+    with _lock:
+        operator.traced_hash, operator.traced_state = operator.contract_hash(), state
+        _traced[operator.name] = operator.traced_hash
+        user_tag = str(config.cache_key_tag).split(_MARK)[0]
+        digest = hashlib.sha256(repr(sorted(_traced.items())).encode()).hexdigest()
+        config.cache_key_tag = f"{user_tag}{_MARK}{digest}"
+
+
+def renew_cache_key(operator: Any) -> str:
+    """Stop programs compiled against the old operator from being used again, after a registration; return a unique text.
+
+    Compiled code guards on the identity of ``torch.ops.namespace.name``. Dropping torch's cached object makes the next
+    look-up return a new one, and so recompiles what used the old. The overload stays the same object, because the dispatcher
+    passes it to modes, whose traced graphs refer to it.
+    """
+    operator.changed()
+    if operator.traced_hash:
+        operator.traced_hash = ""
+        private.renew_packet(operator.overload)
+    return f"registration {next(_registrations)}"

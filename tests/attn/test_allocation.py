@@ -9,7 +9,7 @@ import opkit
 from opkit.attn import allocation
 from opkit.attn.allocation import allocate_scratch, overwritten
 from opkit.masks import Causal
-from opkit.op.native.unfilled import unfilled
+from opkit.op.layout.outputs import unfilled
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import row_kernels as k
 
 from opkit.kernels.triton import compiling, resources
 from opkit.kernels.tuning import configs
-from opkit.op.examples import typical as typical_calls
-from opkit.op.triton import testing
+from opkit.op.examples import calls as example_calls
+from opkit.op.triton import building
 
 SHAPES = [(1, 1), (3, 5), (2, 3, 64), (7, 1000), (0, 8), (5, 0), (2, 0, 3), (3, 4100)]
 LONG = [(2, 16400), (1, 40000)]
@@ -153,10 +153,10 @@ def first_choices(op: Any, target: str) -> list[tuple[str, Any]]:
     found = []
     for kernel in op._operator.kernels.kernels:
         bound = getattr(kernel.function, "bound", None)
-        for call in typical_calls.from_examples(op._operator, bound.kernel.examples) if bound else ():
+        for call in example_calls.from_examples(op._operator, bound.kernel.examples) if bound else ():
             d = next(iter(call.arguments.values())).sizes[-1]
             left = configs.prune(bound.kernel.configs, bound.kernel.prune, {"d": d}) or [None]
-            request = testing.request_of(op._operator, bound, call, left[0], target)
+            request = building.request_for(building.values_of(op._operator, bound, call), left[0], target)
             found.append((f"{kernel.name} {call} {left[0]}", resources.of(compiling.build(request))))
     return found
 

@@ -10,12 +10,11 @@ import token_kernels as k
 from row_kernels import check, tensors
 
 from opkit.kernels.triton import compiling, resources
-from opkit.op.examples import typical as typical_calls
-from opkit.op.triton import examples, launch
-from opkit.op.triton.arguments import Values
+from opkit.op.examples import calls as example_calls
+from opkit.op.triton import building, launch
 from opkit.op.triton.evaluation import evaluate
-from opkit.op.triton.machine import MACHINES
-from opkit.op.triton.variants import Variants
+from opkit.op.triton.python import Values
+from opkit.op.triton.variants import MACHINES, Variants
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in k.DTYPES]
@@ -244,9 +243,11 @@ def test_compiles_without_spills(name, dtype, targets):
     given = {
         key: value.replace("bf16[", f"{dtype}[") if isinstance(value, str) else value for key, value in example.items()
     }
-    (call,) = typical_calls.from_examples(op._operator, [given])
+    (call,) = example_calls.from_examples(op._operator, [given])
     for target in [target for target in targets if target in (kernel.targets or ARCHITECTURES)]:
-        request = examples.request_of(op._operator, function.bound, call, next(iter(kernel.configs), None), target)
+        request = building.request_for(
+            building.values_of(op._operator, function.bound, call), next(iter(kernel.configs), None), target
+        )
         assert resources.of(compiling.build(request)).spills == 0, target
 
 
@@ -274,7 +275,7 @@ def test_what_is_launched_by_hand_compiles_without_spills(name, target):
     bound = launch.LaunchForm(getattr(k.linear_cross_entropy, name), kinds).bound
     values = Values(bound, list(given.values()), ())
     named = evaluate(bound.where, bound.formulas, {**values.named(), **bound.constants})
-    seen = [examples._seen(values.of(source)) for source in bound.sources]
+    seen = [building._seen(values.of(source)) for source in bound.sources]
     found = resources.of(compiling.build(Variants(bound, MACHINES["cuda"]).request(seen, named, target)))
     assert found.spills == 0
     assert found.threads <= 1024

@@ -50,9 +50,9 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bridge() -> None:
     """The bridge, with which plain calls of native kernels skip Python; several seconds unless the cache has it."""
-    from opkit.op.native import bridged
+    from opkit.op.native import compiled
 
-    bridged.build()
+    compiled.build_bridge()
 
 
 @pytest.fixture(params=["bridge", pytest.param("python", marks=pytest.mark.exhaustive)])

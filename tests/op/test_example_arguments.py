@@ -11,7 +11,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import ArgumentError
-from opkit.op.examples import typical as typical_calls
+from opkit.op.examples import calls as example_calls
 from opkit.op.examples.arguments import (
     SHORT_DTYPES,
     ExampleCall,
@@ -238,13 +238,13 @@ def listed(xs: list[Tensor], rows: list[int] | None) -> Tensor:
 )  # fmt: skip
 def test_calls_made_up(op, function, calls):
     operator = op(function)
-    assert [str(call).removeprefix(operator.name) for call in typical_calls.generate(operator)] == calls
+    assert [str(call).removeprefix(operator.name) for call in example_calls.generate(operator)] == calls
 
 
 def test_calls_made_up_can_be_made(op):
     operator = op(norm)
-    for call in typical_calls.generate(operator):
-        positional, named = typical_calls.arguments_of(operator, call)
+    for call in example_calls.generate(operator):
+        positional, named = example_calls.arguments_of(operator, call)
         assert [value.shape for value in positional[:2]] == [(4096, 1024), (1024,)]
         assert (positional[2], named) == (1e-6, {})
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_made_up(op):
         return x.clone()
 
     with pytest.raises(ArgumentError, match=r"no value can be made up for pair .*examples=.*--shapes"):
-        typical_calls.generate(op(sizes))
+        example_calls.generate(op(sizes))
 
 
 def test_arguments_of_a_call(op):
@@ -263,7 +263,7 @@ def test_arguments_of_a_call(op):
 
     operator = op(call)
     spec = parse_call(f"{operator.name}(x=fp32[3], mode='EXACT', dtype='bf16')")
-    positional, named = typical_calls.arguments_of(operator, spec)
+    positional, named = example_calls.arguments_of(operator, spec)
     assert (positional[0].shape, positional[1]) == ((3,), Mode.EXACT)
     assert named == {"dtype": torch.bfloat16, "scale": 2.0}
     for text, complaint in (
@@ -276,17 +276,17 @@ def test_arguments_of_a_call(op):
         ("(x=fp32[3], mode='FAST', dtype=bf16, scale=fp32[1])", "scale must be .*float.*, which is no tensor"),
     ):
         with pytest.raises(ArgumentError, match=complaint):
-            typical_calls.arguments_of(operator, parse_call(operator.name + text))
+            example_calls.arguments_of(operator, parse_call(operator.name + text))
 
 
 def test_examples_of_a_kernel(op):
     operator = op(norm)
-    (call,) = typical_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}])
+    (call,) = example_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}])
     assert shown(list(call.arguments.values())) == "[bf16[8, 4], bf16[4]]"
     with pytest.raises(ArgumentError, match=r"examples\[1\], x: 'bf16\[a\]'"):
-        typical_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}, {"x": "bf16[a]"}])
+        example_calls.from_examples(operator, [{"x": "bf16[8, 4]", "weight": "bf16[4]"}, {"x": "bf16[a]"}])
     with pytest.raises(ArgumentError, match="weight is missing"):
-        typical_calls.from_examples(operator, [{"x": "bf16[8, 4]"}])
+        example_calls.from_examples(operator, [{"x": "bf16[8, 4]"}])
 
 
 @pytest.mark.gpu

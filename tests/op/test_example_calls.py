@@ -9,7 +9,7 @@ from torch import Tensor
 
 import opkit
 from opkit.op.aot.package import layout_programs
-from opkit.op.examples.variations import example_calls
+from opkit.op.examples.calls import variations_of
 from opkit.op.layout.outputs import layout_of
 from opkit.op.layout.program import run
 
@@ -33,7 +33,7 @@ def layouts(function, *values):
 
 @pytest.fixture(scope="module")
 def rms_norm():
-    @opkit.custom_op("example_calls::rms_norm")
+    @opkit.custom_op("variations_of::rms_norm")
     def rms_norm(
         x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: float = 1e-6
     ) -> Float[Tensor, "*batch d"]:
@@ -41,7 +41,7 @@ def rms_norm():
 
     source = "void f(const T* x, const T* weight, double eps, T* out, int64_t batch, int64_t d) {}"
     yield native(rms_norm, source, dtypes=["float32"])
-    opkit.remove("example_calls::rms_norm")
+    opkit.remove("variations_of::rms_norm")
 
 
 def test_shapes_of_annotated_tensors(rms_norm):
@@ -138,4 +138,4 @@ def test_annotations_limit_the_dtypes(name):
         return x * 2
 
     function = native(twice, "void f(const T* x, T* out, int64_t n) {}", dtypes=["float32", "int64"])
-    assert {values[0].dtype for values in example_calls(function)} == {torch.float32}
+    assert {values[0].dtype for values in variations_of(function)} == {torch.float32}

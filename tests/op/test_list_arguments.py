@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import opkit
-from opkit.op.rules import list_arguments
+from opkit.op.rules import autograd
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,13 @@ from opkit.op.rules import list_arguments
     ],
 )
 def test_only_what_may_hold_tensors_is_spread(args, counts, leaves):
-    assert list_arguments.counts_of(args) == counts
-    assert list_arguments.leaves_of(args, counts) == leaves
-    assert list_arguments.grouped([*leaves, "more"], counts) == list(args)
+    assert autograd.counts_of(args) == counts
+    assert autograd.leaves_of(args, counts) == leaves
+    assert autograd.grouped([*leaves, "more"], counts) == list(args)
 
 
 def test_gradients_of_a_list_that_is_taken_whole_are_none():
-    assert list_arguments.flattened(["g", [None, None], ["a", "b"], None], [None, ~2, 2, 2]) == [
+    assert autograd.flattened(["g", [None, None], ["a", "b"], None], [None, ~2, 2, 2]) == [
         "g",
         None,
         "a",
@@ -31,7 +31,7 @@ def test_gradients_of_a_list_that_is_taken_whole_are_none():
         None,
         None,
     ]
-    assert list_arguments.grouped_needs([True, False, True, False], [None, ~3, 2]) == [True, [False] * 3, [True, False]]
+    assert autograd.grouped_needs([True, False, True, False], [None, ~3, 2]) == [True, [False] * 3, [True, False]]
 
 
 @pytest.mark.parametrize("rule", ["given", "derived"])

@@ -1,4 +1,4 @@
-"""Operators among tensor subclasses and dispatch modes."""
+"""Operators among tensor subclasses and dispatch modes, and what torch's profiler shows of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -156,3 +157,39 @@ def test_a_kernel_may_be_called_first_in_inference_mode(name, native):
         for x in (torch.ones(3), torch.ones(2, 3).t()):
             assert (doubled(x) == 2).all()
             assert doubled(x).is_inference()
+
+
+def profiled(function):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
+        function()
+    return [event.name for event in found.events()]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_the_profiler_shows_operator_and_kernel(train, seen_before, kind, op, spelled, inputs):
+    call, (x, weight) = spelled(op), inputs(train)
+    if seen_before:
+        call(x, weight)
+    names = profiled(lambda: call(x, weight))
+    name = op.name
+    assert names.count(name) == 1
+    chosen = "numpy_norm" if kind == "kernel" else "reference"
+    assert any(shown.startswith(name) and chosen in shown for shown in names), names
+
+
+def test_the_profiler_shows_the_kernel_of_compiled_code(norm_kernel, spelled, inputs):
+    call, (x, weight) = spelled(norm_kernel), inputs(False)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call(x, weight) + 1, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    names = profiled(lambda: compiled(x))
+    assert any("tnorm::norm_kernel" in name and "numpy_norm" in name for name in names), names
+
+
+def test_the_profiler_shows_the_backward(norm_kernel, inputs):
+    x, weight = inputs()
+    output = norm_kernel(x, weight).sum()
+    names = profiled(lambda: output.backward())
+    assert any("tnorm_norm_kernel" in name for name in names), names

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from opkit.errors import DefinitionError, DtypeError, ShapeError
+from opkit.op.examples import values
 from opkit.op.schema import patterns
 
 
@@ -82,5 +83,5 @@ def test_unreadable_patterns() -> None:
 def test_example_shapes_fit_and_share_names() -> None:
     sizes: dict[str, object] = {}
     annotations = (Float[Tensor, "*batch d"], Float[Tensor, "d 2*d"], Int[Tensor, "*batch"])
-    shapes = [patterns.example_shape(patterns.parse(a), sizes, patterns.EXAMPLE_SIZES[0]) for a in annotations]
+    shapes = [values.example_shape(patterns.parse(a), sizes, values.EXAMPLE_SIZES[0]) for a in annotations]
     assert shapes == [(2, 3), (3, 6), (2,)]

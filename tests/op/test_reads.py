@@ -18,8 +18,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import RuleError
-from opkit.op.trace.reads import Reads
-from opkit.op.trace.reference_state import ReferenceState
+from opkit.op.trace.reads import Reads, ReferenceState
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 import opkit
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op.aot import tuning
-from opkit.op.dispatch.prepared import TunedKernel
+from opkit.op.kernel_kinds import TunedKernel
 
 SCALED = Identity("tuned_tests::scaled", "scaled", "abc")
 

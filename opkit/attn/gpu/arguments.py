@@ -18,7 +18,7 @@ from opkit.attn.gpu.search import Tiles, TileSearch
 from opkit.attn.masks.program import Grid
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
-from opkit.op.dispatch.prepared import TunedKernel
+from opkit.op.kernel_kinds import TunedKernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch
 

@@ -25,10 +25,10 @@ from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.observation import Choice, add_launcher
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op import torch_private as private
-from opkit.op.dispatch import autotune
+from opkit.op.dispatch import selection
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.launch import is_recorded
-from opkit.op.triton.machine import Machine, machine_of
+from opkit.op.triton.variants import Machine, machine_of
 
 OPERATOR = "opkit::attention"  #: under which results are recorded, those of gradients too
 SHIPPED = ("sm_90",)  #: the architectures that tables and rules were made on: nothing is searched for there
@@ -92,7 +92,7 @@ class TileSearch(NamedTuple):
         """
         if is_recorded() or private.dispatch_modes():
             return self.known()
-        return tuning.decide(*self, measure, autotune.capturing(), _folders())
+        return tuning.decide(*self, measure, selection.capturing(), _folders())
 
     def known(self) -> Choice:
         """Return the answer without measuring."""

@@ -17,7 +17,7 @@ from opkit.attn.allocation import address, dense_rows, like, overwritten
 from opkit.attn.calls import PagedCall
 from opkit.attn.masks.program import UNLIMITED
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 
 LARGEST_HEAD = 1024
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}

@@ -20,7 +20,7 @@ from opkit.contract.properties.transforms import transform_property
 from opkit.contract.subject import Subject
 from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
-from opkit.op.rules import autocast
+from opkit.op.rules import transforms
 
 _LOW = torch.bfloat16
 
@@ -43,7 +43,7 @@ def _autocast(subject: Subject, case: Case) -> None:
     with torch.autocast(device, _LOW):
         found = _or_violation(subject, case, "under torch.autocast")
         call = case.make(subject.device)
-        cast = None if policy is None else autocast.cast((call.args, call.kwargs), device, *policy)
+        cast = None if policy is None else transforms.cast_arguments((call.args, call.kwargs), device, *policy)
         with torch.autocast(device, enabled=False):
             disabled = _or_violation(subject, case, "under a disabled torch.autocast")
     _compare(disabled, plain, "under torch.autocast(enabled=False)", "a call without autocast")

@@ -23,7 +23,7 @@ from opkit.kernels.triton.shipping import TritonBinary
 from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private
-from opkit.op.examples.variations import example_calls, split_arguments
+from opkit.op.examples.calls import split_arguments, variations_of
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.derivation import derive
 from opkit.op.native.function import NativeFunction
@@ -236,7 +236,7 @@ def _isas(function: NativeFunction, chosen: Sequence[str]) -> list[str]:
 def _programs(functions: Sequence[NativeFunction]) -> dict[NativeFunction, tuple[list[Words], str]]:
     """Return the layout programs of each kernel, or why it has none."""
     programs: dict[NativeFunction, tuple[list[Words], str]] = {}
-    progress = Progress(lambda: f"worked out the output sizes of {len(programs)} of {len(functions)} kernels")
+    progress = Progress(lambda: f"derived the output sizes of {len(programs)} of {len(functions)} kernels")
     for function in functions:
         listed, reason = layout_programs(function)
         programs[function] = [program.words for program in listed], reason
@@ -258,7 +258,7 @@ def layout_programs(function: NativeFunction) -> tuple[list[layout_program.Layou
     kinds = [argument.kind for argument in facts.arguments]
     tried, reason = 0, f"{facts.operator}: no calls can be generated from its annotations"
     with private.without_fake_tensor_logs():
-        for values in itertools.islice(example_calls(function), _MAX_CALLS):
+        for values in itertools.islice(variations_of(function), _MAX_CALLS):
             if any(layout_program.run(words, kinds, values) is not None for words in programs):
                 continue
             program = derive(function.operator, *split_arguments(function.operator, values))
@@ -313,13 +313,9 @@ def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple
     if failed:
         messages = "\n\n".join(dict.fromkeys(map(str, failed)))
         raise PackageError(
-            f"Nothing was written, as {_amount(len(failed))} cannot be built.\n\n{messages}"
+            f"Nothing was written, as {len(failed)} {'kernels' if len(failed) > 1 else 'kernel'} cannot be built.\n\n{messages}"
         ) from failed[0]
     return tuple(f"{function.operator.name}[{function.__name__}]: {error}" for function, error in left_out.items())
-
-
-def _amount(count: int) -> str:
-    return f"{count} kernels" if count > 1 else "1 kernel"
 
 
 def _library(item: _LibraryBuild, root: Path) -> Library:

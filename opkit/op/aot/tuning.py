@@ -18,7 +18,7 @@ from opkit.kernels.tuning.observation import Choice, Report
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op import registry
 from opkit.op.aot.package import operators_of
-from opkit.op.examples import typical as typical_calls
+from opkit.op.examples import calls as example_calls
 from opkit.op.examples.arguments import ExampleCall
 from opkit.op.operator import CustomOp
 
@@ -90,9 +90,7 @@ def calls(op: Op) -> list[ExampleCall]:
     """
     operator = op._operator
     examples = [example for function in _tunable(op) for example in function.examples]
-    if not examples:
-        return typical_calls.generate(operator)
-    return list({str(call): call for call in typical_calls.from_examples(operator, examples)}.values())
+    return list({str(call): call for call in example_calls.calls_of(operator, examples)}.values())
 
 
 def identities() -> dict[tuple[str, str], str]:
@@ -121,7 +119,7 @@ def tune(call: ExampleCall, device: str, force: bool, report: Report, seed: int 
         ArgumentError: the operator does not take such arguments, or they cannot be made.
     """
     op = registry.get(call.operator)
-    positional, named = typical_calls.arguments_of(op._operator, call, device, seed)
+    positional, named = example_calls.arguments_of(op._operator, call, device, seed)
     with torch.no_grad(), observation.observed(force, report) as choices:
         op(*positional, **named)
     once: dict[Any, Choice] = {}

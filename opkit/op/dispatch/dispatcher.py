@@ -28,14 +28,14 @@ from torch.utils import _pytree as pytree
 from opkit.errors import ArgumentTypeError, NameClashError, RuleError
 from opkit.op import torch_compile
 from opkit.op import torch_private as private
-from opkit.op.compile_cache_key import note_traced
 from opkit.op.core import Operator
 from opkit.op.dispatch.fastcall import FastCalls, GenericCall
 from opkit.op.dispatch.selection import REFERENCE
 from opkit.op.dispatch.verification import check_arguments, refuse_aliases, schema_mutates
-from opkit.op.rules import autocast, flops, forward, vmap
+from opkit.op.rules import transforms
 from opkit.op.rules.autograd import AutogradCall, apply, restore
-from opkit.op.torch_compile import in_guarded_compilation
+from opkit.op.rules.derived import forward_from_backward
+from opkit.op.torch_compile import in_guarded_compilation, note_traced
 
 _HANDLED_BELOW = tuple(
     getattr(private.DispatchKey, name) for name in ("Python", "Conjugate", "Negative", "ZeroTensor", "Functionalize")
@@ -212,10 +212,10 @@ class Dispatcher:
         mode = torch_compile.fake_mode_in_force()
         if mode is not None and operator.known_trace(args, kwargs).captures:
             mode.allow_non_fake_inputs = True  # tensors that the reference captured are constants of the traced program
-        if flops.counter_in_use() and operator.transparent(args, kwargs):
+        if transforms.flop_counter_in_use() and operator.transparent(args, kwargs):
             if self.flop_formula is None:
-                self.flop_formula = flops.formula(lambda *a, **k: operator.reference(*a, **k))
-            flops.install(operator.overload.overloadpacket, self.flop_formula)
+                self.flop_formula = transforms.flop_formula(lambda *a, **k: operator.reference(*a, **k))
+            transforms.install_flop_formula(operator.overload.overloadpacket, self.flop_formula)
         level = private.functorch_level()
         # within a transform, AOTAutograd enters a level of forward mode that Python does not see
         if (private.forward_ad._current_level >= 0 or level is not None) and self._any_tangent(args, kwargs):
@@ -257,7 +257,7 @@ class Dispatcher:
         operator = self.operator
         if operator.registered.autograd is not None:
             call = functools.partial(self._transformed, keyset)
-            return forward.from_backward(operator.name, lambda *args, **kwargs: call(args, kwargs), args, kwargs)
+            return forward_from_backward(operator.name, lambda *args, **kwargs: call(args, kwargs), args, kwargs)
         if not operator.transparent(args, kwargs):
             error = RuleError(
                 f"{operator.name}: forward-mode derivatives come from the reference, and there is none in torch. "
@@ -282,7 +282,8 @@ class Dispatcher:
                 f"{operator.opname}(): functions with out=... arguments don't support automatic differentiation, but one of "
                 "the arguments requires grad."
             )
-        if operator.composite(args, kwargs) and (operator.mutates or operator.underivable(args, kwargs) is not None):
+        composite = operator.composite(args, kwargs)
+        if composite and (operator.mutates or operator.refusal(operator.known_trace(args, kwargs)) is not None):
             return operator.run_reference(*args, **kwargs)
         self._refuse_lost_gradient(args, kwargs)
         below = _recording(self._below_autograd(keyset))
@@ -323,7 +324,9 @@ class Dispatcher:
             operator = self.operator
             registered = operator.registered.autocast.get(device)
             with private.ExcludeDispatchKeyGuard(keys):
-                cast_args, cast_kwargs = autocast.cast((args, kwargs), device, operator.autocast, registered)
+                cast_args, cast_kwargs = transforms.cast_arguments(
+                    (args, kwargs), device, operator.autocast, registered
+                )
                 return operator.overload(*cast_args, **cast_kwargs)
 
         return autocast_kernel
@@ -336,7 +339,7 @@ class Dispatcher:
             return private.run_vmap_rule(operator.registered.vmap, operator.overload, *args, **kwargs)
         transparent = operator.transparent(args, kwargs)
         has_kernel = operator.kernels.serves(operator.device(args, kwargs)) or not transparent
-        refused = operator.folds.broken or vmap.fold_refusal(operator.signature, private.batch_dims(args))
+        refused = operator.folds.broken or transforms.fold_refusal(operator.signature, private.batch_dims(args))
         needs_registered = operator.registered.autograd is not None and private.recorded_below(args, kwargs)
         if transparent and not needs_registered and (refused or not has_kernel):
             return operator.run_reference(*args, **kwargs)
@@ -344,19 +347,19 @@ class Dispatcher:
         return private.run_vmap_rule(rule, operator.overload, *args, **kwargs)
 
     def _looped(self, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
-        return vmap.loop(self.operator.overload, info, in_dims, args, kwargs)
+        return transforms.loop_over_batch(self.operator.overload, info, in_dims, args, kwargs)
 
     def _folded(self, transparent: bool, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         operator = self.operator
-        folded = vmap.fold(operator.overload, operator.signature, info, in_dims, args, kwargs)
+        folded = transforms.fold_batch(operator.overload, operator.signature, info, in_dims, args, kwargs)
         key = (tuple(in_dims), tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in args))
         if not transparent or key in operator.folds.agreed or private.dispatch_modes():
             return folded
-        if vmap.agrees(operator.run_reference, folded[0], info, in_dims, args, kwargs):
+        if transforms.agrees_with_reference(operator.run_reference, folded[0], info, in_dims, args, kwargs):
             operator.folds.agreed.add(key)
             return folded
         operator.folds.broken = "the operator does not treat its leading *batch sizes independently"
-        return vmap.loop(operator.run_reference, info, in_dims, args, kwargs)
+        return transforms.loop_over_batch(operator.run_reference, info, in_dims, args, kwargs)
 
 
 def _strided(arg: Any) -> bool:

@@ -19,7 +19,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,7 +31,9 @@ from opkit.op.dispatch.planning import CallPlan, make_plan, make_training
 from opkit.op.dispatch.selection import forced_kernels
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_MAX_PLANS, _MAX_ENTRIES = 4096, 4
+_MAX_PLANS, _MAX_ENTRIES, _MAX_COUNTED = 4096, 4, 256
+
+T = TypeVar("T")
 
 
 class GuardedFunction:
@@ -170,6 +172,7 @@ def _functions(
     namespace = _namespace(operator, slow, decide, generic)
     source = fastcall_source.source(operator, namespace)
     exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
+    namespace["_opkit_planned"] = namespace["planned"]
     return namespace
 
 
@@ -215,13 +218,7 @@ def _namespace(
         "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
         "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
     }  # fmt: skip
-    namespace = {f"_opkit_{name}": value for name, value in helpers.items()}
-
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        return namespace["planned"](*args, **kwargs)
-
-    namespace["_opkit_planned"] = planned
-    return namespace
+    return {f"_opkit_{name}": value for name, value in helpers.items()}
 
 
 class GenericCall:
@@ -258,3 +255,54 @@ def _key_of(arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return tuple([_key_of(item) for item in arg])
     return type(arg), arg
+
+
+# ---- results cached by a guard --------------------------------------------------------------------------------------
+
+
+class GuardedResult(DirectCall, Generic[T]):
+    """A cached result: it holds for calls whose flags are equal and for whose tensors ``check`` is true."""
+
+    __slots__ = ("check", "flags", "result")
+
+    def __init__(self, flags: Any, check: Callable[..., bool], result: T) -> None:
+        super().__init__()
+        self.flags, self.check, self.result = flags, check, result
+
+
+def bind(op: Any, binding: DirectCall, *args: Any, **kwargs: Any) -> None:
+    """Let ``binding`` run plain calls of ``op`` like this one directly, once one has run, until the operator changes."""
+    op._dispatcher.fast.bind(binding, *args, **kwargs)
+
+
+class GuardedCache(Generic[T]):
+    """A cache of the last few results that depend on sizes, strides, dtypes, devices and dispatch keys, and on flags.
+
+    To look a result up, go through ``entries`` and compare; call :meth:`store` each time that there is none. An entry is a
+    :class:`DirectCall` too, for :func:`bind`.
+
+    >>> cache, x, y = GuardedCache(), torch.ones(2), torch.ones(3)
+    >>> for _ in range(2):
+    ...     cache.store((x, y), "sum", 5)
+    >>> [entry.result for entry in cache.entries if entry.flags == "sum" and entry.check(y[:2], y)]
+    [5]
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[GuardedResult[T]] = []
+        self._counts: dict[Any, tuple[int, int]] = {}
+
+    def store(self, tensors: Sequence[torch.Tensor], flags: Any, result: T) -> None:
+        """Store ``result`` if calls like this one come often; after each eviction twice as many must come."""
+        if not all([type(x) in _PLAIN_TYPES and x.layout is torch.strided for x in tensors]):  # noqa: C419
+            return
+        if len(self._counts) >= _MAX_COUNTED:
+            self._counts.clear()
+        key = (flags, *[(x.shape, x.dtype) for x in tensors])
+        uses, patience = self._counts.get(key, (0, 2))
+        self._counts[key] = (uses + 1, patience)
+        if uses + 1 >= patience:
+            self._counts[key] = (0, 2 * patience)
+            check = private.tensor_guard(tensors, True)
+            if check(*tensors):  # a guard refuses a tensor that is passed twice
+                self.entries[:] = [GuardedResult(flags, check, result), *self.entries[: _MAX_ENTRIES - 1]]

@@ -17,12 +17,19 @@ from opkit import config
 from opkit.errors import NoKernelError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.dispatch import autotune
-from opkit.op.dispatch.prepared import TunedKernel
+from opkit.op.dispatch import selection
 from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, leaves
 from opkit.op.dispatch.verification import bound_arguments, check_arguments, run_verified
-from opkit.op.rules.autograd import AutogradCall, RegisteredRule, apply, restore
-from opkit.op.rules.list_arguments import counts_of, has_flattened_lists, unflattened_lists
+from opkit.op.kernel_kinds import TunedKernel
+from opkit.op.rules.autograd import (
+    AutogradCall,
+    RegisteredRule,
+    apply,
+    counts_of,
+    has_flattened_lists,
+    restore,
+    unflattened_lists,
+)
 
 
 class CallPlan:
@@ -59,7 +66,7 @@ def make_plan(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
     plan = CallPlan(name, function)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        capturing = autotune.capturing()  # results cannot be read back while a CUDA graph is captured
+        capturing = selection.capturing()  # results cannot be read back while a CUDA graph is captured
         try:
             plan.run = run = function if native is None else native.prepare(args, kwargs)
             output, plan.run = run_verified(operator, kernel, run, args, kwargs, binding, not capturing)
@@ -123,7 +130,7 @@ def choose(
     accepted, refused = eligible(operator, args, kwargs)
     tuned = [kernel for kernel in accepted if kernel.autotune]
     if tuned and accepted[0].autotune:
-        fastest = autotune.choose(operator.name, tuned, args, kwargs, device)
+        fastest = selection.fastest(operator.name, tuned, args, kwargs, device)
         refused |= {k.name: f"{fastest.name} was measured to be faster" for k in accepted if k is not fastest}
         return fastest, refused
     if accepted:

@@ -1,23 +1,24 @@
 """Check calls: arguments against the annotations, and a kernel's first results against the schema and the reference."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from opkit import config
-from opkit.errors import AliasError, ArgumentError, OutputError, StrideWarning
+from opkit.errors import AliasError, ArgumentError, MutationError, OutputError, StrideWarning
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel
 from opkit.op.schema import patterns
-from opkit.op.trace import mutation
 from opkit.op.trace.reference_trace import ReferenceTrace
 
 
@@ -73,7 +74,7 @@ def run_verified(
     try:
         if fresh:
             mutates = schema_mutates(operator)
-            snapshot = mutation.snapshot(operator.name, mutates, _unshared(operator, mutates, args, kwargs))
+            snapshot = snapshot_arguments(operator.name, mutates, _unshared(operator, mutates, args, kwargs))
         output = function(*args, **kwargs)
         if snapshot is not None:
             snapshot.check(f"the kernel {name}" if kernel else "its body")
@@ -144,10 +145,10 @@ def _in_containers(operator: Operator, output: Any, function: Callable[..., Any]
 def refuse_aliases(operator: Operator, kernel: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Raise if a result that the schema declares as new shares memory with an argument or another result."""
     returns_arguments = any(r.alias_info is not None and r.alias_info.is_write for r in operator.schema.returns)
-    if operator.schema._is_view_op() or returns_arguments:  # pyright: ignore[reportPrivateUsage]
+    if operator.schema._is_view_op() or returns_arguments:
         return
     results = output if isinstance(output, tuple) else (output,)
-    if torch._C._any_output_is_alias_to_input_or_output(args, kwargs, results):  # pyright: ignore[reportPrivateUsage]
+    if torch._C._any_output_is_alias_to_input_or_output(args, kwargs, results):
         raise AliasError(
             f"{operator.name} (kernel {kernel}): an output of a custom operator must not be one of its inputs and may not "
             "alias an input or another output. Return a copy, for example x.clone()."
@@ -251,3 +252,57 @@ def _restriding(function: Callable[..., Any], layout: list[Any]) -> Callable[...
         return _restride(function(*args, **kwargs), layout)
 
     return run
+
+
+# ---- writes to arguments --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class ArgumentSnapshot:
+    """The versions and bytes, before a call, of the tensors that the operator must not write to."""
+
+    operator: str
+    tensors: list[tuple[str, torch.Tensor, int | None, torch.Tensor]]
+
+    def check(self, kernel: str) -> None:
+        """Compare with the tensors now.
+
+        Raises:
+            MutationError: an argument that is not in ``mutates_args`` was written to.
+        """
+        for name, tensor, version, before in self.tensors:
+            if _version(tensor) != version or not _same_bytes(tensor.detach(), before):
+                raise MutationError(
+                    f"{self.operator}: {kernel} wrote to the argument {name!r} of shape {tuple(tensor.shape)}, which is not "
+                    f"in mutates_args. Declare it (mutates_args=({name!r},)) or write to a copy ({name}.clone())."
+                )
+
+
+def snapshot_arguments(
+    operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]
+) -> ArgumentSnapshot:
+    """Return the versions and the bytes of every tensor not in ``mutates``."""
+    declared = set(mutates)
+    tensors = [
+        (name, tensor, _version(tensor), tensor.detach().clone())
+        for name, tensor in named
+        if name not in declared and tensor.device.type != "meta" and tensor.layout is torch.strided
+    ]
+    return ArgumentSnapshot(operator, tensors)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

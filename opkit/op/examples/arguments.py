@@ -116,10 +116,10 @@ def shown(value: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """Return the argument that ``text`` stands for: see the module's table.
+    """Parse one argument: see the module's table.
 
     Raises:
-        ArgumentError: it cannot be read; the message says where.
+        ArgumentError: it cannot be read; the message shows where.
 
     >>> parse("bf16[8, 4]:strides(1, 8)")
     TensorSpec(dtype=torch.bfloat16, sizes=(8, 4), strides=(1, 8))
@@ -131,10 +131,10 @@ def parse(text: str) -> Any:
 
 
 def parse_call(text: str) -> ExampleCall:
-    """Return the call that ``text`` stands for, such as ``demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-6)``.
+    """Parse a call such as ``demo::rms_norm(x=bf16[8192, 4096], weight=bf16[4096], eps=1e-6)``.
 
     Raises:
-        ArgumentError: it cannot be read; the message says where.
+        ArgumentError: it cannot be read; the message shows where.
     """
     match = _CALL.fullmatch(text)
     if match is None:
@@ -192,14 +192,12 @@ def read_file(path: Path) -> list[ExampleCall]:
     examples: list[ExampleCall] = []
     for operator, calls in cast("dict[str, Any]", content).items():
         listed: list[Any] = calls if isinstance(calls, list) else [None]
-        examples += [_listed_call(f"{path}, {operator}[{n}]", operator, call) for n, call in enumerate(listed)]
+        for number, call in enumerate(listed):
+            where = f"{path}, {operator}[{number}]"
+            if not isinstance(call, dict):
+                raise ArgumentError(f"{where}: expected a list of objects that hold the arguments by name.")
+            examples.append(ExampleCall(operator, parse_arguments(cast("dict[str, Any]", call), where)))
     return examples
-
-
-def _listed_call(where: str, operator: str, call: Any) -> ExampleCall:
-    if not isinstance(call, dict):
-        raise ArgumentError(f"{where}: expected a list of objects that hold the arguments by name.")
-    return ExampleCall(operator, parse_arguments(cast("dict[str, Any]", call), where))
 
 
 class _ArgumentReader:

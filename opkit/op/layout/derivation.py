@@ -22,17 +22,20 @@ from opkit.op.layout import program as p
 from opkit.op.layout import symbolic_run
 from opkit.op.layout.outputs import (
     checked_output,
+    declared_type,
+    facts_of,
+    kind_of,
     layout_of,
     list_outputs,
     new_outputs,
     operands,
     output_device,
     shape_function,
+    split_arguments,
 )
 from opkit.op.layout.program import LayoutProgram, run
 from opkit.op.layout.symbolic_run import SymbolicRun, expression
 from opkit.op.layout.sympy_code import Code, NoCodeError, Translator, constant, joined
-from opkit.op.schema_facts import declared_type, facts_of, kind_of
 from opkit.op.trace.reference_trace import concrete
 
 
@@ -120,10 +123,8 @@ class _Deriving:
         return layout is None or layout == self._layout(values)
 
     def _layout(self, values: list[Any]) -> list[int] | None:
-        named = zip(self.operator.schema.arguments, values, strict=True)
-        kwargs = {argument.name: value for argument, value in named if argument.kwarg_only}
         try:
-            return layout_of(self.operator, values[: len(values) - len(kwargs)], kwargs)
+            return layout_of(self.operator, *split_arguments(self.operator, values))
         except OpkitError:
             return None
 

@@ -1,28 +1,188 @@
-"""Compute the dtypes, sizes and strides of an operator's new outputs, for kernels that write to allocated outputs.
+"""An operator as compiled kernels see it: arguments and outputs as plain data (``Facts``), and the layouts of new outputs.
 
-:func:`layout_of` computes them for one call, by running the author's fake implementation or the reference on fake
-tensors. ``derivation`` derives a program from the same run on symbolic sizes, which computes them for every call that fits it,
-without Python. ``opkit/kernels/include/opkit.h`` describes both forms.
+C kernels' parameters are bound to the facts. Their kinds follow the schema's declared types, in which a dtype is a ``ScalarType``
+and not the integer that represents it.
+
+:func:`layout_of` computes the dtypes, sizes and strides of the new outputs of one call, by running the author's fake
+implementation or the reference on fake tensors. ``derivation`` derives a program from the same run on symbolic sizes, which
+computes them for every call that fits it, without Python. ``opkit/kernels/include/opkit.h`` describes both forms.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from opkit.errors import ArgumentTypeError, OpkitError, OutputError, RuleError
-from opkit.kernels.binding.facts import Facts
+from opkit.errors import ArgumentTypeError, KernelError, OpkitError, OutputError, RuleError
+from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.layout import program as p
 from opkit.op.layout import symbolic_run
-from opkit.op.schema_facts import declared_type, facts_of
+from opkit.op.schema.patterns import PatternDim, TensorPattern
+from opkit.op.schema.signature import field_names
 from opkit.op.trace import reference_trace
 from opkit.op.trace.reference_trace import OpaqueReason, ReferenceTrace
+
+_KINDS = {
+    "Tensor": "tensor",
+    "List[Tensor]": "tensors",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "ScalarType": "dtype",
+    "List[int]": "ints",
+    "List[float]": "floats",
+    "List[bool]": "bools",
+}
+
+_CARRIED = ("Device", "Layout", "MemoryFormat", "Generator")
+"""Types that torch passes on, although a C function cannot take them as parameters."""
+
+
+def facts_of(operator: Operator) -> Facts:
+    """Return the operator's arguments and outputs as a C function takes them.
+
+    The shape annotated for a list of tensors holds for each of them.
+
+    Raises:
+        KernelError: the operator returns something that a C kernel cannot make, such as a list of tensors.
+    """
+    shapes = {name: _shape(pattern) for name, pattern in patterns_of_arguments(operator).items()}
+    arguments = [
+        Argument(
+            a.name,
+            kind_of(a),
+            optional=str(a.real_type).startswith("Optional["),
+            written=a.alias_info is not None and a.alias_info.is_write,
+            shape=shapes.get(a.name),
+        )
+        for a in operator.schema.arguments
+    ]
+    return Facts(operator.name, f"{operator.name}{operator.schema_text}", tuple(arguments), outputs_of(operator))
+
+
+def check_passable(operator: Operator) -> None:
+    """Refuse an operator whose calls cannot be passed to C.
+
+    Raises:
+        KernelError: it takes something that torch's C interface cannot pass, or returns a view.
+    """
+    for argument in operator.schema.arguments:
+        if kind_of(argument) == "ignored" and declared_type(argument) not in _CARRIED:
+            raise KernelError(
+                f"{operator.name}: the argument {argument.name} of type {declared_type(argument)} cannot be passed to a "
+                "native kernel. Let the operator take an int or a float, two floats for a complex number, or a list of "
+                "tensors none of which is None."
+            )
+    if any(item.alias_info is not None and not item.alias_info.is_write for item in operator.schema.returns):
+        raise KernelError(f"{operator.name}: it returns a view, which a native kernel cannot make.")
+
+
+def kind_of(argument: Any) -> str:
+    """Return the kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
+    return _KINDS.get(declared_type(argument), "ignored")
+
+
+def declared_type(argument: Any) -> str:
+    """Return the declared type of a schema argument or return, without ``Optional``."""
+    text = str(argument.real_type)
+    return text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
+
+
+def outputs_of(operator: Operator) -> tuple[Output, ...]:
+    """Return the operator's outputs, called "out", or "out0", "out1", ...
+
+    Raises:
+        KernelError: one of them is not a tensor.
+    """
+    returns = operator.schema.returns
+    patterns = operator.signature.return_patterns
+    if len(patterns) != len(returns):
+        patterns = (None,) * len(returns)
+    for item in returns:
+        if str(item.real_type) != "Tensor":
+            raise KernelError(
+                f"{operator.name}: a C kernel returns tensors, but the schema returns {item.real_type}. Let the operator "
+                "return a tensor, or a tuple of a fixed number of tensors."
+            )
+    names = ["out"] if len(returns) == 1 else [f"out{i}" for i in range(len(returns))]
+    return tuple(
+        Output(name, _aliased(operator, item), None if pattern is None else _shape(pattern))
+        for name, item, pattern in zip(names, returns, patterns, strict=True)
+    )
+
+
+def _aliased(operator: Operator, returned: Any) -> int | None:
+    """Return the number of the argument that the schema returns as this output."""
+    names = set() if returned.alias_info is None else set(returned.alias_info.before_set)
+    for number, argument in enumerate(operator.schema.arguments):
+        if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+            return number
+    return None
+
+
+def patterns_of_arguments(operator: Operator) -> dict[str, TensorPattern]:
+    """Return the shape annotations of schema arguments that are tensors or lists of them, by name."""
+    kinds = {argument.name: kind_of(argument) for argument in operator.schema.arguments}
+    patterns: dict[str, TensorPattern] = {}
+    for parameter in operator.signature.parameters:
+        tensors = [name for name in field_names(parameter) if kinds.get(name) in ("tensor", "tensors")]
+        if parameter.pattern is not None and len(tensors) == 1:  # if there are several, it is the pattern of the first
+            patterns[tensors[0]] = parameter.pattern
+    return patterns
+
+
+def _shape(pattern: TensorPattern) -> Shape:
+    sizes = [_size(dim) for dim in pattern.dims]
+    at = pattern.many
+    if at is None:
+        return Shape(tuple(sizes))
+    many = pattern.dims[at]
+    return Shape(tuple(sizes[:at]), "" if many.broadcast else many.text, tuple(sizes[at + 1 :]))
+
+
+def _size(dim: PatternDim) -> str | int | None:
+    if dim.kind == "number":
+        return dim.number
+    return dim.text if dim.kind == "name" and not dim.broadcast else None
+
+
+def product(sizes: Sequence[Any]) -> Any:
+    """Return the product of sizes, symbolic ones too."""
+    result: Any = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def sizes_of(facts: Facts, operands: Sequence[Any]) -> dict[str, Any]:
+    """Return the value of each named size in a call."""
+    found: dict[str, Any] = {}
+    for argument, value in zip(facts.arguments, operands, strict=True):
+        if argument.shape is None or value is None:
+            continue
+        for tensor in value if argument.kind == "tensors" else (value,):
+            for name, size in _named(argument.shape, tensor.shape):
+                found.setdefault(name, size)
+    return found
+
+
+def _named(shape: Shape, sizes: Sequence[Any]) -> list[tuple[str, Any]]:
+    last = len(sizes) - len(shape.after)
+    pairs = [*zip(shape.before, sizes, strict=False), *zip(shape.after, sizes[last:], strict=False)]
+    listed = [(name, size) for name, size in pairs if isinstance(name, str)]
+    return [*listed, (shape.variadic, product(sizes[len(shape.before) : last]))] if shape.variadic else listed
+
+
+# ---- layouts of new outputs ------------------------------------------------------------------------------------------
 
 
 def operands(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -47,6 +207,12 @@ def _default(operator: Operator, argument: Any) -> Any:
     return value
 
 
+def split_arguments(operator: Operator, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and keyword arguments of a call from the value of each schema argument."""
+    pairs = list(zip(operator.schema.arguments, values, strict=True))
+    return [v for a, v in pairs if not a.kwarg_only], {a.name: v for a, v in pairs if a.kwarg_only}
+
+
 def layout_of(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
     """Return the dtype, rank, sizes and strides of each new output of a call through the schema.
 
@@ -64,7 +230,7 @@ def layout_of(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -
         raise _unknown(operator, args, kwargs, trace.opaque)
     device = output_device(operator, args, kwargs)
     outputs = list_outputs(operator, trace.outputs)
-    return [word for name, i in new for word in _layout(operator, f"its output {name}", outputs[i], device)]
+    return [word for name, i in new for word in _layout_of_output(operator, f"its output {name}", outputs[i], device)]
 
 
 def new_outputs(facts: Facts) -> list[tuple[str, int]]:
@@ -137,7 +303,7 @@ def checked_output(operator: Operator, name: str, output: Any, device: torch.dev
     return output
 
 
-def _layout(operator: Operator, name: str, output: Any, device: torch.device) -> list[int]:
+def _layout_of_output(operator: Operator, name: str, output: Any, device: torch.device) -> list[int]:
     tensor = checked_output(operator, name, output, device)
     sizes, strides = ([_known(operator, name, n) for n in ns] for ns in (tensor.shape, tensor.stride()))
     if _overlaps(sizes, strides):
@@ -169,3 +335,42 @@ def _overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 not in sizes
         extent += (size - 1) * stride
     return False
+
+
+# ---- allocation ------------------------------------------------------------------------------------------------------
+
+
+def allocate_outputs(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return new tensors for the new outputs of a call through the schema; see :func:`layout_of`."""
+    words = layout_of(operator, args, kwargs)
+    device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
+    dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
+    outputs: list[torch.Tensor] = []
+    at = 0
+    while at < len(words):
+        rank = words[at + 1]
+        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
+        outputs.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
+        at += 2 + 2 * rank
+    return outputs
+
+
+def fills() -> bool:
+    """Return whether torch fills what it allocates: deterministic algorithms are on, and the setting for fills is, too."""
+    return private.deterministic() and private.fills_if_deterministic()
+
+
+def unfilled(
+    sizes: tuple[int, ...], strides: tuple[int, ...] | None, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Allocate a dense tensor, with its device's usual allocator, whose memory is not filled.
+
+    >>> unfilled((2, 3), None, dtype=torch.float32, device=torch.device("cpu")).stride()
+    (3, 1)
+    """
+    if private.dispatch_modes() or not fills():
+        if strides is None:
+            return torch.empty(sizes, dtype=dtype, device=device)
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+    storage = torch.UntypedStorage(math.prod(sizes) * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, *(() if strides is None else (strides,)))

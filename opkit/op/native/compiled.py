@@ -2,7 +2,8 @@
 
 Such a kernel is the boxed kernel of a hidden operator, ``opkit_native::...``, which has the schema of the operator that it
 computes and one more argument, the layout of the outputs. Plans call the hidden operator. Once a call was verified, a layout
-program computes the outputs' sizes (see ``layout``), and with the bridge (``bridged``) the operator itself runs without Python.
+program computes the outputs' sizes (see ``layout``), and with the bridge to the running torch (``opkit.kernels.bridge`` compiles
+and loads it) the operator itself runs without Python, until a kernel or rule is registered or forced.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,6 +13,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,18 +29,20 @@ from opkit.op.core import Operator
 from opkit.op.dispatch.selection import forced_kernels
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.derivation import derive
-from opkit.op.layout.outputs import layout_of, operands
-from opkit.op.native import bridged
-from opkit.op.schema_facts import check_passable, kind_of
-from opkit.op.trace.reference_state import ReferenceState
+from opkit.op.layout.outputs import check_passable, kind_of, layout_of, operands
+from opkit.op.torch_private import torch_paths
+from opkit.op.trace.reads import ReferenceState
 
 if TYPE_CHECKING:
     from opkit import _core
+
 
 _NAMESPACE = "opkit_native"
 _MAX_PROGRAMS = 64
 _CHECKED_IN_C = ("name", "number", "any", "many")
 _count = itertools.count()
+_log = logging.getLogger("opkit.bridge")
+bridge_lock = threading.RLock()
 
 
 class CompiledFunction(abc.ABC):
@@ -111,9 +115,9 @@ class CompiledFunction(abc.ABC):
         fragment.define(name + schema_with_layout(operator))
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
         key = private.dispatch_key_of(self.device)
-        keys = (
-            [key] if _always_has_tensors(operator) else [key, "BackendSelect"]
-        )  # BackendSelect, for calls without tensors
+        tensors = [a for a in operator.schema.arguments if kind_of(a) == "tensor"]
+        always = any(not str(a.real_type).startswith("Optional") for a in tensors)
+        keys = [key] if always else [key, "BackendSelect"]  # which serves calls without tensors
         self._registrations = [fragment, *[library.register(f"{_NAMESPACE}::{name}", key, True) for key in keys]]
         return private.hidden_operator(f"{_NAMESPACE}::{name}")
 
@@ -177,12 +181,6 @@ class CompiledFunction(abc.ABC):
         return any(layout_program.run(words, kinds, values) is not None for words in self._programs)
 
 
-def _always_has_tensors(operator: Operator) -> bool:
-    return any(
-        kind_of(a) == "tensor" and not str(a.real_type).startswith("Optional") for a in operator.schema.arguments
-    )
-
-
 def schema_with_layout(operator: Operator) -> str:
     """Return the operator's schema with the argument ``opk_layout`` after the others."""
     head, arrow, returns = operator.schema_text.rpartition(" -> ")
@@ -195,12 +193,38 @@ def schema_with_layout(operator: Operator) -> str:
 # ---- calls without Python --------------------------------------------------------------------------------------------
 
 
+class Bridged:
+    """One operator's kernels that run without Python, by device."""
+
+    def __init__(self) -> None:
+        self.installed: dict[str, tuple[Any, bridge.Installed]] = {}
+        self.retired = False  # the operator was removed or redefined: its name is no longer its own
+
+    @property
+    def serving(self) -> bool:
+        """Whether some calls run in C."""
+        return any(installed.enabled for _, installed in self.installed.values())
+
+    def suspend(self) -> None:
+        """Send every call to Python, until a kernel is offered again."""
+        for _, installed in self.installed.values():
+            installed.enabled = False
+
+    def remove(self) -> None:
+        """Remove the kernels from the dispatcher for good."""
+        with bridge_lock:
+            self.retired = True
+            for _, installed in self.installed.values():
+                installed.remove()
+            self.installed.clear()
+
+
 def offer(function: CompiledFunction) -> None:
     """Let a kernel run its operator's calls without Python, if Python would choose it and the bridge is loaded."""
     operator = function.operator
-    with bridged.lock:
-        loaded = bridged.loaded() if config.get().bridge and _may_take(operator, function) else None
-    with operator.lock, bridged.lock:  # another thread may have forced a kernel before these were held: check again
+    with bridge_lock:
+        loaded = load_bridge() if config.get().bridge and _may_take(operator, function) else None
+    with operator.lock, bridge_lock:  # another thread may have forced a kernel before these were held: check again
         if loaded is not None and _may_take(operator, function) and _install(loaded, operator, function):
             operator.refreshed()
 
@@ -252,3 +276,26 @@ def _checked_in_c(operator: Operator) -> bool:
         return True
     literal = any(p.choices for p in operator.signature.parameters)
     return not literal and all(dim.kind in _CHECKED_IN_C and not dim.broadcast for dim in dims)
+
+
+@functools.cache
+def load_bridge() -> bridge.Bridge | None:
+    """Return the bridge to the running torch; None, with a line in the log, if it is not built."""
+    from opkit import _core
+
+    found = bridge.load(torch_paths(), _core.runtime_address())
+    if found is None:
+        _log.info(
+            "calls of compiled kernels go through Python; `opkit bridge` builds what saves 1 to 2 us a call, once"
+        )
+    return found
+
+
+def build_bridge() -> None:
+    """Build the bridge to the running torch now, unless it is built; kernels whose first call comes later use it.
+
+    Raises:
+        ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
+    """
+    bridge.build(torch_paths())
+    load_bridge.cache_clear()

@@ -24,9 +24,8 @@ from opkit.kernels.cc.native import NativeKernel
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
-from opkit.op.layout.outputs import operands
+from opkit.op.layout.outputs import facts_of, operands
 from opkit.op.native.compiled import CompiledFunction
-from opkit.op.schema_facts import facts_of
 
 if TYPE_CHECKING:
     from opkit import _core

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,13 @@ from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
 from opkit.kernels.binding.binding import Bound
-from opkit.kernels.binding.facts import Shape
 from opkit.kernels.binding.slots import Slot
 from opkit.kernels.sanitize import sanitizer
 from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue, Value
 from opkit.op.core import Operator
-from opkit.op.layout.outputs import layout_of, operands
-from opkit.op.layout.program import DTYPES, dtype_number
+from opkit.op.layout.outputs import allocate_outputs, operands, sizes_of
+from opkit.op.layout.program import dtype_number
 
-_DTYPES = {dtype_number(dtype): dtype for dtype in DTYPES}
 _TYPECODES = {"ints": "q", "floats": "d", "bools": "B"}
 _POINTEES = {"int": "q", "float": "d", "bool": "B", "dtype": "i"}
 
@@ -50,14 +47,14 @@ class _SanitizedCall:
     def __init__(self, kernel: SanitizedKernel, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.kernel, self.bound, self.operator = kernel, kernel.bound, kernel.operator
         self.values = operands(self.operator, args, kwargs)
-        self.outputs = _allocated(layout_of(self.operator, args, kwargs))
-        self.sizes = self._named_sizes()
+        self.outputs = allocate_outputs(self.operator, args, kwargs)
+        self.sizes = sizes_of(self.bound.facts, self.values)
         self.written = self._written()
         self.buffers: dict[tuple[int, bool], DebugBuffer] = {}  # by tensor, and whether it is passed contiguous
         self.tensors: dict[str, tuple[torch.Tensor, bool]] = {}  # by buffer's name: the tensors that take the results
 
     def run(self) -> Any:
-        listed = [(slot.name, self._value(slot)) for slot in self.bound.slots]
+        listed = [(slot.name, _VALUES[slot.source](self, slot)) for slot in self.bound.slots]
         result = sanitizer.run(
             self.kernel.build(),
             operator=self.operator.name,
@@ -120,9 +117,6 @@ class _SanitizedCall:
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
-    def _value(self, slot: Slot) -> Value:
-        return _VALUES[slot.source](self, slot)
-
     def _data_list(self, slot: Slot) -> Value:
         listed = self._tensors_of(slot)
         return (
@@ -164,14 +158,6 @@ class _SanitizedCall:
         tensor = self._tensors_of(slot)
         return 0 if tensor is None else _MEASURES[slot.source](tensor, slot.detail)
 
-    def _named_sizes(self) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for argument, value in zip(self.bound.facts.arguments, self.values, strict=True):
-            if argument.shape is not None:
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    sizes |= {} if tensor is None else _bound_sizes(argument.shape, tensor.shape)
-        return sizes
-
     def _instance(self) -> int:
         chosen: dict[int, str] = {}
         for slot in self.bound.slots:
@@ -212,17 +198,6 @@ _MEASURES: dict[str, Callable[[torch.Tensor, int], int]] = {
 }
 
 
-def _allocated(words: Sequence[int]) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    at = 0
-    while at < len(words):
-        dtype, rank = words[at], words[at + 1]
-        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
-        tensors.append(torch.empty_strided(sizes, strides, dtype=_DTYPES[dtype]))
-        at += 2 + 2 * rank
-    return tensors
-
-
 def _memory(tensor: torch.Tensor, pointed: bool) -> torch.Tensor:
     """Return the elements that the kernel may reach: a row-major tensor (a copy if needed), or all from first to last."""
     if pointed:
@@ -236,15 +211,6 @@ def _bytes(memory: torch.Tensor) -> bytes:
     if memory.numel() == 0:
         return b""
     return memory.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _bound_sizes(shape: Shape, sizes: Sequence[int]) -> dict[str, int]:
-    first, last = len(shape.before), len(sizes) - len(shape.after)
-    named = [*zip(shape.before, sizes[:first], strict=True), *zip(shape.after, sizes[last:], strict=True)]
-    bound = {name: size for name, size in named if isinstance(name, str)}
-    if shape.variadic:
-        bound[shape.variadic] = functools.reduce(lambda a, b: a * b, sizes[first:last], 1)
-    return bound
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""Gradients, vmap, forward mode, autocast and FLOPs: rules that are registered or derived from the reference."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.op.rules.list_arguments import Counts, leaves_of
+from opkit.op.rules.autograd import Counts, leaves_of
 
 _TRACER = threading.Lock()
 """torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""
@@ -208,7 +208,8 @@ def _trace(
         module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     _refuse_writes(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    results, gradients = _output_of(module.graph)
+    (node,) = [node for node in module.graph.nodes if node.op == "output"]
+    results, gradients = ([_undetached(each) for each in part] for part in node.args[0])
     parts = _Joint(
         module, placeholders[: len(inputs)], placeholders[len(inputs) :], results, gradients,
         facts["differentiable"],
@@ -237,12 +238,6 @@ def _gradients(
     return list(gradients)
 
 
-def _output_of(graph: torch.fx.Graph) -> tuple[list[Any], list[Any]]:
-    (node,) = [n for n in graph.nodes if n.op == "output"]
-    results, gradients = node.args[0]
-    return [_undetached(r) for r in results], [_undetached(g) for g in gradients]
-
-
 def _undetached(node: Any) -> Any:
     # the trace ends each result in the detach() of ``joint``; the value itself is one step before it
     return node.args[0] if isinstance(node, torch.fx.Node) and node.target in _DETACHES else node
@@ -255,16 +250,13 @@ def _refuse_writes(module: torch.fx.GraphModule) -> None:
     views, so a write is allowed only to a tensor that the graph created and takes no view of.
     """
     for node in module.graph.nodes:
-        if _mutable(node):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
             base = node.args[0]
             own = isinstance(base, torch.fx.Node) and base.op == "call_function" and not _view(base)
-            if not own or _writes_elsewhere(node) or any(_view(user) for user in base.users):
+            elsewhere = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments[1:])
+            if not own or elsewhere or any(_view(user) for user in base.users):
                 raise NotPrunableError(f"{node.target} writes in place")
-
-
-def _writes_elsewhere(node: torch.fx.Node) -> bool:
-    arguments = node.target._schema.arguments  # pyright: ignore
-    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments[1:])
 
 
 def _view(node: torch.fx.Node) -> bool:
@@ -334,11 +326,6 @@ class _Pruner:
         if node.target in _DETACHES:
             return copies[node.args[0]]
         return graph.node_copy(node, lambda n: copies[n])
-
-
-def _mutable(node: torch.fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def flat_reference(

@@ -208,7 +208,9 @@ def _codec(bare: Any) -> Codec | None:
     if origin is typing.Literal:
         return LiteralCodec(items)
     if origin is tuple and items:
-        return _sequence(items[0], tuple) if items[1:] == (...,) or len(set(items)) == 1 else _tuple(items)
+        if items[1:] == (...,) or len(set(items)) == 1:
+            return _sequence(items[0], tuple)
+        return _record(tuple, {str(i): item for i, item in enumerate(items)})
     if origin in LISTS and items:
         return _sequence(items[0], list)
     if origin in (dict, Mapping):
@@ -238,10 +240,6 @@ def _sequence(item: Any, build: Callable[[Iterable[Any]], Any]) -> Codec | None:
     part = _part(item)
     flat = part is not None and len(part.fields) == 1 and "[" not in part.fields[0].type
     return SequenceCodec(part, build) if part is not None and flat else None
-
-
-def _tuple(items: Sequence[Any]) -> Codec | None:
-    return _record(tuple, {str(i): item for i, item in enumerate(items)})
 
 
 def _record(kind: Any, hints: Mapping[str, Any]) -> Codec | None:
@@ -347,14 +345,11 @@ def return_codec(annotation: Any) -> ReturnCodec | None:
             return ListReturn() if items[0] is torch.Tensor else None
         return _tuple_return(items, tuple, None)
     hints = _hints(kind)
-    return _tuple_return(list(hints.values()), _builder(kind), tuple(hints)) if hints else None
 
-
-def _builder(kind: Any) -> Any:
     def build(parts: Iterable[Any]) -> Any:
         return kind(*parts)
 
-    return build
+    return _tuple_return(list(hints.values()), build, tuple(hints)) if hints else None
 
 
 def _tuple_return(items: Sequence[Any], build: Any, names: tuple[str, ...] | None) -> ReturnCodec | None:

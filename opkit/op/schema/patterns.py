@@ -25,8 +25,6 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: lambda a, b: a // b,
 }
 _PREFERRED_DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
-EXAMPLE_SIZES = ((3, 5, 7, 11, 13, 17, 19, 23, 29, 31), (4, 8, 16, 32, 64, 128, 256, 12, 24, 48))
-"""Sizes for examples: odd and distinct ones, or, for operators that need even sizes, powers of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,19 +220,3 @@ def _agrees(expected: Any, size: Any, dim: PatternDim) -> bool:
         pairs = zip(reversed(expected), reversed(size), strict=False)
         return all(1 in (a, b) or a == b for a, b in pairs)
     return bool(expected == size)
-
-
-def example_shape(pattern: TensorPattern, sizes: dict[str, Any], choices: Sequence[int]) -> tuple[int, ...]:
-    """Return a small shape that fits ``pattern``; named sizes are chosen from ``choices`` and added to ``sizes``."""
-    shape: list[int] = []
-    for dim in pattern.dims:
-        if dim.kind == "many":
-            shape.extend(sizes.setdefault(dim.text, (2,)))
-        elif dim.kind == "expression":
-            shape.append(evaluate(dim.text, sizes) or 2)
-        elif dim.kind == "number":
-            shape.append(dim.number)
-        else:
-            taken = sum(isinstance(size, int) for size in sizes.values())
-            shape.append(sizes.setdefault(dim.text, choices[taken % len(choices)]))
-    return tuple(shape)

@@ -1,10 +1,13 @@
-"""Infer which arguments an operator writes to when it is defined, and verify that at run time.
+"""Infer which arguments an operator writes to when it is defined.
 
-At definition the body is traced on small tensors made from its annotations, once for each combination of its flags; a
-fake tensor's version counter shows writes through helpers, views and ``out=``. Without annotations, or where the trace
-leaves torch, the source is read instead, which counts only if every statement in it is understood. Where neither proves
-anything the definition raises. At run time the first call of each guard set compares version counters and bytes, which
-also catches writes through pointers.
+The body is traced on small tensors made from its annotations, once for each combination of its flags; a fake tensor's version
+counter shows writes through helpers, views and ``out=``. Without annotations, or where the trace leaves torch, the source is read
+instead. Where neither proves anything the definition raises. (At run time ``dispatch.verification`` checks the first call of each
+guard set.)
+
+Reading the source is conservative: it proves something only if every call in the body is a torch function, a tensor method or a
+helper whose source proves as much, and every write goes to a parameter by name. Anything else ends in "not proved", with
+the first construct that was not understood.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,33 +15,29 @@ also catches writes through pointers.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import dataclasses
-import itertools
+import inspect
+import textwrap
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit.errors import MutationError, MutationUnknownError
-from opkit.op.schema import patterns
-from opkit.op.schema.signature import OperatorParameter, Signature
-from opkit.op.trace import mutation_source, reference_trace
+from opkit.errors import MutationUnknownError
+from opkit.op.examples import values
+from opkit.op.schema.signature import Signature
+from opkit.op.trace import reference_trace
 
-_MAX_COMBINATIONS = 32
 _VALUE_KINDS = ("int", "float", "str", "dtype", "device", "other")
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
     "multinomial", "normal", "normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_",
     "poisson", "dropout", "dropout_", "alpha_dropout",
 })  # fmt: skip
-_EXAMPLES: dict[str, tuple[Any, ...]] = {
-    "bool": (False, True),
-    "int": (2,),
-    "float": (0.5,),
-    "dtype": (torch.float32,),
-    "device": (torch.device("cpu"),),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ def infer(operator: str, function: Callable[..., Any], signature: Signature, opa
             return traced
     else:
         reasons.append("the operator is opaque")
-    read = mutation_source.read(function, [p.name for p in signature.parameters])
+    read = read_source(function, [p.name for p in signature.parameters])
     if read.proved:
         return Inference(tuple(read.mutates), "its source")
     reasons.append(f"its source does not prove it: {read.reason}")
@@ -83,8 +82,8 @@ def names_random(function: Callable[..., Any]) -> bool:
 
 
 def _by_tracing(function: Callable[..., Any], signature: Signature, reasons: list[str]) -> Inference | None:
-    for choices in patterns.EXAMPLE_SIZES:
-        combinations = _example_calls(signature, choices)
+    for choices in values.EXAMPLE_SIZES:
+        combinations = values.calls_to_trace(signature, choices)
         if combinations is None:
             reasons.append("its annotations do not give every tensor's sizes and every argument an example value")
             return None
@@ -107,48 +106,15 @@ def _trace_all(
         random |= trace.random
         owners = list(owners_of(signature, args, kwargs))
         mutated |= {owners[i] for i in trace.mutated}
-    unseen = mutation_source.branches_on(function, [p.name for p in signature.parameters if p.kind in _VALUE_KINDS])
+    unseen = branches_on(function, [p.name for p in signature.parameters if p.kind in _VALUE_KINDS])
     if unseen:
-        read = mutation_source.read(function, [p.name for p in signature.parameters])
+        read = read_source(function, [p.name for p in signature.parameters])
         if not read.proved:
             reasons.append(f"it branches on {unseen}, and not every branch was traced")
             return None
         mutated |= set(read.mutates)
     ordered = tuple(p.name for p in signature.parameters if p.name in mutated)
     return Inference(ordered, "a trace of the reference", random)
-
-
-def _example_calls(signature: Signature, sizes_from: Sequence[int]) -> list[tuple[list[Any], dict[str, Any]]] | None:
-    sizes: dict[str, Any] = {}
-    choices = [_choices(parameter, sizes, sizes_from) for parameter in signature.parameters]
-    if any(choice is None for choice in choices):
-        return None
-    named = itertools.islice(itertools.product(*[c for c in choices if c is not None]), _MAX_COMBINATIONS)
-    return [_split(signature, values) for values in named]
-
-
-def _split(signature: Signature, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    pairs = list(zip(signature.parameters, values, strict=True))
-    return [v for p, v in pairs if not p.keyword_only], {p.name: v for p, v in pairs if p.keyword_only}
-
-
-def _choices(parameter: OperatorParameter, sizes: dict[str, Any], sizes_from: Sequence[int]) -> Sequence[Any] | None:
-    nothing = (None,) if parameter.optional else ()
-    if parameter.kind in ("tensor", "tensors"):
-        if parameter.pattern is None:
-            return None
-        shape = patterns.example_shape(parameter.pattern, sizes, sizes_from)
-        tensor = torch.zeros(shape, dtype=parameter.pattern.example_dtype())
-        return ([tensor, tensor.clone()] if parameter.kind == "tensors" else tensor, *nothing)
-    if parameter.kind == "bool":
-        return (*_EXAMPLES["bool"], *nothing)
-    if not parameter.required:
-        return (parameter.default,)
-    if parameter.choices:
-        return parameter.choices
-    if parameter.codec is not None:
-        return None
-    return (*_EXAMPLES[parameter.kind], *nothing) if parameter.kind in _EXAMPLES else nothing or None
 
 
 def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[str]:
@@ -160,50 +126,175 @@ def owners_of(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any])
                 yield name
 
 
+# ---- reading the source ----------------------------------------------------------------------------------------------
+
+
+_LEAVES_TORCH = {"numpy", "data_ptr", "__array__", "tolist", "set_", "storage", "untyped_storage", "__dlpack__", "data"}
+_WRITES_UNSAID = {"batch_norm", "instance_norm"}  # they update running statistics among their arguments
+_SAFE_BUILTINS = {"len", "range", "min", "max", "sum", "tuple", "list", "zip", "enumerate", "int", "float", "bool", "abs",
+                  "isinstance", "getattr", "reversed", "sorted", "round", "slice", "str", "all", "any", "map"}  # fmt: skip
+_FRESH = {"clone", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "empty", "zeros", "ones", "full",
+          "full_like", "rand", "randn", "arange"}  # fmt: skip
+
+
 @dataclasses.dataclass
-class ArgumentSnapshot:
-    """The versions and bytes, before a call, of the tensors that the operator must not write to."""
+class Reading:
+    """The parameters written to; ``reason`` names the first construct that was not understood, and is empty if none."""
 
-    operator: str
-    tensors: list[tuple[str, torch.Tensor, int | None, torch.Tensor]]
+    mutates: set[str] = dataclasses.field(default_factory=set[str])
+    reason: str = ""
 
-    def check(self, kernel: str) -> None:
-        """Compare with the tensors now.
-
-        Raises:
-            MutationError: an argument that is not in ``mutates_args`` was written to.
-        """
-        for name, tensor, version, before in self.tensors:
-            if _version(tensor) != version or not _same_bytes(tensor.detach(), before):
-                raise MutationError(
-                    f"{self.operator}: {kernel} wrote to the argument {name!r} of shape {tuple(tensor.shape)}, which is not "
-                    f"in mutates_args. Declare it (mutates_args=({name!r},)) or write to a copy ({name}.clone())."
-                )
+    @property
+    def proved(self) -> bool:
+        """Whether the source proves that these are all writes."""
+        return not self.reason
 
 
-def snapshot(operator: str, mutates: Iterable[str], named: Iterable[tuple[str, torch.Tensor]]) -> ArgumentSnapshot:
-    """Return the versions and the bytes of every tensor not in ``mutates``."""
-    declared = set(mutates)
-    tensors = [
-        (name, tensor, _version(tensor), tensor.detach().clone())
-        for name, tensor in named
-        if name not in declared and tensor.device.type != "meta" and tensor.layout is torch.strided
-    ]
-    return ArgumentSnapshot(operator, tensors)
+def read_source(function: Callable[..., Any], parameters: Sequence[str], depth: int = 0) -> Reading:
+    """Read ``function``'s source for writes to ``parameters``."""
+    tree = _tree(function)
+    if tree is None:
+        return Reading(reason="it cannot be read")
+    reader = _SourceReader(function, parameters, depth)
+    for statement in tree.body:
+        reader.visit(statement)
+    return reader.reading
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def branches_on(function: Callable[..., Any], names: Iterable[str]) -> str:
+    """Return the first of ``names`` that a condition in ``function`` depends on; empty where there is none."""
+    tree = _tree(function)
+    wanted = set(names)
+    for node in ast.walk(tree) if tree is not None else ():
+        test = getattr(node, "test", None) or getattr(node, "subject", None)
+        for item in ast.walk(test) if isinstance(test, ast.AST) else ():
+            if isinstance(item, ast.Name) and item.id in wanted:
+                return item.id
+    return ""
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    return torch.equal(_bytes(a), _bytes(b))
+def _tree(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    try:
+        parsed = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, IndentationError):  # no source, or a lambda cut out of an expression
+        return None
+    node = parsed.body[0] if parsed.body else None
+    return node if isinstance(node, ast.FunctionDef) else None
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
+class _SourceReader(ast.NodeVisitor):
+    """Collects writes to parameters; notes the first construct that could hide one."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Sequence[str], depth: int) -> None:
+        self.reading = Reading()
+        self.parameters = set(parameters)
+        self.fresh: set[str] = set()
+        self.depth = depth
+        scope = getattr(function, "__globals__", {})
+        cells: Any = inspect.getclosurevars(function).nonlocals if isinstance(function, types.FunctionType) else {}
+        self.scope: dict[str, Any] = {**vars(builtins), **scope, **cells}
+
+    def _doubt(self, node: ast.AST, what: str) -> None:
+        if not self.reading.reason:
+            self.reading.reason = f"{what} on line {getattr(node, 'lineno', 0)} of the function"
+
+    def _written(self, target: ast.expr, node: ast.AST) -> None:
+        root = target
+        while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        if isinstance(root, ast.Name) and root.id in self.parameters:
+            self.reading.mutates.add(root.id)
+        elif not (isinstance(root, ast.Name) and root.id in self.fresh):
+            self._doubt(node, "a write to something that may be a view of an argument")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            if isinstance(target, (ast.Subscript, ast.Attribute)):
+                self._written(target, node)
+            for name in ast.walk(target):
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                    self._rebound(name.id, node)
+        self.visit(node.value)
+
+    def _rebound(self, name: str, node: ast.Assign) -> None:
+        if name in self.parameters and isinstance(node.targets[0], ast.Name):
+            self._doubt(node, f"{name} is assigned to again")
+        called = getattr(node.value, "func", None)
+        if isinstance(node.value, ast.BinOp) or getattr(called, "attr", getattr(called, "id", "")) in _FRESH:
+            self.fresh.add(name)
+        else:
+            self.fresh.discard(name)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._written(node.target, node)
+        self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for keyword in node.keywords:
+            if keyword.arg == "out":
+                self._written(keyword.value, node)
+            elif keyword.arg is None or (keyword.arg == "inplace" and ast.unparse(keyword.value) != "False"):
+                self._doubt(node, f"an argument {keyword.arg or '**'} that may request a write")
+        self._called(node)
+        self.generic_visit(node)
+
+    def _called(self, node: ast.Call) -> None:
+        target = self._resolve(node.func)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in _WRITES_UNSAID:
+            self._doubt(node, f"a call of {name}")
+        elif target is None and isinstance(node.func, ast.Attribute):
+            self._method(node, node.func)
+        elif (getattr(target, "__module__", "") or "").split(".")[0] == "torch" or target in _torch_builtins(name):
+            if name.endswith("_") and not name.startswith("__") and node.args:
+                self._written(node.args[0], node)
+        elif name in _SAFE_BUILTINS and target is getattr(builtins, name, None):
+            pass
+        else:
+            self._helper(node, target, name)
+
+    def _method(self, node: ast.Call, func: ast.Attribute) -> None:
+        if func.attr in _LEAVES_TORCH or not hasattr(torch.Tensor, func.attr):
+            self._doubt(node, f".{func.attr}()")
+        elif func.attr.endswith("_") and not func.attr.startswith("__"):
+            self._written(func.value, node)
+
+    def _helper(self, node: ast.Call, target: Any, name: str) -> None:
+        if not isinstance(target, types.FunctionType) or self.depth > 4 or node.keywords:
+            self._doubt(node, f"a call of {name or 'something'}")
+            return
+        names = list(inspect.signature(target).parameters)
+        inner = read_source(target, names, self.depth + 1)
+        if not inner.proved:
+            self._doubt(node, f"a call of {name}, where there is {inner.reason}")
+        for parameter, argument in zip(names, node.args, strict=False):
+            if parameter in inner.mutates:
+                self._written(argument, node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr == "data":
+            self._doubt(node, ".data")
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """Ignore a ``raise``: writes in its expression do not matter, because the call fails."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._doubt(node, "a function defined inside")
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._doubt(node, "a lambda")
+
+    def _resolve(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return None if node.id in self.parameters else self.scope.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._resolve(node.value)
+            return getattr(owner, node.attr, None) if isinstance(owner, types.ModuleType) else None
+        return None
+
+
+def _torch_builtins(name: str) -> tuple[Any, ...]:
+    # C functions such as torch.sin and torch.nn.functional.gelu carry no __module__
+    owners = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft)
+    return tuple(getattr(owner, name) for owner in owners if name and hasattr(owner, name))

@@ -1,4 +1,4 @@
-"""Find what a function reads in addition to its arguments: globals, closures, attributes, entries, the environment.
+"""Find and track what a reference reads in addition to its arguments: globals, closures, attributes, entries, the environment.
 
 A result of running a function once (a traced backward, a compiled program) is valid for these values only. They are found in the
 bytecode of the function and of those that it calls: each name, with the attributes and constant keys that follow it, is looked
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import contextvars
 import dis
 import functools
@@ -19,22 +20,104 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from opkit.op import torch_private as private
+from opkit.op.torch_compile import add_guard, add_test, in_guarded_compilation
 from opkit.op.trace.snapshots import (
     ATOMS,
     MISSING,
     Snapshots,
     TooLargeError,
+    decides_sizes,
     has_parts,
     is_constant,
     is_operator,
     parts_of,
 )
+
+_MAX_CHANGES, _MAX_OWN = 4, 64
+
+
+class ReferenceState:
+    """The values that an operator's reference reads, from call to call.
+
+    ``changes`` counts how often a compiled program met other values than the one before.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.function = name, function
+        self.changes = 0
+        self._reads: Reads | None = None
+        self._last: dict[bool, tuple[Hashable, ...]] = {}
+        self._guarded: tuple[Hashable, ...] | None = None
+        self._own: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
+
+    def current(self, versions: bool = False) -> tuple[Hashable, ...]:
+        """Return the values that a call would read now; with ``versions``, a tensor that was written to is another value."""
+        reads = self._reads
+        if reads is not None and not reads.paths:
+            return ()
+        try:
+            values = None if reads is None else reads.values(versions)
+        except TooLargeError:
+            values = None
+        if values is None or values != self._last.get(versions):
+            self._reads = reads = Reads(self.function)  # other functions may be called from now on
+            self._last[versions] = values = reads.values(versions)
+        return self._own.get(values, values)
+
+    def of_sizes(self) -> tuple[Hashable, ...]:
+        """Return the values if some of them may decide sizes; else nothing."""
+        values = self.current()
+        return values if any(map(decides_sizes, values)) else ()
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Ignore what the reference itself writes, such as a cache of its own, while opkit runs it to trace it."""
+        before = self.current()
+        yield
+        after = self.current()
+        if after != before:
+            if len(self._own) >= _MAX_OWN:
+                self._own.clear()
+            self._own[after] = before
+
+    @property
+    def unknown(self) -> str:
+        """The line that reads what cannot be compared from call to call; empty where there is none."""
+        self.current()
+        return "" if self._reads is None else self._reads.unknown
+
+    @property
+    def volatile(self) -> bool:
+        """Whether programs were recompiled for other values several times."""
+        return self.changes >= _MAX_CHANGES
+
+    def guard(self) -> None:
+        """Guard the program that torch.compile is tracing on the present values."""
+        if not in_guarded_compilation():
+            return
+        values = self.current(versions=True)
+        if values:
+            self.changes += self._guarded is not None and values != self._guarded
+            self._guarded = values
+            add_guard(self._unchanged)
+
+    @functools.cached_property
+    def _unchanged(self) -> Callable[[Any, Any], None]:
+        """The function that creates the guard after tracing, because running the reference may have filled its own cache."""
+
+        def create(builder: Any, guard: Any) -> None:
+            expected = self.current(versions=True)
+            text = f"the reference of {self.name} reads what it read when it was compiled"
+            add_test(builder, guard, lambda: self.current(versions=True) == expected, text)
+
+        return create
+
 
 _MAX_FUNCTIONS = 2000
 _CHANGING = {
@@ -197,7 +280,8 @@ class Reads:
         value = path.value()
         if value is MISSING or isinstance(value, _WHOLE):
             return False
-        return not isinstance(value, (list, dict, set, collections.deque, *ATOMS)) or _user_attribute(value, attribute)
+        plain = isinstance(value, (list, dict, set, collections.deque, *ATOMS))
+        return not plain or attribute in getattr(value, "__dict__", {})  # which the user set
 
     def _end(self, path: _Path, after: _Step, constants: list[Any], code: types.CodeType) -> None:
         value, line = path.value(), after.line
@@ -217,7 +301,9 @@ class Reads:
             self._note_unknown(code, line, f"calls {getattr(value, '__qualname__', value)}")
             return
         self._reach(value)
-        key = (self._root_key(path), path.steps)
+        root: Any = path.root
+        names = [a if isinstance(a, str) else id(a) for a in root.args]
+        key = (id(getattr(root.func, "__self__", None)), *names, path.steps)
         if not self._fixed(path, value):
             try:
                 Snapshots(False).take(value)
@@ -227,10 +313,6 @@ class Reads:
                 )
                 return
             self.paths[key] = path
-
-    def _root_key(self, path: _Path) -> Any:
-        root: Any = path.root
-        return (id(getattr(root.func, "__self__", None)), *[a if isinstance(a, str) else id(a) for a in root.args])
 
     def _fixed(self, path: _Path, value: Any) -> bool:
         """Return whether a path always leads to the same object: builtins, and torch's objects under their own names."""
@@ -274,11 +356,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
-
-
-def _user_attribute(value: Any, attribute: str) -> bool:
-    """Return whether an attribute of a list or dictionary is one that the user set."""
-    return attribute in getattr(value, "__dict__", {})
 
 
 def _changes(value: Any) -> bool:

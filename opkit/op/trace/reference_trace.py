@@ -26,6 +26,7 @@ from opkit.op import torch_private as private
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
+_STRAY_OUTPUT = "it returned a tensor that did not come from torch operations on its arguments"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +154,14 @@ def _trace(body: Callable[..., Any], described: Any) -> ReferenceTrace:
             with mode, watch:
                 outputs = body(*fake_args, **fake_kwargs)
         except Exception as error:  # what the body raised is the reason why it is opaque
-            return ReferenceTrace(opaque=OpaqueReason(_first_line(error), line_at_fault(error)))
+            text = str(error).strip().split("\n")[0]
+            reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            return ReferenceTrace(opaque=OpaqueReason(reason, line_at_fault(error)))
     mutated = tuple(i for i, (leaf, v) in enumerate(zip(leaves, versions, strict=True)) if leaf._version != v)  # pyright: ignore[reportPrivateUsage]
-    stray = _stray_output(outputs)
+    stray = any(isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) for x in pytree.tree_leaves(outputs))
     return ReferenceTrace(
         outputs=outputs,
-        opaque=OpaqueReason(stray) if stray else None,
+        opaque=OpaqueReason(_STRAY_OUTPUT) if stray else None,
         mutated=mutated,
         random=watch.random,
         cuts_gradient=watch.cuts_gradient,
@@ -181,13 +184,3 @@ def differentiable(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if traced.opaque is not None:
         return None
     return [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(traced.outputs)]
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _stray_output(outputs: Any) -> str:
-    real = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)]
-    return "it returned a tensor that did not come from torch operations on its arguments" if real else ""

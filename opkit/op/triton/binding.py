@@ -6,19 +6,18 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.binding.facts import Facts
+from opkit.kernels.triton.headers import HeaderParameter
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Element
-from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
+from opkit.op.triton.evaluation import EVERYTHING, Formula, KernelNames, Source, formula, measured, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
-from opkit.op.triton.names import KernelNames, Source, measured
-from opkit.op.triton.parameters import TritonParameter
 
 _LISTS = dict.fromkeys(("ints", "floats", "bools"), "ints")
 _ROLES = {"int": "int", "float": "float", "bool": "bool", "dtype": "exact", "str": "text", **_LISTS}
@@ -56,7 +55,7 @@ class BoundKernel:
 
     @property
     def where(self) -> str:
-        """What an error begins with."""
+        """The operator and the kernel, with which errors begin."""
         return f"{self.facts.operator}, kernel {self.name!r}"
 
     @functools.cached_property
@@ -76,7 +75,7 @@ class BoundKernel:
 
     @property
     def varying(self) -> frozenset[str]:
-        """What the choice of a config may change: parameters, options, and what functions make of them."""
+        """The names whose values the choice of a config may change: parameters, options, and functions of them."""
         names = {name for config in self.kernel.configs for name in config.values}
         for each in self.formulas if names else ():
             if names & {*each.inputs} or {*EVERYTHING} & {*each.inputs}:
@@ -140,14 +139,16 @@ class _Binder:
         formulas: list[Formula],
         descriptors: dict[str, Descriptor],
     ) -> None:
-        """A value that the author gave: a constant, a function, or a descriptor of a tensor."""
+        """Add a value that the author set: a constant, a function, or a descriptor of a tensor."""
         if isinstance(value, Descriptor):
             descriptors[name] = value
             self.read.add(self._tensor(name, value.tensor))
             for part in ("block", "shape"):
                 if callable(chosen := getattr(value, part)):
                     formulas.append(formula(f"{name}.{part}", chosen, self._means))
-        elif callable(value) and not _is_triton(value):
+        elif callable(value) and not type(value).__module__.startswith(
+            "triton"
+        ):  # a function or type that the kernel uses
             formulas.append(formula(name, value, self._means))
         else:
             constants[name] = self._constant(value)
@@ -159,18 +160,18 @@ class _Binder:
         return Element(triton_name(str(value))) if isinstance(self.kernel.function, Named) else triton_type(str(value))
 
     def _means(self, name: str) -> bool:
-        """Return whether ``name``, a parameter of a function, stands for something."""
+        """Return whether ``name``, a parameter of a function, has a value."""
         wanted = self.kernel.bind.get(name, name)
         known = {*self.kernel.values, *self.kernel.options, *self.config_names, *self.absent, *EVERYTHING}
         return name in known or self.names.find(wanted) is not None or any(p.name == name for p in self.parameters)
 
-    def _check_configs(self, parameter: TritonParameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
-        """A parameter that configs give: all of them do, or it has a value besides."""
+    def _check_configs(self, parameter: HeaderParameter, constants: dict[str, Any], computed: Sequence[str]) -> None:
+        """Check that all configs set a parameter, or that it has another value."""
         name = parameter.name
         if name in computed:
             raise self.error(f"{name} has a value in configs= and a function. Take it out of one of them.")
         lacking = [config.label for config in self.kernel.configs if name not in config.constexprs]
-        if lacking and parameter.has_default:
+        if lacking and parameter.default is not inspect.Parameter.empty:
             constants.setdefault(name, parameter.default)
         if lacking and name not in constants:
             raise self.error(f"the config {lacking[0]} has no value for {name}, as others do. Add it.")
@@ -184,12 +185,12 @@ class _Binder:
         return source
 
     def _take(
-        self, parameter: TritonParameter, runtime: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
+        self, parameter: HeaderParameter, runtime: dict[str, Source], constants: dict[str, Any], formulas: list[Formula]
     ) -> None:
-        """A parameter that is found by its name."""
+        """Bind a parameter by its name."""
         name = self.kernel.bind.get(parameter.name, parameter.name)
         source = self.names.find(name)
-        if source is None and parameter.has_default:
+        if source is None and parameter.default is not inspect.Parameter.empty:
             constants[parameter.name] = parameter.default
         elif source is None and measured(name) in self.absent:
             constants[parameter.name] = 0
@@ -202,7 +203,7 @@ class _Binder:
         else:
             runtime[parameter.name] = source
 
-    def _unknown(self, parameter: TritonParameter, name: str) -> DeclarationError:
+    def _unknown(self, parameter: HeaderParameter, name: str) -> DeclarationError:
         known = self.names.known()
         tensors = ", ".join(self.names.tensors())
         derived = [
@@ -280,7 +281,7 @@ class _Binder:
         return found[0] if found else name
 
 
-def _role(source: Source, read: bool, user: TritonParameter | None) -> str:
+def _role(source: Source, read: bool, user: HeaderParameter | None) -> str:
     if read:
         return _READ_ROLES.get(source.kind, _ROLES.get(source.kind, "exact"))
     if source.kind == "tensor":
@@ -293,7 +294,7 @@ def _role(source: Source, read: bool, user: TritonParameter | None) -> str:
 
 
 def _by_parameter(runtime: Mapping[str, Source]) -> list[Source]:
-    """Return the sources of parameters, called as these are."""
+    """Return the sources of parameters under the parameters' names."""
     return [dataclasses.replace(source, name=name) for name, source in runtime.items()]
 
 
@@ -311,7 +312,7 @@ _TRITON_TYPES = {
 
 
 def triton_type(name: str | None) -> Any:
-    """Triton's element type of a dtype's name in torch, for a kernel that converts to it; None of None.
+    """Return Triton's element type for a dtype's name in torch, for a kernel that converts to it; None for None.
 
     Raises:
         KernelError: Triton has none.
@@ -334,17 +335,12 @@ def triton_name(name: str) -> str:
     return _TRITON_TYPES.get(bare, bare)
 
 
-def _is_triton(value: Callable[..., Any]) -> bool:
-    """Return whether a value is of Triton's own: a function that the kernel calls, or an element type."""
-    return type(value).__module__.startswith("triton")
-
-
 def bind(kernel: TritonKernel, facts: Facts, name: str = "", absent: Mapping[str, Any] | None = None) -> BoundKernel:
     """Return a kernel bound to the operator of ``facts``.
 
-    ``absent`` are values of parameters of which nothing is said elsewhere.
+    ``absent`` has values for parameters that have no other.
 
     Raises:
-        DeclarationError: a parameter, or of a function that computes a value, stands for nothing.
+        DeclarationError: a parameter of the kernel, or of a function that computes a value, matches nothing.
     """
     return _Binder(kernel, facts, name or kernel.name, absent or {}).bind()

@@ -14,9 +14,8 @@ from opkit.errors import DeclarationError
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.named import Named
 from opkit.kernels.tuning.configs import Config
-from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.kernel import TritonKernel, parameters_of
 from opkit.op.triton.launch import launch
-from opkit.op.triton.parameters import parameters_of
 
 OPTIONS = frozenset(
     {
@@ -48,7 +47,7 @@ def triton_kernel(
     The function's parameters are bound by name: to the operator's arguments (``x`` or ``x_ptr``), to its output ``out``
     (``out0``, ``out1``, ... where there are several), to the sizes that its annotations name, and to ``x_numel``,
     ``x_rank``, ``x_size_0``, ``x_stride_0`` (``x_stride_m1`` counts from the end) of a tensor ``x``. A tensor whose strides
-    the kernel takes may lie in memory anyhow; any other is made contiguous.
+    the kernel takes may have any; any other is made contiguous.
 
     Grid, constexprs and options are constants, or functions that take the same things by their parameters' names: named
     sizes, scalars, tensors (as :class:`~opkit.op.triton.evaluation.TensorInfo`), other constexprs, or ``meta``, all of
@@ -82,12 +81,13 @@ def triton_kernel(
     '_double'
     """
     inner, inherited = _unwound(_settled(function))
+    names = [parameter.name for parameter in parameters_of(inner)]
     kernel = TritonKernel(
         inner,
         grid,
         {k: v for k, v in {**inherited.pop("values", {}), **values}.items() if k not in OPTIONS},
         {k: v for k, v in values.items() if k in OPTIONS},
-        _parsed(inner, configs or inherited.get("configs", ())),
+        tuple(Config.parse(config, names) for config in configs or inherited.get("configs", ())),
         prune or inherited.get("prune"),
         tuple(outputs),
         dict(bind or {}),
@@ -102,11 +102,6 @@ def triton_kernel(
     return kernel
 
 
-def _parsed(function: Any, configs: Sequence[Any]) -> tuple[Config, ...]:
-    names = [parameter.name for parameter in parameters_of(function)]
-    return tuple(Config.parse(config, names) for config in configs)
-
-
 def _settled(function: Any) -> Any:
     """Return a named function as it is if its file says enough and nothing is interpreted; else import the function."""
     if not isinstance(function, Named):
@@ -115,13 +110,13 @@ def _settled(function: Any) -> Any:
 
 
 def _unwound(function: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the ``triton.jit`` object under ``triton.autotune`` and ``triton.heuristics``, and what those say."""
-    said: dict[str, Any] = {}
+    """Return the ``triton.jit`` object under ``triton.autotune`` and ``triton.heuristics``, and the options that those set."""
+    options: dict[str, Any] = {}
     while (reader := _DECORATORS.get(type(function).__name__)) is not None:
         for name, value in reader(function).items():
-            said[name] = {**value, **said.get(name, {})} if isinstance(value, dict) else value
+            options[name] = {**value, **options.get(name, {})} if isinstance(value, dict) else value
         function = function.fn
-    return function, said
+    return function, options
 
 
 def _autotuner(function: Any) -> dict[str, Any]:

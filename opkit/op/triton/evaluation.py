@@ -1,4 +1,4 @@
-"""Evaluate grids, constexprs and options: the author's functions of a call's values."""
+"""The values of a call that a Triton kernel uses by name, and the author's functions of them: grids, constexprs and options."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -12,6 +12,94 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
+from opkit.kernels.binding.facts import Facts
+from opkit.kernels.binding.names import measure, output_numbers
+
+_SCALARS = {"int": "SCALAR", "float": "SCALAR", "bool": "SCALAR", "dtype": "SCALAR", "str": "STRING"}
+_LISTS = ("ints", "floats", "bools")
+
+
+def measured(name: str) -> str:
+    """Return the tensor that a name measures, or "".
+
+    >>> measured("x_stride_0"), measured("x")
+    ('x', '')
+    """
+    found = measure(name)
+    return found[0] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The origin of a value of a call.
+
+    Attributes:
+        name: as the kernel calls it.
+        origin: the end of an ``opk_source``'s name: "TENSOR", "SCALAR", "NAMED_SIZE", "STRIDE", ...
+        kind: "tensor", "int", "float", "bool", "dtype", "str" or "ints".
+        argument: an argument's number, or the number of arguments plus an output's.
+        detail: a dimension, or the number of a named size.
+    """
+
+    name: str
+    origin: str
+    kind: str
+    argument: int = 0
+    detail: int = 0
+
+
+class KernelNames:
+    """The names by which kernels refer to the arguments, outputs and sizes of an operator."""
+
+    def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:
+        self.facts = facts
+        self.sizes = facts.sizes
+        self._targets = _targets(facts, outputs)
+
+    def find(self, name: str) -> Source | None:
+        """Return what ``name`` means; None where nothing has it."""
+        return self._target(name) or self._size(name) or self._measure(name) or self._pointer(name)
+
+    def known(self) -> list[str]:
+        """Return the known names without measures."""
+        return [*self._targets, *self.sizes]
+
+    def tensors(self) -> dict[str, int]:
+        """Return the numbers of the tensors among arguments and outputs."""
+        return {name: number for name, (number, kind) in self._targets.items() if kind == "tensor"}
+
+    def _target(self, name: str) -> Source | None:
+        number, kind = self._targets.get(name, (0, ""))
+        if kind == "tensor":
+            return Source(name, "TENSOR", "tensor", number)
+        if kind in _SCALARS:
+            optional = kind != "str" and number < len(self.facts.arguments) and self.facts.arguments[number].optional
+            return Source(name, "SCALAR_POINTER" if optional else _SCALARS[kind], kind, number)
+        return Source(name, "VALUES", kind, number) if kind in _LISTS else None
+
+    def _size(self, name: str) -> Source | None:
+        return Source(name, "NAMED_SIZE", "int", 0, self.sizes.index(name)) if name in self.sizes else None
+
+    def _measure(self, name: str) -> Source | None:
+        argument, origin, dimension = measure(name) or ("", "", 0)
+        number, kind = self._targets.get(argument, (0, ""))
+        if not kind or (kind != "tensor") != (origin == "LENGTH"):
+            return None
+        return Source(name, origin, "int", number, dimension)
+
+    def _pointer(self, name: str) -> Source | None:
+        bare = name.removesuffix("_ptr")
+        found = self._target(bare) if bare != name else None
+        return found if found is not None and found.kind == "tensor" else None
+
+
+def _targets(facts: Facts, names: Sequence[str]) -> Mapping[str, tuple[int, str]]:
+    targets = {argument.name: (number, argument.kind) for number, argument in enumerate(facts.arguments)}
+    for name, number in output_numbers(facts, names).items():
+        alias = facts.outputs[number].alias
+        targets[name] = (len(facts.arguments) + number if alias is None else alias, "tensor")
+    return targets
+
 
 _MAX_RESULTS = 4096
 EVERYTHING = ("meta", "META")
@@ -110,7 +198,7 @@ def _by_name(function: Callable[..., Any], names: Sequence[str]) -> Callable[...
 
 
 def ordered(formulas: Sequence[Formula]) -> tuple[Formula, ...]:
-    """Formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
+    """Return formulas in an order in which each comes after those whose values it takes; ``meta`` comes last.
 
     Raises:
         DeclarationError: some take each other's values.
@@ -130,7 +218,7 @@ def evaluate(where: str, formulas: Sequence[Formula], named: dict[str, Any]) -> 
     """Add each formula's value to ``named``, in order.
 
     Raises:
-        KernelError: one of the functions raised; it says which, and on what.
+        KernelError: one of the functions raised; the message names it and its arguments.
     """
     for f in formulas:
         try:

@@ -1,16 +1,21 @@
-"""Declare a Triton kernel: the function, and the rules by which it is launched."""
+"""Triton kernels as their authors declare them: the function with its parameters, and the rules by which it is launched.
+
+The parameters are read from the function's signature alone, so that ``triton.jit``, Gluon's ``jit`` and the interpreter's
+stand-in for them are one thing here, and Triton need not be imported. A function that is passed by name is read from its file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.errors import DeclarationError
-from opkit.kernels.triton.named import loaded
+from opkit.kernels.triton.headers import Header, HeaderParameter
+from opkit.kernels.triton.named import Named, loaded
 from opkit.kernels.tuning.configs import Config
-from opkit.op.triton.parameters import TritonParameter, is_gluon, is_interpreted, location, name_of, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,7 @@ class TritonKernel:
         return loaded(self.function)
 
     @functools.cached_property
-    def parameters(self) -> tuple[TritonParameter, ...]:
+    def parameters(self) -> tuple[HeaderParameter, ...]:
         """The parameters of the Triton function."""
         return parameters_of(self.function)
 
@@ -125,3 +130,79 @@ def tensor_descriptor(
     if padding not in ("zero", "nan"):
         raise DeclarationError(f'tensor_descriptor({tensor!r}, padding={padding!r}): it is "zero" or "nan".')
     return Descriptor(tensor, block, shape, layout, padding)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def unwrapped(function: Any) -> Any:
+    """Return the function of a ``triton.jit`` object, as Python has it.
+
+    Raises:
+        DeclarationError: it is no such object.
+    """
+    inner = getattr(loaded(function), "fn", None)
+    if not inspect.isfunction(inner):
+        raise DeclarationError(
+            f"opkit.triton_kernel takes a function decorated with @triton.jit (or Gluon's @gluon.jit), got {function!r}."
+        )
+    return inner
+
+
+def parameters_of(function: Any) -> tuple[HeaderParameter, ...]:
+    """Return the parameters of a ``triton.jit`` object, or of a named one, in order."""
+    header = header_of(function)
+    if header is not None:
+        return header.parameters
+    function = loaded(function)
+    known = {p.name: p for p in getattr(function, "params", ())}
+    return tuple(_parameter(p, known.get(p.name)) for p in inspect.signature(unwrapped(function)).parameters.values())
+
+
+def _parameter(parameter: inspect.Parameter, known: Any) -> HeaderParameter:
+    annotation = "" if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+    if not isinstance(annotation, str):
+        annotation = getattr(annotation, "__name__", str(annotation))
+    return HeaderParameter(
+        parameter.name,
+        "constexpr" in annotation,
+        annotation,
+        parameter.default,
+        specialised=not getattr(known, "do_not_specialize", False),
+        aligned=not getattr(known, "do_not_specialize_on_alignment", False),
+    )
+
+
+def is_interpreted(function: Any) -> bool:
+    """Return whether ``TRITON_INTERPRET=1`` was set when the function was decorated, so that it runs on CPU tensors."""
+    return type(function).__name__ == "InterpretedFunction"
+
+
+def is_gluon(function: Any) -> bool:
+    """Return whether the function is in Gluon."""
+    header = header_of(function)
+    return bool(getattr(loaded(function), "is_gluon", bool)()) if header is None else header.gluon
+
+
+def name_of(function: Any) -> str:
+    """Return the name of the function."""
+    return function.name if isinstance(function, Named) else unwrapped(function).__name__
+
+
+def module_of(function: Any) -> str:
+    """Return the module that defines the function."""
+    return function.module if isinstance(function, Named) else unwrapped(function).__module__
+
+
+def header_of(function: Any) -> Header | None:
+    """Return the header of a named function; None for other functions, and where the file alone does not determine it."""
+    return function.header if isinstance(function, Named) else None
+
+
+def location(function: Any) -> tuple[str, int]:
+    """Return the file and line at which the function stands."""
+    header = header_of(function)
+    if header is not None:
+        return header.file, header.line
+    code = unwrapped(function).__code__
+    return code.co_filename, code.co_firstlineno

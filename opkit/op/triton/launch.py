@@ -2,9 +2,11 @@
 
 Each combination of kinds of values becomes a hidden operator ``opkit_launch::...`` whose kernel is the launcher, so such a
 launch costs what a call through torch's dispatcher does. While a program is traced it is recorded in place of that.
+A :class:`PreparedSeries` makes several launches by one call, for small calls, whose time is the processor's.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -12,26 +14,28 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
 from opkit.kernels.binding.facts import Argument, Facts
 from opkit.op import torch_private as private
-from opkit.op.triton.arguments import Values
+from opkit.op.layout import program as layout_program
+from opkit.op.layout.outputs import fills, unfilled
 from opkit.op.triton.binding import bind
-from opkit.op.triton.graph import wrapped
-from opkit.op.triton.kernel import TritonKernel
+from opkit.op.triton.function import wrapped
+from opkit.op.triton.kernel import TritonKernel, module_of
 from opkit.op.triton.launcher_table import Launching
-from opkit.op.triton.machine import MACHINES, machine_of
-from opkit.op.triton.parameters import module_of
-from opkit.op.triton.python import launched_by_triton
+from opkit.op.triton.python import Values, launched_by_triton
+from opkit.op.triton.variants import machine_of
 
 if TYPE_CHECKING:
     from opkit import _core
+
 
 _NAMESPACE = "opkit_launch"
 _TYPES = {"tensor": "Tensor(a{}!)", "int": "int", "float": "float", "bool": "bool"}
@@ -71,9 +75,9 @@ class LaunchForm:
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch the kernel."""
         arguments = [values[name] for name in self.names]
-        noted = recorded.get()
-        if noted is not None:
-            noted.append(Values(self.bound, arguments, ()))
+        records = recorded.get()
+        if records is not None:
+            records.append(Values(self.bound, arguments, ()))
         elif self.bound.kernel.interpreted or self.bound.kernel.hooked:
             launched_by_triton(Values(self.bound, arguments, ()))
         elif private.dispatch_modes():
@@ -131,7 +135,7 @@ class LaunchForm:
 
 
 def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
-    """Return the first tensor, which says on what device to run."""
+    """Return the first tensor; the launch runs on its device."""
     for value in arguments:
         if isinstance(value, torch.Tensor):
             return value
@@ -142,7 +146,7 @@ def _first(kernel: TritonKernel, arguments: Sequence[Any]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def recording() -> Generator[list[Values]]:
-    """Note the launches in place of making them."""
+    """Record the launches of this thread instead of making them."""
     found: list[Values] = []
     token = recorded.set(found)
     try:
@@ -152,7 +156,7 @@ def recording() -> Generator[list[Values]]:
 
 
 def is_recorded() -> bool:
-    """Return whether launches of this thread are noted in place of made."""
+    """Return whether launches of this thread are recorded instead of made."""
     return recorded.get() is not None
 
 
@@ -176,13 +180,13 @@ def _form(kernel: TritonKernel, values: Mapping[str, Any]) -> LaunchForm:
 
 
 class PreparedLaunch:
-    """Launches of a kernel by hand with the same numbers each time: what they have in common is worked out once.
+    """Prepared launches of a kernel by hand with the same numbers each time: what they have in common is computed once.
 
-    Tensors, too, differ from launch to launch in nothing but where they lie: a launch of others that have the sizes, strides,
-    dtype or device of none before reads and writes as if they had those of the first. A :class:`PreparedKernel` checks that.
+    Tensors may differ from launch to launch in their addresses only: a launch on tensors of other sizes, strides, dtypes or
+    devices reads and writes as if they were like the first. A :class:`~opkit.op.kernel_kinds.PreparedKernel` checks that.
 
     Args:
-        kernel: what :func:`opkit.triton_kernel` gave.
+        kernel: the result of :func:`opkit.triton_kernel`.
         names: of the tensors of each launch, in order.
         numbers: all other values, by name.
 
@@ -207,7 +211,7 @@ class PreparedLaunch:
         found(tensors)
 
     def repeated(self, *tensors: torch.Tensor | None) -> tuple[_core.Repeated | None, list[str]]:
-        """What later launches are made by where the same tensors are there; and the names of those whose addresses it takes.
+        """Return what repeats a launch with the same tensors present, and the names of the tensors whose addresses it takes.
 
         None: there was no such launch yet, or those that come pass torch's dispatcher, each of them.
         """
@@ -267,4 +271,102 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
     return kind
 
 
-__all__ = ["MACHINES", "LaunchForm", "PreparedLaunch", "launch"]
+# ---- several launches by one call ------------------------------------------------------------------------------------
+
+
+class Scratch(NamedTuple):
+    """A dense tensor that one kernel writes and a later one reads, and that nothing else uses; it is not filled."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PreparedSeries:
+    """A series of prepared launches that are made one after another by one call.
+
+    Each takes its tensors by name: from those of the call, none of which is None; from the results; or from the scratch tensors,
+    which are allocated for each call and last as long as the launches. Any other name is None. The conditions
+    of :class:`PreparedLaunch` hold for all of them.
+
+    Args:
+        launches: in order.
+        names: of the tensors of each call, in order.
+        results: by name, each a function that makes a tensor, of the same sizes, strides and dtype each time, not filled.
+        scratch: by name.
+        others: other names of these tensors, where a kernel has one tensor by two names.
+
+    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Scratch((1024,), torch.float32)})
+    >>> # (out,) = series(x)  # as out = make(); squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[PreparedLaunch],
+        names: Sequence[str],
+        results: Mapping[str, Callable[[], torch.Tensor]],
+        scratch: Mapping[str, Scratch],
+        others: Mapping[str, str] | None = None,
+    ) -> None:
+        self.launches, self.names = list(launches), tuple(names)
+        self.results, self.scratch, self.others = dict(results), dict(scratch), dict(others or {})
+        self._series: _core.Series | None = None
+        self._gpu = -1
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Launch the kernels on these tensors; the results."""
+        return self.at(tensors, [each.data_ptr() for each in tensors])
+
+    def at(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return the same for tensors whose addresses are known."""
+        series, gpu = self._series, self._gpu
+        if series is None or recorded.get() is not None or private.dispatch_modes() or fills():
+            return self._one_by_one(tensors)
+        if gpu >= 0 and private.current_gpu() != gpu:
+            return self._one_by_one(tensors)
+        try:
+            handles = series(addresses, private.current_stream(gpu))
+        except MemoryError:  # torch raises a better error when it allocates
+            return self._one_by_one(tensors)
+        return tuple(private.tensors_of_handles(handles))
+
+    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tensors_by_name = dict(zip(self.names, tensors, strict=True))
+        results = {name: make() for name, make in self.results.items()}
+        device = tensors[0].device
+        scratch = {
+            name: unfilled(buffer.shape, None, dtype=buffer.dtype, device=device)
+            for name, buffer in self.scratch.items()
+        }
+        tensors_by_name |= results | scratch
+        tensors_by_name |= {other: tensors_by_name[name] for other, name in self.others.items()}
+        for launch in self.launches:
+            launch(*[tensors_by_name.get(name) for name in launch.names])
+        if self._series is None:
+            self._gpu = tensors[0].get_device()
+            self._series = self._joined(tensors_by_name)  # last: other threads look at it first
+        return tuple(results.values())
+
+    def _joined(self, tensors_by_name: Mapping[str, torch.Tensor]) -> _core.Series | None:
+        """Return the launches that were just made as one; None where one of them cannot be repeated."""
+        from opkit import _core
+
+        places = {name: place for place, name in enumerate(tensors_by_name)}
+        places |= {other: places[name] for other, name in self.others.items()}
+        steps: list[tuple[_core.Repeated, list[int]]] = []
+        for launch in self.launches:
+            call, names = launch.repeated(*[tensors_by_name.get(name) for name in launch.names])
+            if call is None:
+                return None
+            steps.append((call, [places[name] for name in names]))
+        results = [_layout(tensors_by_name[name]) for name in self.results]
+        memory = [buffer.bytes for buffer in self.scratch.values()]
+        device = next(iter(tensors_by_name.values())).get_device()
+        return _core.Series(steps, addresses=len(self.names), results=results, memory=memory, device=device)
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, Any, int]:
+    return tuple(x.shape), x.stride(), layout_program.DTYPES[x.dtype]

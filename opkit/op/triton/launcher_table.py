@@ -1,4 +1,8 @@
-"""Fill the launcher's table: what Python does for a call of a bound kernel that is unlike any before."""
+"""Fill the launcher's table: what Python does for a call of a bound kernel that is unlike any before.
+
+A call that the table has costs 6.4 us, and ``torch.empty_like`` with a launch by Triton's own Python 14.5 us (an H200,
+``benchmarks/triton_launch.py``).
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -6,24 +10,28 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument, Shape
-from opkit.kernels.tuning.observation import add_launcher
+from opkit.kernels.binding.facts import Argument
+from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.configs import Config, prune
+from opkit.kernels.tuning.observation import Choice, add_launcher
+from opkit.kernels.tuning.record_format import Identity
 from opkit.op.layout import program as p
+from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import BoundKernel
-from opkit.op.triton.choosing import Chooser
-from opkit.op.triton.entries import Memory
-from opkit.op.triton.evaluation import TensorInfo, evaluate
-from opkit.op.triton.machine import Machine
-from opkit.op.triton.names import Source
-from opkit.op.triton.variants import Variants
+from opkit.op.triton.evaluation import Source, TensorInfo, evaluate
+from opkit.op.triton.variants import Machine, Memory, Variants
 
 if TYPE_CHECKING:
     from opkit import _core
+
 
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in p.DTYPES.items()}
 
@@ -46,7 +54,7 @@ def _served(miss: Callable[[_core.Call], _core.Entry | None] | None, call: _core
 
 @dataclasses.dataclass
 class _Stopwatch:
-    """What was found of a launch that was timed: the milliseconds, or why it failed."""
+    """The result of timing a launch: the milliseconds, or why it failed."""
 
     ms: float | None = None
     error: Exception | None = None
@@ -56,7 +64,10 @@ _stopwatch: contextvars.ContextVar[_Stopwatch | None] = contextvars.ContextVar("
 
 
 class Launching:
-    """Fills the launcher's table. ``module`` is that of the operator, whose package may hold compiled kernels."""
+    """The part of a bound kernel's launcher that fills its table.
+
+    ``module`` is that of the operator, whose package may hold compiled kernels.
+    """
 
     def __init__(self, bound: BoundKernel, machine: Machine, module: str = "") -> None:
         self.bound = bound
@@ -167,17 +178,14 @@ def description(bound: BoundKernel, cuda: bool, packed: bool = True) -> dict[str
 
 
 def _argument(argument: Argument) -> dict[str, Any]:
+    shape = argument.shape
     return {
         "name": argument.name,
         "kind": argument.kind,
         "optional": argument.optional,
         "written": argument.written,
-        "shape": None if argument.shape is None else _shape(argument.shape),
+        "shape": None if shape is None else {"before": shape.before, "variadic": shape.variadic, "after": shape.after},
     }
-
-
-def _shape(shape: Shape) -> dict[str, Any]:
-    return {"before": shape.before, "variadic": shape.variadic, "after": shape.after}
 
 
 def _source(bound: BoundKernel, source: Source, packed: bool) -> tuple[str, int, int, int, int]:
@@ -186,3 +194,56 @@ def _source(bound: BoundKernel, source: Source, packed: bool) -> tuple[str, int,
         dims = bound.strided.get(source.argument, ())
         origin, detail = "PACKED_TENSOR", sum(1 << (d if d >= 0 else 15 - d) for d in dims)
     return origin, source.argument, detail, -1, 0
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+class Chooser:
+    """The choice among the configs of a bound kernel. ``module`` defines its operator; its package may have results."""
+
+    def __init__(self, bound: BoundKernel, machine: Machine, module: str) -> None:
+        self.bound = bound
+        self.machine = machine
+        self.module = module
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """The kernel as its results are recorded."""
+        hashed = contract_hash(self.bound.kernel.launch_parts())
+        return Identity(self.bound.facts.operator, self.bound.name, hashed)
+
+    @functools.cached_property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders in which the operator's package may have results."""
+        return records.packaged(self.module)
+
+    def choose(
+        self, named: Mapping[str, Any], device: int, measure: Callable[[Config], float], capturing: bool
+    ) -> Choice:
+        """Return the config for a call with these values."""
+        configs = self.candidates(named)
+        model = self.machine.model(device)
+        return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders)
+
+    def candidates(self, named: Mapping[str, Any]) -> list[Config]:
+        """Return the configs that the author's ``prune`` leaves for a call."""
+        return prune(self.bound.kernel.configs, self.bound.kernel.prune, named)
+
+    def recorded(self, named: Mapping[str, Any], device: int) -> Config | None:
+        """Return the config that was found to be the fastest for such a call, if that is known."""
+        model, configs = self.machine.model(device), self.candidates(named)
+        return records.lookup(self.identity, configs, model, self.bucket(named), self.folders).config
+
+    def bucket(self, named: Mapping[str, Any]) -> str:
+        """The bucket of a call: by its named sizes, or the tensors' where none have names, and integers that formulas read."""
+        count = len(self.bound.facts.arguments)
+        by_number = {s.argument: s for s in reversed(self.bound.sources) if s.kind == "tensor" and s.argument < count}
+        tensors = sorted(by_number.values(), key=self.bound.sources.index)
+        infos = {s.name: named[s.name] for s in tensors if isinstance(named[s.name], TensorInfo)}
+        counted = zip(self.bound.sources, self.bound.roles, strict=True)
+        integers = {s.name: named[s.name] for s, role in counted if s.kind == "int" and role == "exact"}
+        sizes = {name: value for name, value in integers.items() if type(value) is int}
+        if not self.bound.facts.sizes:
+            sizes |= {f"{name}_{d}": size for name, info in infos.items() for d, size in enumerate(info.shape)}
+        return bucket_of(sizes, [info.dtype for info in infos.values()])

@@ -1,28 +1,145 @@
-"""Launch kernels through Python: in Triton's interpreter, by Triton's own launcher, or into a traced program."""
+"""Launch kernels through Python: in Triton's interpreter, by Triton's own launcher, or into a traced program.
+
+The launcher in C does the same for the calls that it serves.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from opkit.errors import KernelError
+from opkit.kernels.triton.symbols import resolved
 from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
-from opkit.op.dispatch.autotune import capturing
-from opkit.op.layout import outputs as layout
-from opkit.op.layout import program as p
-from opkit.op.schema_facts import facts_of
-from opkit.op.triton.arguments import LaunchArguments, Values, launch_of
+from opkit.op.dispatch.selection import capturing
+from opkit.op.layout.outputs import allocate_outputs, facts_of, operands, sizes_of
 from opkit.op.triton.binding import BoundKernel, bind
-from opkit.op.triton.choosing import Chooser
-from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.machine import machine_of
-from opkit.op.triton.parameters import module_of
+from opkit.op.triton.evaluation import Source, TensorInfo, as_grid, evaluate
+from opkit.op.triton.kernel import TritonKernel, module_of
+from opkit.op.triton.launcher_table import Chooser
+from opkit.op.triton.variants import machine_of
+
+# ---- the arguments of one launch, for real, fake or symbolic tensors -------------------------------------------------
+
+
+class LaunchArguments(NamedTuple):
+    """One launch: every parameter by name, the compiler's options, and the grid."""
+
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[Any, Any, Any]
+
+
+class Values:
+    """The values of a bound kernel's sources in one call.
+
+    ``operands`` has the value of each schema argument, ``outputs`` each output, ``device`` where the call is.
+    """
+
+    def __init__(self, bound: BoundKernel, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.bound = bound
+        self.operands = operands
+        self.outputs = outputs
+        self.sizes = sizes_of(bound.facts, operands)
+
+    def of(self, source: Source) -> Any:
+        """Return one source's value: a tensor, a number, a string, a list."""
+        return _READERS[source.origin](self, source)
+
+    def tensor(self, source: Source) -> Any:
+        """Return the tensor that a source is about."""
+        count = len(self.operands)
+        return self.operands[source.argument] if source.argument < count else self.outputs[source.argument - count]
+
+    def named(self) -> dict[str, Any]:
+        """Return every source's value by name, as formulas see it."""
+        return {source.name: shown(self.of(source)) for source in self.bound.sources}
+
+    def dimension(self, source: Source, of: Callable[[Any], Sequence[Any]], missing: int) -> Any:
+        """Return a size or stride of a tensor; ``missing`` of a leading dimension that it does not have."""
+        tensor = self.tensor(source)
+        if tensor is None:
+            return 0
+        if source.detail < -tensor.dim():
+            return missing
+        if source.detail >= tensor.dim():
+            raise KernelError(
+                f"{self.bound.where}: {source.name} asks for dimension {source.detail} of a tensor that has {tensor.dim()}."
+            )
+        return of(tensor)[source.detail]
+
+    def size(self, source: Source) -> Any:
+        """Return a named size; 0 where no tensor that has it was passed."""
+        return self.sizes.get(self.bound.facts.sizes[source.detail], 0)
+
+
+_READERS: Mapping[str, Callable[[Values, Source], Any]] = {
+    "TENSOR": Values.tensor,
+    "SCALAR": Values.tensor,
+    "SCALAR_POINTER": Values.tensor,
+    "STRING": Values.tensor,
+    "VALUES": Values.tensor,
+    "NAMED_SIZE": Values.size,
+    "NUMEL": lambda values, source: 0 if values.tensor(source) is None else values.tensor(source).numel(),
+    "RANK": lambda values, source: 0 if values.tensor(source) is None else values.tensor(source).dim(),
+    "SIZE": lambda values, source: values.dimension(source, lambda tensor: tensor.shape, 1),
+    "STRIDE": lambda values, source: values.dimension(source, lambda tensor: tensor.stride(), 0),
+    "LENGTH": lambda values, source: 0 if values.tensor(source) is None else len(values.tensor(source)),
+}
+
+
+def shown(value: Any) -> Any:
+    """Return a value as formulas see it."""
+    if isinstance(value, torch.Tensor):
+        return TensorInfo(str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(value.stride()))
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def launch_of(values: Values, config: Mapping[str, Any] | None = None) -> LaunchArguments:
+    """Return the launch for the values of a call.
+
+    Raises:
+        KernelError: one of the author's functions raised, or its result is no grid.
+    """
+    bound = values.bound
+    named = {**values.named(), **bound.constants, **(config or {})}
+    evaluate(bound.where, bound.formulas, named)
+    arguments = {p.name: resolved(named[p.name]) for p in bound.kernel.parameters if p.name in named}
+    for name, number in bound.runtime.items():
+        arguments[name] = values.of(bound.sources[number])
+    for name in bound.descriptors:
+        arguments[name] = descriptor(values, name, named)
+    options = {name: value for name, value in named.items() if name in bound.options}
+    return LaunchArguments(arguments, options, as_grid(bound.where, named["grid"]))
+
+
+def descriptor(values: Values, name: str, named: Mapping[str, Any]) -> Any:
+    """Return Triton's tensor descriptor for a parameter."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    declared = values.bound.descriptors[name]
+    source = next(s for s in values.bound.sources if s.name == declared.tensor and s.kind == "tensor")
+    tensor = values.tensor(source)
+    shape = named.get(f"{name}.shape", declared.shape)
+    viewed = tensor if shape is None else tensor.view(tuple(shape))
+    block = list(named.get(f"{name}.block", declared.block))
+    if declared.layout is None:
+        return TensorDescriptor.from_tensor(viewed, block, padding=declared.padding)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor.from_tensor(viewed, block, resolved(declared.layout), padding=declared.padding)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 Launcher = Callable[[Values], None]
 """What launches a kernel on values."""
@@ -38,7 +155,7 @@ class PythonLaunch:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = allocated(self.operator, layout.layout_of(self.operator, args, kwargs), args, kwargs)
+        outputs = allocate_outputs(self.operator, args, kwargs)
         return run(self.operator, self.bound, args, kwargs, outputs, self.launcher)
 
     def contract_parts(self) -> list[tuple[str, Any]]:
@@ -55,31 +172,15 @@ def run(
     launcher: Launcher,
 ) -> Any:
     """Launch a kernel with ``new`` as the outputs that are no arguments; the operator's result."""
-    operands = layout.operands(operator, args, kwargs)
+    values = operands(operator, args, kwargs)
     fresh = iter(new)
-    outputs = [next(fresh) if o.alias is None else operands[o.alias] for o in bound.facts.outputs]
-    if not _nothing_to_write(bound, operands, outputs):
-        dense, copies = _dense(bound, [*operands, *outputs])
-        launcher(Values(bound, dense[: len(operands)], dense[len(operands) :]))
+    outputs = [next(fresh) if o.alias is None else values[o.alias] for o in bound.facts.outputs]
+    if not _nothing_to_write(bound, values, outputs):
+        dense, copies = _dense(bound, [*values, *outputs])
+        launcher(Values(bound, dense[: len(values)], dense[len(values) :]))
         for tensor, copy in copies:
             tensor.copy_(copy)
     return outputs[0] if len(outputs) == 1 else tuple(outputs) if outputs else None
-
-
-def allocated(
-    operator: Operator, words: Sequence[int], args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """New tensors as a layout (see ``opkit.h``) says."""
-    device = next((tensor.device for _, tensor in operator.named_tensors(args, kwargs)), None)
-    dtypes = {number: dtype for dtype, number in p.DTYPES.items()}
-    outputs: list[torch.Tensor] = []
-    at = 0
-    while at < len(words):
-        rank = words[at + 1]
-        sizes, strides = words[at + 2 : at + 2 + rank], words[at + 2 + rank : at + 2 + 2 * rank]
-        outputs.append(torch.empty_strided(sizes, strides, dtype=dtypes[words[at]], device=device))
-        at += 2 + 2 * rank
-    return outputs
 
 
 def launched_by_triton(values: Values) -> None:
@@ -97,13 +198,9 @@ def _launch(values: Values, config: Config | None) -> None:
         if hook is not None:
             hook(launch.arguments)
     if all(launch.grid):
-        with _device_of(launch):
+        tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
+        with next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext()):
             kernel.jit[launch.grid](**launch.arguments, **launch.options)
-
-
-def _device_of(launch: LaunchArguments) -> Any:
-    tensors = (value for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.is_cuda)
-    return next((torch.cuda.device(tensor.device) for tensor in tensors), contextlib.nullcontext())
 
 
 def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
@@ -124,7 +221,7 @@ def checked(values: Values, launch: LaunchArguments) -> LaunchArguments:
 def packed(tensor: torch.Tensor, dims: Sequence[int]) -> bool:
     """Return whether a tensor's strides follow from its sizes and the strides that the kernel takes.
 
-    ``dims`` are the dimensions of those; every other one must lie around the one after it without gaps.
+    ``dims`` are the dimensions of those; every other one must enclose the one after it without gaps.
     """
     sizes, strides = tensor.shape, tensor.stride()
     free = {d % len(sizes) for d in dims if -len(sizes) <= d < len(sizes)} if len(sizes) else set[int]()
@@ -165,7 +262,7 @@ def _nothing_to_write(bound: BoundKernel, operands: Sequence[Any], outputs: Sequ
 
 
 def chosen(values: Values) -> Config:
-    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where time says nothing."""
+    """Return the config of a launch: the fastest on this GPU; the first one in the interpreter, where times mean nothing."""
     tensors = [value for value in values.operands if isinstance(value, torch.Tensor)]
     machine = machine_of(tensors[0].device.type) if tensors else None
     bound = values.bound

@@ -12,10 +12,10 @@ from typing import Any
 from opkit.errors import ArgumentError, KernelError, OpkitError
 from opkit.kernels.triton import compiling, resources, targets
 from opkit.op.core import Operator
+from opkit.op.examples import calls as example_calls
 from opkit.op.examples.arguments import ExampleCall
-from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import BoundKernel
-from opkit.op.triton.examples import calls_of, configs_of, request_for, request_of
+from opkit.op.triton.building import configs_for, request_for, values_of
 from opkit.op.triton.launch import recording
 
 
@@ -102,7 +102,7 @@ def compile_for(
     rows = [
         row
         for bound in bounds
-        for call in calls_of(operator, bound.kernel.examples if args is None else args)
+        for call in example_calls.calls_of(operator, bound.kernel.examples if args is None else args)
         for row in _rows(operator, bound, call, architectures)
     ]
     return CompileReport(tuple(rows))
@@ -127,14 +127,16 @@ def compile_launches(function: Callable[[], object], architectures: Sequence[str
         function()
     if not launches:
         raise ArgumentError("compile_launches: the function launches no Triton kernel by hand.")
-    return CompileReport(
-        tuple(_launched(values, number, target) for target in architectures for number, values in enumerate(launches))
-    )
-
-
-def _launched(values: Values, number: int, target: str) -> Compiled:
-    row = Compiled("launch", values.bound.kernel.name, target, f"launch {number}", "")
-    return _filled(row, values.bound, lambda: request_for(values, None, target))
+    rows = [
+        _filled(
+            Compiled("launch", values.bound.kernel.name, target, f"launch {number}", ""),
+            values.bound,
+            functools.partial(request_for, values, None, target),
+        )
+        for target in architectures
+        for number, values in enumerate(launches)
+    ]
+    return CompileReport(tuple(rows))
 
 
 def _names(operator: Operator) -> str:
@@ -149,11 +151,12 @@ def _bound(function: Any) -> BoundKernel | None:
 def _rows(
     operator: Operator, bound: BoundKernel, call: ExampleCall, architectures: Sequence[str]
 ) -> Iterator[Compiled]:
-    for config in configs_of(operator, bound, call):
+    values = values_of(operator, bound, call)
+    for config in configs_for(values):
         for target in architectures:
             label = "" if config is None else config.label
             row = Compiled(operator.name, bound.name, target, str(call), label)
-            yield _filled(row, bound, functools.partial(request_of, operator, bound, call, config, target))
+            yield _filled(row, bound, functools.partial(request_for, values, config, target))
 
 
 def _filled(row: Compiled, bound: BoundKernel, request: Callable[[], compiling.CompileRequest]) -> Compiled:

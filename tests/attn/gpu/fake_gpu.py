@@ -15,7 +15,7 @@ from opkit.attn.gpu.portable import backward, forward
 from opkit.attn.masks.program import BAND
 from opkit.kernels.triton import compiling, layout
 from opkit.kernels.tuning import tuning
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 from opkit.op.triton.launcher_table import Launching
 
 TESTS = Path(__file__).parents[2]
@@ -96,8 +96,8 @@ class Gpu:
             each.cache_clear()
 
     def become(self, model, target, shared):
-        here = machine.Machine("cpu", lambda: self.fake.driver, lambda _: target, lambda _: model, lambda _: shared)
-        self.patch.setitem(machine.MACHINES, "cpu", here)
+        here = variants.Machine("cpu", lambda: self.fake.driver, lambda _: target, lambda _: model, lambda _: shared)
+        self.patch.setitem(variants.MACHINES, "cpu", here)
 
     def build(self, request):
         self.refuse(request)

@@ -16,7 +16,7 @@ from opkit.attn.gpu.hopper import library
 from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 

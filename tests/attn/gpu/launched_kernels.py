@@ -12,7 +12,7 @@ from fake_gpu import imported
 
 from opkit import config
 from opkit.kernels.triton import compiling, layout
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 
 _fixtures = imported("opkit_fake_driver_of_hopper", Path(__file__).parents[2] / "kernels" / "conftest.py")
 fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
@@ -70,8 +70,8 @@ def found_at(given, names):
 @pytest.fixture
 def fake_h200(fake, monkeypatch, tmp_path):
     made = Gpu(fake)
-    here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "H200", lambda _: 232448)
-    monkeypatch.setitem(machine.MACHINES, "cpu", here)
+    here = variants.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "H200", lambda _: 232448)
+    monkeypatch.setitem(variants.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
     monkeypatch.setattr(config, "get", lambda: config.Settings(cache_dir=tmp_path, bridge=False))
     return made

@@ -216,7 +216,7 @@ def test_compiles(monkeypatch, case, target):
 
 
 def test_lengths_and_batches_are_not_compiled_in():
-    from opkit.op.triton.examples import request_for
+    from opkit.op.triton.building import request_for
 
     def forms(batch, length):
         biases = [meta(1, 4, length, length)]

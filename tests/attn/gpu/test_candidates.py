@@ -10,7 +10,7 @@ from opkit.attn.gpu import arguments, blocks, kernels, search
 from opkit.attn.gpu.decode import decoding, plan
 from opkit.attn.masks.program import BIAS_DENSE
 from opkit.kernels.triton import compiling, resources
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import Interpreter
 

@@ -69,7 +69,7 @@ def test_compiles(monkeypatch, case, target, of):
 
 def test_no_length_and_no_batch_is_compiled_in(monkeypatch):
     """Calls of other batches, heads and sequences ask the compiler for the same binary."""
-    from opkit.op.triton.examples import request_for
+    from opkit.op.triton.building import request_for
     from opkit.op.triton.launch import recording
 
     def forms(batch, heads, queries, keys):

@@ -15,7 +15,7 @@ from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling, resources
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

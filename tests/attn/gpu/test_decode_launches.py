@@ -8,7 +8,7 @@ from launched_kernels import found_at
 from opkit.attn.calls import PagedCall
 from opkit.attn.gpu.decode import decoding, launches, paged
 from opkit.attn.masks import program
-from opkit.op.triton.series import PreparedSeries
+from opkit.op.triton.launch import PreparedSeries
 
 fake_libraries, fake, fake_h200 = launched_kernels.fake_libraries, launched_kernels.fake, launched_kernels.fake_h200
 HEADS, KEYS, HEAD = 4, 3000, 64

@@ -13,7 +13,7 @@ import pytest
 import opkit.attn
 from opkit.kernels.triton import signatures
 from opkit.kernels.triton.named import Named
-from opkit.op.triton import parameters
+from opkit.op.triton.kernel import is_gluon, location, module_of, name_of, parameters_of
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "first_call.py"
@@ -40,8 +40,8 @@ def test_there_are_kernels_of_each_kind():
 
 
 READ = {
-    "its signature": signatures.parameters, "its parameters": parameters.parameters_of, "its language": parameters.is_gluon,
-    "where it is": parameters.location, "its name": parameters.name_of, "its module": parameters.module_of,
+    "its signature": signatures.parameters, "its parameters": parameters_of, "its language": is_gluon,
+    "where it is": location, "its name": name_of, "its module": module_of,
 }  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def test_what_is_read_of_a_kernel_is_what_triton_has():
         function = kernel.loaded()
         for what, read in READ.items():
             assert read(kernel) == read(function), f"{what}, of {kernel.name}"
-        assert parameters.name_of(kernel) == function.fn.__name__
-        assert parameters.module_of(kernel) == function.fn.__module__
+        assert name_of(kernel) == function.fn.__name__
+        assert module_of(kernel) == function.fn.__module__
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.masks import program
 from opkit.kernels.triton import compiling
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 

@@ -19,7 +19,7 @@ from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.masks import ALiBi, Causal, Dense, KeyPadding, Segments, SlidingWindow, VarLen
 from opkit.op.operator import use_kernel
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 

@@ -20,7 +20,7 @@ from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
-from opkit.op.triton.examples import request_for
+from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 

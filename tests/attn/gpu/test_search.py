@@ -18,7 +18,7 @@ from opkit.attn.gpu.portable import forward
 from opkit.attn.masks.program import BIAS_DENSE, SEGMENTS
 from opkit.errors import TuningWarning
 from opkit.kernels.tuning import records
-from opkit.op.dispatch import autotune
+from opkit.op.dispatch import selection
 from opkit.op.triton.launch import recording
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
@@ -169,22 +169,22 @@ def test_what_is_prepared_keeps_no_tensor_of_the_call(gpu, name):
 
 def test_nothing_is_timed_while_a_graph_is_captured(gpu, monkeypatch):
     run = kernels.forward.prepare(*call())
-    monkeypatch.setattr(autotune, "capturing", lambda: True)
+    monkeypatch.setattr(selection, "capturing", lambda: True)
     with pytest.warns(TuningWarning, match=r"attention_forward.* cannot be while a CUDA graph is captured.*ROWS=128"):
         run(*call())
     run(*call())
     assert (gpu.timed, launched(gpu)) == ([], tried(blocks.FORWARD_KERNEL)[0])
-    monkeypatch.setattr(autotune, "capturing", lambda: False)
+    monkeypatch.setattr(selection, "capturing", lambda: False)
     run(*call())
     assert (len(gpu.timed), launched(gpu)) == (len(tried(blocks.FORWARD_KERNEL)), FASTEST)
-    monkeypatch.setattr(autotune, "capturing", lambda: True)
+    monkeypatch.setattr(selection, "capturing", lambda: True)
     kernels.forward(*call(batch=7))
     assert launched(gpu) == FASTEST
 
 
 def test_a_captured_call_takes_the_tiles_of_similar_ones(gpu, monkeypatch):
     kernels.forward(*call())
-    monkeypatch.setattr(autotune, "capturing", lambda: True)
+    monkeypatch.setattr(selection, "capturing", lambda: True)
     with pytest.warns(TuningWarning, match=r"the configuration for bfloat16 \| d=64 e=64 extras=0 long=1 mask=0"):
         kernels.forward(*call(mask=CAUSAL))
     assert launched(gpu) == FASTEST

@@ -166,7 +166,7 @@ EXAMPLES = {
 def test_opkit_tune_has_calls_that_these_kernels_take(name):
     from opkit.attn.operator import attention_operator
     from opkit.op.aot import tuning as in_advance
-    from opkit.op.examples import typical as typical_calls
+    from opkit.op.examples import calls as example_calls
 
     ops = {
         "backward": gradients.backward_operator, "biases": gradients.bias_backward_operator,
@@ -175,9 +175,9 @@ def test_opkit_tune_has_calls_that_these_kernels_take(name):
     function = EXAMPLES[name]
     assert isinstance(function, in_advance.Tunable)
     listed = {str(each) for each in in_advance.calls(op)}
-    for spec in typical_calls.from_examples(op._operator, function.examples):
+    for spec in example_calls.from_examples(op._operator, function.examples):
         assert str(spec) in listed
-        positional, named = typical_calls.arguments_of(op._operator, spec, "meta")
+        positional, named = example_calls.arguments_of(op._operator, spec, "meta")
         with recording() as launches:
             function(*positional, **named)
         assert launches

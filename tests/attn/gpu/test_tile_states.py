@@ -96,7 +96,7 @@ def test_compiles(target, queries):
 
 
 def test_no_length_is_compiled_in():
-    from opkit.op.triton.examples import request_for
+    from opkit.op.triton.building import request_for
 
     def form(*shape):
         with recording() as launches:

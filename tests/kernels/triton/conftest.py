@@ -9,7 +9,7 @@ from packing import Gpu, Package, named
 
 from opkit.kernels.triton import compiling, packaged
 from opkit.kernels.tuning import tuning
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def gpu(fake, monkeypatch):
         made.found.append(chosen)
         return opened(folder, chosen)
 
-    monkeypatch.setitem(machine.MACHINES, "cpu", made.machine(fake.driver))
+    monkeypatch.setitem(variants.MACHINES, "cpu", made.machine(fake.driver))
     monkeypatch.setattr(compiling, "build", built)
     monkeypatch.setattr(packaged, "_opened", found)
     return made

@@ -11,7 +11,7 @@ import torch
 
 import opkit
 from opkit.op.aot import package as building
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 
 _count = itertools.count()
 
@@ -114,7 +114,7 @@ class Gpu:
         self.compiled, self.found = [], []
 
     def machine(self, driver):
-        return machine.Machine("cpu", lambda: driver, lambda i: self.target, lambda i: "Fake", lambda i: self.shared)
+        return variants.Machine("cpu", lambda: driver, lambda i: self.target, lambda i: "Fake", lambda i: self.shared)
 
 
 def check(ops, x, y):

@@ -17,7 +17,7 @@ import pytest
 import opkit
 from opkit.kernels.triton import compiling, layout
 from opkit.kernels.triton.binaries import Binary
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 
 _HERE = Path(__file__).parent
 _FORMATS = {"fp32": "f", "fp64": "d", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "i1": "?", "ptr": "Q"}
@@ -88,8 +88,8 @@ class Machine:
 def on_cpu(fake, monkeypatch) -> Machine:
     """Triton kernels may be registered for "cpu", and run through the dispatcher and the launcher up to the driver."""
     made = Machine(fake)
-    here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "fake", lambda _: 232448)
-    monkeypatch.setitem(machine.MACHINES, "cpu", here)
+    here = variants.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: "fake", lambda _: 232448)
+    monkeypatch.setitem(variants.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
     return made
 
@@ -147,8 +147,8 @@ class Device:
 @pytest.fixture
 def device(fake: Any, monkeypatch: pytest.MonkeyPatch, settings: Any, tmp_path: Path) -> Iterator[Device]:
     made = Device(fake)
-    here = machine.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: MODEL, lambda _: 232448)
-    monkeypatch.setitem(machine.MACHINES, "cpu", here)
+    here = variants.Machine("cpu", lambda: fake.driver, lambda _: "sm_90", lambda _: MODEL, lambda _: 232448)
+    monkeypatch.setitem(variants.MACHINES, "cpu", here)
     monkeypatch.setattr(compiling, "build", made.build)
     settings(cache_dir=tmp_path, bridge=0)
     yield made

@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 import opkit
-from opkit.op.triton import machine
+from opkit.op.triton import variants
 from opkit.op.triton.launcher_table import Launching
 
 
@@ -310,7 +310,7 @@ def test_functions_of_kernels_are_used_again(device):
     op = device.define(plus, adding())
     bound = op._operator.kernels.kernels[0].function.bound
     for _ in range(1100):
-        Launching(bound, machine.MACHINES["cpu"]).library()
+        Launching(bound, variants.MACHINES["cpu"]).library()
     x = torch.randn(100)
     torch.testing.assert_close(op(x, x), x + x)
 

@@ -8,8 +8,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
-from opkit.op.triton.launch import PreparedLaunch, recording
-from opkit.op.triton.series import PreparedSeries, Scratch
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch, recording
 from opkit.testing import compile_launches
 
 N = 100

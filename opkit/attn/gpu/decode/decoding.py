@@ -21,7 +21,7 @@ from opkit.attn.masks import program
 from opkit.attn.masks.program import shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.tuning.record_format import Identity
-from opkit.op.dispatch.prepared import TunedKernel
+from opkit.op.kernel_kinds import TunedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "split"

@@ -18,8 +18,7 @@ from opkit.kernels.triton.named import Named
 from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launch import PreparedLaunch
-from opkit.op.triton.series import PreparedSeries, Scratch
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch
 
 Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_PAGES: Pages = (None, None, None, None, None)

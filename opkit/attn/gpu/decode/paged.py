@@ -27,7 +27,7 @@ from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, dev
 from opkit.attn.gpu.limits import devices
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel

@@ -36,11 +36,10 @@ from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout
 from opkit.op import torch_private as private
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
-from opkit.op.triton.launch import PreparedLaunch
-from opkit.op.triton.series import PreparedSeries, Scratch
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch
 
 _FAR = 2**30  #: further than any two positions are apart
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache

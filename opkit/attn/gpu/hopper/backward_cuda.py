@@ -31,7 +31,7 @@ from opkit.attn.gpu.hopper import forward, library
 from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "hopper_cuda"

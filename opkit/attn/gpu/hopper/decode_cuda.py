@@ -27,7 +27,7 @@ from opkit.attn.gpu.hopper import library
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "split_cuda"

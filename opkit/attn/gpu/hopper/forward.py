@@ -21,11 +21,10 @@ from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout
 from opkit.op import torch_private as private
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
-from opkit.op.triton.launch import PreparedLaunch
-from opkit.op.triton.series import PreparedSeries
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries
 
 DTYPES = (torch.bfloat16, torch.float16)
 _FAR = 2**30  #: further than any two positions are apart

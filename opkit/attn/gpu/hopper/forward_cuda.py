@@ -30,7 +30,7 @@ from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
 from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAME = "hopper_cuda"

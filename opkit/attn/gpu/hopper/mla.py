@@ -21,7 +21,7 @@ from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.kernels.triton.symbols import Layout
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor

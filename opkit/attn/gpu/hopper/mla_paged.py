@@ -29,7 +29,7 @@ from opkit.attn.gpu.hopper.mla import (
     launches_of,
 )
 from opkit.errors import KernelError
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 MOST_SEQUENCES = 1024  #: each program finds its own among all of them at once

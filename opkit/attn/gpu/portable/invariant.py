@@ -23,7 +23,7 @@ from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, devices, takes
 from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
-from opkit.op.dispatch.prepared import PreparedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel
 

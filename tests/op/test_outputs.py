@@ -11,7 +11,7 @@ from torch import Tensor
 
 import opkit
 from opkit.kernels.binding.facts import KINDS, Argument, Output, Shape
-from opkit.op.schema_facts import facts_of
+from opkit.op.layout.outputs import facts_of
 
 
 def facts(name, function, **options):
