@@ -22,8 +22,8 @@ from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
     from opkit.doctor import Finding
-    from opkit.kernels.aot.package import Library
-    from opkit.kernels.store.cache import CacheEntry
+    from opkit.kernels.aot_package import Library
+    from opkit.kernels.build_cache import CacheEntry
     from opkit.op.aot.package import BuildReport
 
 app = typer.Typer(
@@ -202,14 +202,14 @@ def _build_bridge() -> None:
 @cache_app.command("list")
 def cache_list() -> None:
     """List the kernels in the build cache, and say how many Triton kernels are in theirs."""
-    from opkit.kernels.store import cache
+    from opkit.kernels import build_cache
     from opkit.kernels.triton import stored
 
-    entries = cache.entries()
+    entries = build_cache.entries()
     if entries:
         headings = ("kernel", "size", "age", "compiler", "key")
         terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
-    terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
+    terminal.console().print(f"{_amount(entries)} in {escape(printable(str(build_cache.root())))}")
     if compiled := stored.binary_files():
         size = _bytes(sum(path.stat().st_size for path in compiled))
         terminal.console().print(f"{_triton(len(compiled))}, {size}, in {escape(printable(str(stored.root())))}")
@@ -221,15 +221,15 @@ def cache_clear() -> None:
 
     The bridge to torch goes too: `opkit bridge` builds it again.
     """
-    from opkit.kernels.store import cache
+    from opkit.kernels import build_cache
     from opkit.kernels.triton import stored
 
-    entries = cache.entries()
+    entries = build_cache.entries()
     with terminal.bad_input(errors.CacheError):
-        removed = cache.clear()
+        removed = build_cache.clear()
         compiled = stored.clear()
     damaged = f", and {removed - len(entries)} damaged" if removed > len(entries) else ""
-    terminal.console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
+    terminal.console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(build_cache.root())))}")
     if compiled:
         terminal.console().print(f"Removed {_triton(compiled)}, from {escape(printable(str(stored.root())))}")
 
@@ -241,16 +241,16 @@ def _triton(count: int) -> str:
 @cache_app.command("verify")
 def cache_verify() -> None:
     """Check every kernel in the build cache against the checksum recorded when it was built."""
-    from opkit.kernels.store import cache
+    from opkit.kernels import build_cache
 
-    damaged = cache.verify()
+    damaged = build_cache.verify()
     rows = [
         (entry.key[:_KEY_SHOWN], escape(printable(entry.label)), escape(printable(what))) for entry, what in damaged
     ]
     if rows:
         terminal.console().print(terminal.table(("key", "kernel", "problem"), rows))
     keys = {entry.key for entry, _ in damaged}
-    sound = sum(entry.key not in keys for entry in cache.entries())
+    sound = sum(entry.key not in keys for entry in build_cache.entries())
     fix = "; each is built again when it is needed" if rows else ""
     terminal.console().print(f"sound: {sound}, damaged: {len(rows)}{fix}")
     raise typer.Exit(1 if rows else 0)
@@ -261,7 +261,7 @@ def _split_at_commas(text: str) -> list[str]:
 
 
 def _built(report: BuildReport) -> Iterator[Table | str]:
-    from opkit.kernels.aot.package import runtime_library
+    from opkit.kernels.aot_package import runtime_library
 
     if report.libraries or not report.binaries:
         headings = ("kernel", "isa", "size", "output sizes", "file")

@@ -23,7 +23,7 @@ import opkit
 from jaxtyping import Float
 from torch import Tensor
 from opkit.kernels.tuning import tuning
-from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.record_format import bucket_of
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 from opkit.op.core import Operator
 from opkit.op.schema.patterns import PatternDim, TensorPattern
 from opkit.op.schema.signature import field_names
@@ -72,7 +72,7 @@ def check_passable(operator: Operator) -> None:
 
 
 def kind_of(argument: Any) -> str:
-    """Return the kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
+    """Return the kind of a schema argument, one of ``opkit.kernels.facts.KINDS``."""
     return _KINDS.get(declared_type(argument), "ignored")
 
 

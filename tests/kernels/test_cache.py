@@ -8,9 +8,9 @@ import time
 import pytest
 
 from opkit import errors
-from opkit.kernels.cc import build_key, compilation
+from opkit.kernels import build_cache
+from opkit.kernels.cc import build_plan, compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
-from opkit.kernels.store import cache, storing
 
 TEXT = '__attribute__((visibility("default"))) int number(void) { return 7; }\n'
 
@@ -20,7 +20,7 @@ def place(tmp_path, settings, monkeypatch):
     """A cache of the test's own."""
     settings(cache_dir=tmp_path / "above" / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
-    monkeypatch.setattr(storing, "_swept", set())
+    monkeypatch.setattr(build_cache, "_swept", set())
     return tmp_path / "above" / "cache" / "native"
 
 
@@ -54,9 +54,9 @@ def test_what_an_entry_says(place):
     noted = json.loads((path.parent / "entry.json").read_text())
     assert noted["label"] == "demo::seven"
     assert noted["size"] == path.stat().st_size
-    assert noted["abi"] == build_key.abi_version() == 1
+    assert noted["abi"] == build_plan.abi_version() == 1
     assert set(noted["compiler"]) == {"path", "version"}
-    (entry,) = cache.entries()
+    (entry,) = build_cache.entries()
     assert (entry.key, entry.label, entry.path, entry.size) == (key(make()), "demo::seven", path, noted["size"])
     assert start - 1 <= entry.created <= time.time()
     assert entry.compiler == noted["compiler"]["version"]
@@ -72,11 +72,11 @@ def test_an_executable_is_kept_under_its_own_name():
 def test_entries_come_by_label():
     for number, label in enumerate(["c::c", "a::a", "b::b"]):
         build(make(label, TEXT + "\n" * number))
-    assert [entry.label for entry in cache.entries()] == ["a::a", "b::b", "c::c"]
+    assert [entry.label for entry in build_cache.entries()] == ["a::a", "b::b", "c::c"]
 
 
 def test_a_cache_that_is_not_there_is_empty(place):
-    assert (cache.entries(), cache.verify(), cache.clear()) == ([], [], 0)
+    assert (build_cache.entries(), build_cache.verify(), build_cache.clear()) == ([], [], 0)
     assert not place.exists()
 
 
@@ -87,7 +87,7 @@ def test_clear_removes_all_that_is_the_caches(place, tmp_path):
         build(make(text="oops"))
     (place / "tmp" / "0123abcd-1-xyz").mkdir()
     (place / "tmp" / "0123abcd-1-xyz" / "unit0.c").write_text("")
-    assert cache.clear() == 2
+    assert build_cache.clear() == 2
     assert not place.exists()
     assert (tmp_path / "above" / "cache").exists()
     assert build(make()).exists()
@@ -110,7 +110,7 @@ def test_clear_removes_nothing_else(place, tmp_path):
         each.write_text("mine")
     (place / "cd").symlink_to(outside)
     (path.parent.parent / ("0" * 64)).symlink_to(outside)
-    cache.clear()
+    build_cache.clear()
     assert all(each.read_text() == "mine" for each in kept)
     assert not path.exists()
 
@@ -121,9 +121,9 @@ def test_clear_says_so_where_it_cannot(place, monkeypatch):
     def refuse(directory):
         raise PermissionError(13, "Permission denied", str(directory))
 
-    monkeypatch.setattr(cache, "remove", refuse)
+    monkeypatch.setattr(build_cache, "remove", refuse)
     with pytest.raises(errors.CacheError, match=f"{place} cannot be cleared: .*Permission denied"):
-        cache.clear()
+        build_cache.clear()
 
 
 def test_a_cache_can_be_cleared_while_it_is_built_in(tmp_path, settings):
@@ -146,18 +146,18 @@ def test_old_leftovers_are_swept_and_new_ones_stay(place):
 
 
 def test_few_failures_are_kept(place, monkeypatch):
-    monkeypatch.setattr(storing, "_MAX_FAILED", 2)
+    monkeypatch.setattr(build_cache, "_MAX_FAILED", 2)
     for number in range(4):
         with pytest.raises(errors.CompileError):
             build(make(text=f"oops {number}"))
     assert len(list((place / "failed").iterdir())) == 2
-    assert cache.entries() == []
+    assert build_cache.entries() == []
 
 
 def test_an_entry_is_listed_under_any_label():
     label = 'a"b\n[red]c\x1b[0m;$(x)/../é'
     build(make(label))
-    assert cache.entries()[0].label == label
+    assert build_cache.entries()[0].label == label
 
 
 def test_a_file_that_has_changed_is_noticed_by_a_process_that_has_seen_it():
@@ -166,7 +166,7 @@ def test_a_file_that_has_changed_is_noticed_by_a_process_that_has_seen_it():
     path.write_bytes(built[:-1] + bytes([built[-1] ^ 1]))
     with pytest.warns(errors.BuildCacheWarning, match="was damaged and is built again"):
         build(make())
-    assert cache.verify() == []
+    assert build_cache.verify() == []
 
 
 def test_an_entry_without_a_field_is_damaged():
@@ -175,10 +175,10 @@ def test_an_entry_without_a_field_is_damaged():
     for wrong in ("label", "file", "sha256", "size", "created", "key"):
         left = {name: value for name, value in noted.items() if name != wrong}
         (path.parent / "entry.json").write_text(json.dumps(left))
-        ((entry, problem),) = cache.verify()
+        ((entry, problem),) = build_cache.verify()
         assert "does not describe a built file" in problem, wrong
         assert (entry.label, entry.key) == ("?", key(make())), wrong
-        assert cache.entries() == [], wrong
+        assert build_cache.entries() == [], wrong
 
 
 def test_an_entry_names_no_file_but_its_own():
@@ -186,15 +186,15 @@ def test_an_entry_names_no_file_but_its_own():
     noted = json.loads((path.parent / "entry.json").read_text())
     for name in ("../kernel.so", "/etc/passwd", "entry.json", "other.so"):
         (path.parent / "entry.json").write_text(json.dumps(noted | {"file": name}))
-        assert "does not describe a built file" in cache.verify()[0][1], name
+        assert "does not describe a built file" in build_cache.verify()[0][1], name
 
 
 def test_the_entry_of_another_process_wins(place):
     path = build(make())
     before = path.stat().st_ino
-    with storing.workspace(place, key(make())) as folder:
+    with build_cache.workspace(place, key(make())) as folder:
         (folder / "kernel.so").write_bytes(b"made at the same time")
         noted = {"label": "", "sha256": "", "size": 0}
-        assert storing.store(place, key(make()), folder / "kernel.so", noted) == path
+        assert build_cache.store(place, key(make()), folder / "kernel.so", noted) == path
     assert path.stat().st_ino == before
-    assert cache.verify() == []
+    assert build_cache.verify() == []

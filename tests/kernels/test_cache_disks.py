@@ -14,9 +14,9 @@ import pytest
 
 import opkit
 from opkit import errors
+from opkit.kernels import build_cache
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit, build
-from opkit.kernels.store import cache, storing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
@@ -28,9 +28,9 @@ def settings(settings, tmp_path, monkeypatch):
     """A cache of the test's own, in what looks like a new process."""
     settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
-    monkeypatch.setattr(storing, "_instead", {})
+    monkeypatch.setattr(build_cache, "_instead", {})
     yield settings
-    for folder in storing._instead.values():
+    for folder in build_cache._instead.values():
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -65,7 +65,7 @@ def test_a_full_disk(tmp_path, settings, kib):
             paths = [build(make(number)) for number in range(2 + kib // 16)]
         assert [call(path) for path in paths] == list(range(len(paths)))
         assert len(told) == 1
-        assert cache.verify() == []
+        assert build_cache.verify() == []
         assert not paths[-1].is_relative_to(disk)
 
 
@@ -96,7 +96,7 @@ def test_a_read_only_cache_is_read_and_not_written(tmp_path, settings):
         assert [call(path) for path in new] == [8, 9, 8]
         assert new[0] == new[2] != new[1]
         with pytest.raises(errors.CacheError, match="cannot be cleared"):
-            cache.clear()
+            build_cache.clear()
 
 
 def test_a_damaged_entry_of_a_read_only_cache(tmp_path, settings):

@@ -20,9 +20,9 @@ import pytest
 
 import opkit
 from opkit import errors
+from opkit.kernels import build_cache, cache_files
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
-from opkit.kernels.store import cache, files, storing
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -35,7 +35,7 @@ import sys, types
 sys.modules["opkit"] = types.ModuleType("opkit")
 sys.modules["opkit"].__path__ = {[str(Path(opkit.__file__).parent)]!r}
 from opkit.kernels.cc import compilation
-from opkit.kernels.store import cache
+from opkit.kernels import build_cache
 from opkit.kernels.cc.compilation import Request, Unit, build
 TEXT = {TEXT!r}
 """
@@ -46,7 +46,7 @@ def settings(settings, tmp_path, monkeypatch):
     """A cache of the test's own, in what looks like a new process; ``settings(cc=...)`` sets more."""
     settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
-    monkeypatch.setattr(storing, "_instead", {})
+    monkeypatch.setattr(build_cache, "_instead", {})
     return settings
 
 
@@ -119,9 +119,9 @@ for number in range(int(sys.argv[1])):
     time.sleep(draw.uniform(0, 0.06))
     os.kill(pid, signal.SIGKILL)
     killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert cache.verify() == [], cache.verify()
+    assert build_cache.verify() == [], build_cache.verify()
     assert ctypes.CDLL(str(build(request))).number() == 1000 + number
-    assert cache.verify() == []
+    assert build_cache.verify() == []
 print(killed)
 """
 
@@ -134,7 +134,7 @@ def test_a_process_killed_at_random_points(tmp_path, times):
     told = [line for line in complaints.splitlines() if not line.startswith("opkit: buil")]  # a slow build says so
     assert told == []  # no warning either: nothing partial was ever found
     assert int(output) >= times // 5  # else the machine was so quick that the test tests nothing
-    assert len(cache.entries()) == times + 1
+    assert len(build_cache.entries()) == times + 1
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_damaged_entry_is_noticed_told_of_and_built_again(name, monkeypatch):
     damage, problem = DAMAGE[name]
     path = build(make())
     damage(path.parent)
-    ((entry, found),) = cache.verify()
+    ((entry, found),) = build_cache.verify()
     assert problem in found
     assert entry.key == key(make())
     monkeypatch.setattr(compilation, "_verified", {})
@@ -200,7 +200,7 @@ def test_a_damaged_entry_is_noticed_told_of_and_built_again(name, monkeypatch):
         assert call(build(make())) == 7
     assert problem in str(told[0].message)
     assert len(told) == 1
-    assert cache.verify() == []
+    assert build_cache.verify() == []
 
 
 @needs_root
@@ -218,9 +218,9 @@ def test_a_cache_that_others_may_write_to_is_closed():
     for folder in (path.parent.parent, path.parent.parent.parent):
         folder.chmod(0o777)
     compilation._verified.clear()
-    assert "written to by others" in cache.verify()[0][1]
+    assert "written to by others" in build_cache.verify()[0][1]
     assert build(make()) == path
-    assert cache.verify() == []
+    assert build_cache.verify() == []
 
 
 @needs_root
@@ -263,7 +263,7 @@ def test_names_and_sources_of_all_kinds(settings, tmp_path, form, compiler):
     text += f"const char* value = X;\n/* {name} */\n"
     request = Request(name, (Unit(name, text, "c"),), flags=(f"-DX={quoted}",), include_dirs=(folder,))
     assert call(build(request)) == 7
-    assert cache.entries()[0].label == name
+    assert build_cache.entries()[0].label == name
     wrong = dataclasses.replace(request, units=(Unit(name, text + "int wrong = nothing;\n", "c"),))
     with pytest.raises(errors.CompileError) as raised:
         build(wrong)
@@ -285,7 +285,7 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_started(settings, tmp
     wait_for(
         lambda: not any(alive(int(pid)) for pid in pids.read_text().split())
     )  # what was killed dies in its own time
-    assert cache.entries() == []
+    assert build_cache.entries() == []
 
 
 def wait_for(condition, seconds=60):
@@ -325,7 +325,7 @@ def test_an_interrupted_build_leaves_no_compiler_behind(settings, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(make())
     assert not alive(int(pids.read_text()))
-    assert list((cache.root() / "tmp").iterdir()) == []
+    assert list((build_cache.root() / "tmp").iterdir()) == []
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -357,7 +357,7 @@ def test_a_compiler_that_fails(settings, tmp_path, text, complaint):
     for _ in range(2):  # a failure is not remembered
         with pytest.raises(errors.CompileError, match=complaint):
             build(make())
-    assert cache.entries() == []
+    assert build_cache.entries() == []
     settings(cc="")
     assert call(build(make())) == 7
 
@@ -396,10 +396,10 @@ def test_a_lock_that_is_held_for_ever_is_done_without(settings, monkeypatch):
     settings(build_timeout=100)
     minutes = itertools.count(step=60)  # the time that a builder waits is over soon, and that of the compiler is not
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: next(minutes))
-    monkeypatch.setattr(files, "time", clock)
+    monkeypatch.setattr(cache_files, "time", clock)
     name = key(make())
-    (cache.root() / name[:2]).mkdir(parents=True, mode=0o700)
-    with filelock.FileLock(cache.root() / name[:2] / f"{name}.lock"):
+    (build_cache.root() / name[:2]).mkdir(parents=True, mode=0o700)
+    with filelock.FileLock(build_cache.root() / name[:2] / f"{name}.lock"):
         assert call(build(make())) == 7
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from opkit import errors
-from opkit.kernels.sanitize import call as sanitizer_call
-from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue
+from opkit.kernels import sanitizer
+from opkit.kernels import sanitizer as sanitizer_call
+from opkit.kernels.sanitizer import DebugBuffer, TensorValue
 
 
 def script(folder, text):

@@ -1,7 +1,7 @@
 """What a sanitizer's report is taken to mean, where no compiler can be relied on to produce the very report."""
 
-from opkit.kernels.sanitize import report as sanitizer_report
-from opkit.kernels.sanitize.report import ChildExit, MemoryBlock, explain
+from opkit.kernels import sanitizer_child as sanitizer_report
+from opkit.kernels.sanitizer_child import ChildExit, MemoryBlock, explain
 
 PROGRAM = "/cache/a b/program"
 OUT, X = MemoryBlock("'out'", 0x619000001800, 40), MemoryBlock("'x'", 0x619000003000, 0)

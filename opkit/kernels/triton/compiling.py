@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, named, origins, parsing, resources, sources, stored, symbols, targets
+from opkit.kernels.triton import binaries, environment, named, parsing, sources, stored, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
-from opkit.kernels.triton.signatures import pointer_type as pointer_type
 
 _COMMAND = re.compile(r"^Repro command: (.*)$", re.MULTILINE)
 _ONE_OF_EACH = ("sm_90", "gfx942")
@@ -65,7 +64,7 @@ def _built(request: CompileRequest, name: str | None) -> Binary:
     built = _checked(request, _binary(request, lowered(request)) if found is None else found)
     if key is not None and found is None:
         stored.store(key, built)
-    if name is not None and key is not None and origins.untouched(request.function.module):
+    if name is not None and key is not None and environment.untouched(request.function.module):
         stored.note(name, key)
     return built
 
@@ -90,8 +89,8 @@ def loaded(request: CompileRequest) -> CompileRequest:
     """
     if not isinstance(request.function, named.Named):
         return request
-    signature = {name: symbols.written_out(kind) for name, kind in request.signature.items()}
-    constexprs = {name: symbols.resolved(value) for name, value in request.constexprs.items()}
+    signature = {name: named.written_out(kind) for name, kind in request.signature.items()}
+    constexprs = {name: named.resolved(value) for name, value in request.constexprs.items()}
     function = request.function.loaded()
     return dataclasses.replace(request, function=function, signature=signature, constexprs=constexprs)
 
@@ -259,7 +258,7 @@ def _said(error: Exception) -> str:
 
 def _checked(request: CompileRequest, binary: Binary) -> Binary:
     """Another release of Triton could pass something else on: better refused here than found by what a kernel reads."""
-    expected, found = [param.size for param in binary.params], resources.parameter_sizes(binary)
+    expected, found = [param.size for param in binary.params], binaries.parameter_sizes(binary)
     if expected != found:
         raise KernelError(
             f"{name_of(request.function)}: compiled for {request.target}, it takes parameters of {found} bytes where "
@@ -285,7 +284,7 @@ def _binary(request: CompileRequest, compiled: Any) -> Binary:
         scratch_align=about.get("global_scratch_align") or 1,
         profile_scratch=about.get("profile_scratch_size") or 0,
         profile_scratch_align=about.get("profile_scratch_align") or 1,
-        params=layout.params(request.signature, described, request.offsets),
-        maps=layout.maps(descriptors, described) if described else (),
+        params=binaries.params(request.signature, described, request.offsets),
+        maps=binaries.maps(descriptors, described) if described else (),
         target=targets.canonical(request.target),
     )

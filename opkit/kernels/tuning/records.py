@@ -19,14 +19,12 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import ArgumentError
-from opkit.kernels.aot import portable
-from opkit.kernels.aot.package import FOLDER as PACKAGED
-from opkit.kernels.store import files
+from opkit.kernels import aot_loading, cache_files
+from opkit.kernels.aot_package import FOLDER as PACKAGED
 from opkit.kernels.triton import environment
 from opkit.kernels.tuning import record_format
-from opkit.kernels.tuning.buckets import distance
 from opkit.kernels.tuning.configs import Config
-from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry, distance
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"
@@ -68,12 +66,12 @@ def file_of(operator: str, kernel: str) -> Path:
 
 def packaged(module: str) -> tuple[Path, ...]:
     """Return the folders in which a module's package may have results, the nearest first."""
-    return tuple(folder / _IN_PACKAGE for folder in portable.places(module, PACKAGED))
+    return tuple(folder / _IN_PACKAGE for folder in aot_loading.places(module, PACKAGED))
 
 
 def triton_version() -> str:
     """Return the major and minor version of the installed Triton, which is not imported; "none" where there is none."""
-    found = environment.compiler()
+    found = environment.installed_triton()
     return "none" if found is None else ".".join(found[0].split(".")[:2])
 
 
@@ -212,19 +210,19 @@ def _add(record: Record) -> None:
 
 
 def _write(file: Path, records: Iterable[Record], mode: int = 0o600) -> None:
-    files.write_atomically(file, record_format.render(records).encode(), mode)
+    cache_files.write_atomically(file, record_format.render(records).encode(), mode)
 
 
 @contextlib.contextmanager
 def lock(name: str, tick: Callable[[], None]) -> Iterator[None]:
-    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.store.files.lock`.
+    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.cache_files.lock`.
 
     Raises:
         OSError: the cache cannot be written to.
     """
     folder = root() / _LOCKS
-    files.make_private_folder(folder, above=1)
-    with files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
+    cache_files.make_private_folder(folder, above=1)
+    with cache_files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
         yield
 
 

@@ -126,7 +126,7 @@ def decide(
         identity: the kernel.
         configs: what it may run with, in its author's order.
         device: the GPU's name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.record_format.bucket_of`.
         measure: the milliseconds that a configuration takes for this call.
         capturing: whether a CUDA graph is being captured, when nothing may be timed.
         folders: where packages may have results: :func:`opkit.kernels.tuning.records.packaged`.

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from opkit.kernels.binding.facts import Argument
-from opkit.kernels.binding.slots import ANY_DTYPE
+from opkit.kernels.binding import ANY_DTYPE
+from opkit.kernels.facts import Argument
 from opkit.op.core import Operator
 from opkit.op.layout.outputs import operands
 from opkit.op.layout.program import DTYPES

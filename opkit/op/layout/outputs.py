@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from opkit.errors import ArgumentTypeError, OpkitError, OutputError, RuleError
-from opkit.kernels.binding.facts import Facts
+from opkit.kernels.facts import Facts
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.layout import program as p

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Facts, Shape
-from opkit.kernels.triton.symbols import resolved
+from opkit.kernels.facts import Facts, Shape
+from opkit.kernels.triton.named import resolved
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import TensorInfo, as_grid, evaluate
 from opkit.op.triton.names import Source

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.binding.facts import Facts
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.symbols import Element
+from opkit.kernels.facts import Facts
+from opkit.kernels.triton.named import Element, Named
 from opkit.op.triton.evaluation import EVERYTHING, Formula, formula, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
 from opkit.op.triton.names import KernelNames, Source, measured

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from opkit.errors import OpkitError, PackageError
+from opkit.kernels.aot_package import TritonBinary
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import compiling, forms, targets
-from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.triton import compiling, specialisation, targets
 from opkit.kernels.tuning import records
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.example_launches import ExampleLaunch, OfOperator, launches, unmade
@@ -97,7 +97,7 @@ def _items(launch: ExampleLaunch, target: str, chosen_by_user: bool) -> Iterator
         request = request_for(values, config, target)
         label = f"{launch.label}, {launch.call}{'' if config is None else f', {config.label}'}, {target}"
         yield _Item(values.bound, label, group, request)
-        for relaxed in forms.relaxed(request):
+        for relaxed in specialisation.relaxed(request):
             yield _Item(values.bound, f"{label}, for more sizes and addresses", group, relaxed, relaxed=True)
 
 
@@ -151,5 +151,5 @@ def _first_line(error: OpkitError) -> str:
 
 
 def _entry(item: _Item, built: compiling.Binary) -> tuple[TritonBinary, bytes]:
-    form, bound = forms.form_of(item.request), item.bound
+    form, bound = specialisation.form_of(item.request), item.bound
     return TritonBinary(bound.facts.operator, bound.name, records.triton_version(), form, built.to_json()), built.image

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from opkit.kernels.tuning import records, tuning
-from opkit.kernels.tuning.buckets import bucket_of
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.kernels.tuning.observation import Choice
-from opkit.kernels.tuning.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity, bucket_of
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import TensorInfo

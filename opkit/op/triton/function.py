@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Facts
+from opkit.kernels.facts import Facts
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
-from opkit.kernels.binding.facts import Argument, Facts
+from opkit.kernels.facts import Argument, Facts
 from opkit.op import torch_private as private
 from opkit.op.triton.arguments import Values
 from opkit.op.triton.binding import bind

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument, Shape
+from opkit.kernels.facts import Argument, Shape
 from opkit.kernels.tuning.observation import add_launcher
 from opkit.op.layout import program as p
 from opkit.op.triton.binding import BoundKernel

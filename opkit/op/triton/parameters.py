@@ -11,8 +11,8 @@ import inspect
 from typing import Any
 
 from opkit.errors import DeclarationError
-from opkit.kernels.triton.headers import Header
 from opkit.kernels.triton.named import Named, loaded
+from opkit.kernels.triton.parsing import Header
 
 
 @dataclasses.dataclass(frozen=True)

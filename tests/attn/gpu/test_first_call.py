@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import opkit.attn.gpu
-from opkit.kernels.triton import signatures
+from opkit.kernels.triton import specialisation
 from opkit.kernels.triton.named import Named
 from opkit.op.triton import parameters
 
@@ -40,7 +40,7 @@ def test_there_are_kernels_of_each_kind():
 
 
 READ = {
-    "its signature": signatures.parameters, "its parameters": parameters.parameters_of, "its language": parameters.is_gluon,
+    "its signature": specialisation.parameters, "its parameters": parameters.parameters_of, "its language": parameters.is_gluon,
     "where it is": parameters.location, "its name": parameters.name_of, "its module": parameters.module_of,
 }  # fmt: skip
 

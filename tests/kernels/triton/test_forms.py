@@ -6,11 +6,11 @@ import json
 import triton
 import triton.language as tl
 
-from opkit.kernels.triton import forms, targets
+from opkit.kernels.aot_package import TritonBinary
+from opkit.kernels.triton import specialisation, targets
 from opkit.kernels.triton.binaries import Binary, Param
 from opkit.kernels.triton.compiling import CompileRequest
-from opkit.kernels.triton.forms import form_of, relaxed, serves, specificity
-from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.triton.specialisation import form_of, relaxed, serves, specificity
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def test_which_architectures_run_a_binary():
 
 
 def test_a_form_is_the_same_in_each_process_and_place():
-    assert form_of(CALL).source == forms.source_of(rows)
+    assert form_of(CALL).source == specialisation.source_of(rows)
     text = json.dumps(dataclasses.asdict(form_of(CALL)))
     assert "0x" not in text
     assert str(form_of(CALL)) == (
@@ -135,7 +135,7 @@ def entry():
 
 def test_an_entry_survives_json():
     assert TritonBinary.from_json(json.loads(json.dumps(entry().to_json()))) == entry()
-    assert entry().binary(b"image") == BINARY
+    assert Binary.from_json(entry().launch, b"image") == BINARY
     assert entry().file.startswith("triton/demo.odd_name.rows.sm_90.")
     assert entry().size == 5
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from opkit.errors import KernelError
 from opkit.kernels.triton.compiling import CompileRequest, build, lowered
-from opkit.kernels.triton.offsets import rewritten
+from opkit.kernels.triton.sources import rewritten
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
 TARGETS = ["sm_90", "gfx942", "sm_80", "sm_100"]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from opkit.errors import KernelError
-from opkit.kernels.triton import resources
+from opkit.kernels.triton import binaries
 from opkit.kernels.triton.compiling import CompileRequest, build, lowered
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
@@ -92,7 +92,7 @@ def test_a_cubin_says_what_ptxas_says(name, target, tmp_path):
     asked = request(name, target)
     said = ptxas(lowered(asked).asm["ptx"], target, tmp_path)
     binary = build(asked)
-    found = resources.of(binary)
+    found = binaries.resources_of(binary)
     frames = [int(size) for size in re.findall(r"(\d+) bytes stack frame", said)]
     spilled = sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", said))
     registers = re.search(r"Used (\d+) registers", said)
@@ -114,7 +114,7 @@ def test_an_hsaco_says_what_its_assembly_says(name):
     asked = request(name, "gfx942")
     text = lowered(asked).asm["amdgcn"]
     binary = build(asked)
-    found = resources.of(binary)
+    found = binaries.resources_of(binary)
 
     def number(key):
         match = re.search(rf"^ +\.{key}: +(\d+)$", text, re.MULTILINE)
@@ -133,7 +133,7 @@ def test_an_hsaco_says_what_its_assembly_says(name):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "sm_80", "sm_100", "sm_120"])
 def test_the_sizes_of_parameters(target):
-    assert resources.parameter_sizes(build(request("copy", target))) == [8, 8, 4, 8, 8]
+    assert binaries.parameter_sizes(build(request("copy", target))) == [8, 8, 4, 8, 8]
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -142,9 +142,9 @@ def test_what_is_no_machine_code_is_refused(target):
     odd = [b"", b"\x7fELF", binary.image[:200], binary.image[: len(binary.image) // 2], b"MZ" + binary.image]
     for image in odd:
         with pytest.raises(KernelError, match=f"copy: its {binary.form} for {target} cannot be read"):
-            resources.of(dataclasses.replace(binary, image=image))
+            binaries.resources_of(dataclasses.replace(binary, image=image))
     with pytest.raises(KernelError, match="other: its"):
-        resources.parameter_sizes(dataclasses.replace(binary, name="other"))
+        binaries.parameter_sizes(dataclasses.replace(binary, name="other"))
 
 
 def test_every_form_of_msgpack_is_read():
@@ -167,7 +167,7 @@ def test_every_form_of_msgpack_is_read():
         b"\xde\x00\x01\xa1k\xc2": {"k": False},
     }
     for data, value in items.items():
-        assert resources._unpacked(b"\x00" + data, 1) == (value, 1 + len(data))
+        assert binaries._unpacked(b"\x00" + data, 1) == (value, 1 + len(data))
 
 
 STATIC = """
@@ -199,4 +199,4 @@ def test_static_shared_memory_is_counted_without_what_the_system_reserves(target
     assert "512 bytes smem" in ptxas(STATIC.format(version=version, target=arch), target, tmp_path)
     image = (tmp_path / "kernel.cubin").read_bytes()
     binary = dataclasses.replace(build(request("copy", target)), image=image, shared=64)
-    assert resources.of(binary).shared == 512 + 64
+    assert binaries.resources_of(binary).shared == 512 + 64

@@ -13,7 +13,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.signatures import Parameter, Pointer, Typed, parameters, pointer_type, specialise
+from opkit.kernels.triton.specialisation import Parameter, Pointer, Typed, parameters, pointer_type, specialise
 
 # By torch's ScalarType, which Python sees as an order of dtypes alone.
 NUMBERS = {

@@ -7,7 +7,7 @@ import triton.language as tl
 
 import opkit
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 from opkit.op.triton.arguments import Values, launch_of, shown, sizes_of
 from opkit.op.triton.binding import bind
 from opkit.op.triton.evaluation import TensorInfo

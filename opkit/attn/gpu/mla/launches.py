@@ -10,8 +10,7 @@ from torch import Tensor
 from opkit.attn.allocation import allocate_scratch
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.symbols import Layout
+from opkit.kernels.triton.named import Layout, Named
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
 from opkit.op.triton.launch import PreparedLaunch

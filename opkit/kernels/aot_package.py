@@ -1,8 +1,7 @@
-"""Load and write kernels built ahead of time: libraries and a manifest in the folder of the operators' Python package.
+"""Read and write the manifest of a Python package whose kernels were compiled ahead of time.
 
 ``opkit build`` writes ``<package>/_opkit/manifest.json`` and, next to it, one library for each kernel and instruction set,
-and the binaries of Triton kernels in ``triton/``. A kernel that is there, unchanged and from the same source, is loaded
-without a compiler.
+and the binaries of Triton kernels in ``triton/``. :mod:`opkit.kernels.aot_loading` loads them.
 """
 
 from __future__ import annotations
@@ -15,29 +14,27 @@ import json
 import os
 import re
 import threading
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opkit.errors import BuildCacheWarning, PackageError
-from opkit.kernels.aot import portable
-from opkit.kernels.binding.binding import Bound
-from opkit.kernels.cc import build_key
+from opkit.errors import PackageError
+from opkit.kernels import cache_files
+from opkit.kernels.cc import build_plan
 from opkit.kernels.cc import isa as isas
-from opkit.kernels.cc.native import NativeKernel
-from opkit.kernels.store import files
-from opkit.kernels.triton.shipping import FOLDER as BINARIES
-from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.triton.specialisation import Form
 
 if TYPE_CHECKING:
-    from opkit import _core
+    pass
+
 
 FOLDER, MANIFEST = "_opkit", "manifest.json"
 CUDA = "cuda"
 """The ``isa`` of a kernel on the GPU."""
 
 _FORMAT = 1
+BINARIES = "triton"
+_BINARY_FILE = re.compile(rf"{BINARIES}/[\w.-]+\.(cubin|hsaco)", re.ASCII)
 _FILE = re.compile(r"[\w.-]+\.so")
 
 
@@ -52,7 +49,7 @@ class Library:
         file: its name in the folder of the manifest.
         sha256: of the file.
         size: of the file, in bytes.
-        source: the hash of the compiled source (:func:`opkit.kernels.aot.portable.identity`).
+        source: the hash of the compiled source (:func:`opkit.kernels.aot_loading.identity`).
         files: the sha256 of other compiled files of the Python package, by their path in it.
     """
 
@@ -64,6 +61,57 @@ class Library:
     size: int
     source: str
     files: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonBinary:
+    """One binary of a package.
+
+    Attributes:
+        operator: "demo::rms_norm".
+        kernel: the kernel's name among those of its operator.
+        triton: the release of Triton that compiled it.
+        form: what it is for.
+        launch: all that a launch must know (:meth:`opkit.kernels.triton.binaries.Binary.to_json`).
+        file: its path in the folder of the manifest; "" before it is put there.
+        sha256: of the file.
+        size: of the file, in bytes.
+    """
+
+    operator: str
+    kernel: str
+    triton: str
+    form: Form
+    launch: Mapping[str, Any]
+    file: str = ""
+    sha256: str = ""
+    size: int = 0
+
+    def placed(self, image: bytes) -> TritonBinary:
+        """Return the same with the file that is to hold ``image``; equal images of a kernel have one file."""
+        sha256 = hashlib.sha256(image).hexdigest()
+        parts = (*self.operator.split("::"), self.kernel, self.form.target, sha256[:8])
+        name = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts)
+        return dataclasses.replace(
+            self, file=f"{BINARIES}/{name}.{self.launch['form']}", sha256=sha256, size=len(image)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest."""
+        return {**dataclasses.asdict(self), "launch": dict(self.launch)}
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> TritonBinary:
+        """Return what ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it did not write this.
+        """
+        form = Form(**{**item["form"], "divisible": tuple(item["form"]["divisible"])})
+        binary = cls(**{**item, "form": form})
+        if not _BINARY_FILE.fullmatch(binary.file):
+            raise ValueError(f"{binary.file!r} is not the name of a binary")
+        return binary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +132,7 @@ def runtime_library() -> Path:
         PackageError: this opkit's installation is incomplete.
     """
     found = importlib.util.find_spec("opkit._core")
-    folder = Path(found.origin).parent if found is not None and found.origin else Path(__file__).parents[2]
+    folder = Path(found.origin).parent if found is not None and found.origin else Path(__file__).parents[1]
     for name in ("libopkit.so", "libopkit.dylib"):
         if (folder / name).is_file():
             return folder / name
@@ -94,7 +142,6 @@ def runtime_library() -> Path:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 _read: dict[Path, tuple[tuple[int, ...], Manifest | PackageError]] = {}  # by folder, with the file's stamp
-_warned: set[tuple[Path, str]] = set()
 _reading = threading.Lock()
 
 
@@ -136,112 +183,6 @@ def _parsed(folder: Path, noted: Mapping[str, Any]) -> Manifest:
     return Manifest(folder, int(noted["abi"]), str(noted["machine"]), libraries, binaries)
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
-def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.KernelLibrary | None:
-    """Load the library that was built ahead of time for a kernel of a module's operator; None if it must be compiled.
-
-    If there is one that cannot be used, a warning gives the reason.
-    """
-    for folder in portable.places(module, FOLDER):
-        try:
-            manifest = read(folder)
-            built = [] if manifest is None else _of(manifest, bound.facts.operator, name, native)
-            if manifest is not None and built:
-                return _opened(chosen(manifest, built, native, bound, portable.root(module) or folder.parent))
-        except PackageError as error:
-            warn(folder, module, str(error))
-            return None
-    return None
-
-
-def _of(manifest: Manifest, operator: str, kernel: str, native: NativeKernel) -> list[Library]:
-    listed = (item for item in manifest.libraries if (item.operator, item.kernel) == (operator, kernel))
-    return [item for item in listed if (item.isa == CUDA) == native.cuda]
-
-
-def chosen(manifest: Manifest, built: Sequence[Library], native: NativeKernel, bound: Bound, package: Path) -> Path:
-    """Return the checked file for the widest instruction set that this machine has (``OPKIT_ISA`` narrows it).
-
-    Raises:
-        PackageError: it cannot be used.
-    """
-    _check_origin(manifest, built[0], native, bound, package)
-    usable = [CUDA, *_usable()]
-    fitting = [library for library in built if library.isa in usable]
-    if not fitting:
-        there = ", ".join(library.isa for library in built)
-        raise PackageError(f"{_label(built[0])} was built for {there}, and what can be used here is {usable[-1]}")
-    widest = max(fitting, key=lambda library: usable.index(library.isa))
-    _check_file(manifest.folder, widest)
-    return manifest.folder / widest.file
-
-
-def _usable() -> tuple[str, ...]:
-    order = isas.WIDENING.get(isas.machine(), ("baseline",))
-    return order[: order.index(isas.host_isa()) + 1]
-
-
-def _check_origin(manifest: Manifest, library: Library, native: NativeKernel, bound: Bound, package: Path) -> None:
-    if manifest.machine != isas.machine():
-        raise PackageError(f"{manifest.folder} was built for {manifest.machine}, and this is {isas.machine()}")
-    if manifest.abi != build_key.abi_version():
-        raise PackageError(
-            f"{manifest.folder} was built for version {manifest.abi} of opkit's kernel interface, and this opkit has "
-            f"version {build_key.abi_version()}"
-        )
-    edited = [path for path, content in library.files.items() if _differs(package / path, content)]
-    if library.source != portable.identity(native, bound, package) or edited:
-        what = edited[0] if edited else "its source or its operator's signature"
-        raise PackageError(f"{_label(library)} was edited since it was built: {what} differs")
-
-
-def _differs(path: Path, content: str) -> bool:
-    """Whether a file exists with other content; packages need not contain their headers."""
-    try:
-        return portable.sha256_of(path) != content
-    except OSError:
-        return False
-
-
-def _check_file(folder: Path, library: Library) -> None:
-    try:
-        content = (folder / library.file).read_bytes()
-    except OSError as error:
-        raise PackageError(f"{_label(library)}: {folder / library.file}: {error.strerror}") from error
-    if len(content) != library.size or hashlib.sha256(content).hexdigest() != library.sha256:
-        raise PackageError(f"{_label(library)}: {folder / library.file} is not what was built: its sha256 differs")
-
-
-def _label(library: Library) -> str:
-    return f"{library.operator}, kernel {library.kernel!r},"
-
-
-def _opened(path: Path) -> _core.KernelLibrary:
-    from opkit import _core  # compiled: absent when opkit runs from a source tree that was not installed
-
-    try:
-        return _core.KernelLibrary(str(path))
-    except RuntimeError as error:
-        raise PackageError(f"{path} cannot be loaded: {error}") from error
-
-
-def warn(folder: Path, module: str, reason: str, about: str = "") -> None:
-    """Warn why something is compiled now, once for each ``about``, or else for each reason."""
-    with _reading:
-        if (folder, about or reason) in _warned:
-            return
-        _warned.add((folder, about or reason))
-    package = portable.real_name(module).rpartition(".")[0] or portable.real_name(module)
-    warnings.warn(
-        f"{reason}. It is compiled now, if there is a compiler. Run `opkit build {package}` again, or install the package "
-        "again.",
-        BuildCacheWarning,
-        stacklevel=4,
-    )
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -269,8 +210,8 @@ def write(
             libraries.append(_put(folder, library, path))
         for binary, image in compiled:
             binaries.append(_put_binary(folder, binary, image))
-        manifest = Manifest(folder, build_key.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
-        files.write_atomically(folder / MANIFEST, _text(manifest).encode("ascii"), 0o644)
+        manifest = Manifest(folder, build_plan.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
+        cache_files.write_atomically(folder / MANIFEST, _text(manifest).encode("ascii"), 0o644)
     except OSError as error:
         _remove(folder, {each.file for each in (*libraries, *binaries)} - before)
         raise PackageError(f"The package's folder {folder} cannot be written: {error}") from error
@@ -299,7 +240,7 @@ def _put(folder: Path, library: Library, path: Path) -> Library:
     sha256 = hashlib.sha256(content).hexdigest()
     parts = (*library.operator.split("::"), library.kernel, library.isa, sha256[:8])
     file = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts) + ".so"
-    files.write_atomically(folder / file, content, 0o644)
+    cache_files.write_atomically(folder / file, content, 0o644)
     return dataclasses.replace(library, file=file, sha256=sha256, size=len(content))
 
 
@@ -307,7 +248,7 @@ def _put_binary(folder: Path, binary: TritonBinary, image: bytes) -> TritonBinar
     placed = binary.placed(image)
     path = folder / placed.file
     path.parent.mkdir(exist_ok=True)
-    files.write_atomically(path, image, 0o644)
+    cache_files.write_atomically(path, image, 0o644)
     return placed
 
 

@@ -1,12 +1,16 @@
-"""Find, list and check entries of the build cache.
+"""The build cache: find, list, check and write its entries, and build elsewhere where it cannot be written.
 
 ``<cache_dir>/native/<key[:2]>/<key>/`` holds one file and ``entry.json``, which describes it. A file is trusted only if it and
 the folders above it, up to ``native``, belong to this user, nobody else may write to them, and the file's sha256 is the one
 noted. Entries appear by one rename, so they are whole or absent.
+
+A process that cannot write to the cache (a full disk, a read-only one) builds into a temporary folder of its own, laid
+out like the cache and removed when the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -16,14 +20,17 @@ import os
 import re
 import shutil
 import stat
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from opkit import config
-from opkit.errors import CacheError
-from opkit.kernels.store import files
+from opkit.errors import BuildCacheWarning, CacheError
+from opkit.kernels import cache_files
 
 ENTRY = "entry.json"
 FILES = ("kernel.so", "kernel")
@@ -62,7 +69,7 @@ def root() -> Path:
     return Path(os.path.abspath(config.get().cache_dir)) / "native"
 
 
-def folder(place: Path, key: str) -> Path:
+def entry_folder(place: Path, key: str) -> Path:
     """Return the folder of one entry, whether there is one or not."""
     return place / key[:2] / key
 
@@ -74,10 +81,10 @@ def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
     """Return what an entry says of itself, and what is wrong with it: None where it can be used."""
     try:
         for place in (directory.parent.parent, directory.parent):
-            files.check_private(place, os.stat(place))
-        files.check_private(directory, os.lstat(directory), stat.S_ISDIR)
+            cache_files.check_private(place, os.stat(place))
+        cache_files.check_private(directory, os.lstat(directory), stat.S_ISDIR)
         noted = _noted(directory)
-        content = files.read_private(directory / noted["file"])
+        content = cache_files.read_private(directory / noted["file"])
     except (OSError, ValueError) as error:
         return {}, _reason(error)
     if len(content) != noted["size"]:
@@ -95,7 +102,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 def _noted(directory: Path) -> dict[str, Any]:
     try:
-        noted = json.loads(files.read_private(directory / ENTRY))
+        noted = json.loads(cache_files.read_private(directory / ENTRY))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{ENTRY} cannot be read as JSON") from None
     wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())
@@ -108,7 +115,7 @@ def _noted(directory: Path) -> dict[str, Any]:
 
 def find(place: Path, key: str) -> tuple[Path | None, str | None]:
     """Return the file of an entry that can be used, or what is wrong with it; neither, where there is none."""
-    directory = folder(place, key)
+    directory = entry_folder(place, key)
     if not os.path.lexists(directory):
         return None, None
     noted, problem = examine(directory)
@@ -218,3 +225,158 @@ def sweep(place: Path, older_than: float) -> None:
         with contextlib.suppress(OSError):
             if time.time() - directory.lstat().st_mtime > older_than:
                 remove_tree(directory)
+
+
+_HOUR = 3600.0
+_MAX_FAILED = 20
+
+_instead: dict[Path, Path] = {}  # the temporary folders that stand in for caches, by the cache
+_swept: set[Path] = set()
+_changing = threading.Lock()
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def place() -> Path:
+    """Return where to build now: the cache, or what stands in for it."""
+    main = root()
+    return _instead.get(main, main)
+
+
+def places() -> list[Path]:
+    """Return where to look for what is built: the cache, and what stands in for it if anything does."""
+    main = root()
+    return [main, _instead[main]] if main in _instead else [main]
+
+
+def give_up(failed: Path, error: OSError) -> None:
+    """Build elsewhere from now on, as ``failed`` cannot be written to.
+
+    Raises:
+        CacheError: what stood in for the cache has failed too, or there is nothing that could.
+    """
+    main = root()
+    with _changing:
+        if failed == main and main in _instead:
+            return  # another thread came first
+        if failed != main:
+            raise CacheError(f"Nothing can be built: {failed} stood in for {main}, and fails too: {error}") from error
+        _instead[main] = _temporary(main, error)
+    warnings.warn(
+        f"The build cache {main} cannot be used ({error.strerror or error}). Kernels of this process are built into "
+        f"{_instead[main]}, which is removed when it ends. Free space, repair the folder, or set OPKIT_CACHE_DIR.",
+        BuildCacheWarning,
+        stacklevel=3,
+    )
+
+
+def _temporary(main: Path, error: OSError) -> Path:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="opkit-"))
+    except OSError as second:
+        raise CacheError(
+            f"Neither the build cache {main} ({error}) nor a temporary folder ({second}) can be used."
+        ) from second
+    atexit.register(_remove_own, folder, os.getpid())
+    return folder
+
+
+def _remove_own(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a child that was forked and shares the folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- building in a place ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
+    """Let one thread of one process at a time build a key; see :func:`opkit.kernels.cache_files.lock`."""
+    above = entry_folder(place, key).parent
+    cache_files.make_private_folder(above, above=1)
+    with cache_files.lock(above / f"{key}.lock", tick):
+        yield
+
+
+@contextlib.contextmanager
+def workspace(place: Path, key: str) -> Iterator[Path]:
+    """An empty folder on the cache's file system, removed at the end if it is still there."""
+    above = place / TEMPORARY
+    cache_files.make_private_folder(above)
+    if place not in _swept:
+        _swept.add(place)
+        sweep(place, max(_HOUR, 2 * config.get().build_timeout))
+    folder = Path(tempfile.mkdtemp(prefix=f"{key[:8]}-{os.getpid()}-", dir=above))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_locked(place: Path, key: str) -> Path | None:
+    """Return what is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
+    path, problem = find(place, key)
+    if problem is None:
+        return path
+    discard(place, key)
+    warnings.warn(
+        f"An entry of the build cache was damaged and is built again: {problem} ({entry_folder(place, key)}).",
+        BuildCacheWarning,
+        stacklevel=4,
+    )
+    return None
+
+
+def discard(place: Path, key: str) -> None:
+    """Take an entry out of the way by one rename, so that nobody sees half of it; then remove it."""
+    above = place / TEMPORARY
+    cache_files.make_private_folder(above)
+    away = Path(tempfile.mkdtemp(prefix=f"{key[:8]}-", dir=above))
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(entry_folder(place, key), away / "entry")
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def store(place: Path, key: str, built: Path, noted: dict[str, Any]) -> Path:
+    """Put a built file under its key; where another process has put the same there meanwhile, that one stays."""
+    folder = built.parent / "entry"
+    folder.mkdir(mode=0o700)
+    built.chmod(0o700)
+    os.rename(built, folder / built.name)
+    noted = {"key": key, "file": built.name, "created": time.time(), **noted}
+    with open(os.open(folder / ENTRY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        json.dump(noted, file, indent=1)
+    return _move(folder, place, key)
+
+
+def _move(folder: Path, place: Path, key: str) -> Path:
+    target = entry_folder(place, key)
+    for _ in range(3):
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        path, _ = find(place, key)
+        if path is not None:
+            return path
+        discard(place, key)
+    raise OSError(errno.EIO, "what is written there cannot be read back", str(target))
+
+
+def store_failed(place: Path, key: str, workspace: Path) -> None:
+    """Store what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
+    failed = failed_folder(place, key)
+    with contextlib.suppress(OSError):
+        cache_files.make_private_folder(failed.parent)
+        remove_tree(failed)
+        os.rename(workspace, failed)
+        by_age = sorted(failed.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in by_age[_MAX_FAILED:]:
+            remove_tree(old)
+
+
+def failed_folder(place: Path, key: str) -> Path:
+    """Return the folder of the sources of a build that failed."""
+    return place / FAILED / key[:16]

@@ -1,12 +1,19 @@
-"""Summarise a sanitizer's report in a line, with the tensor and the author's line, and shorten the report."""
+"""Run the child process of a debug build, and explain its end.
+
+A headline names the tensor and the author's line; the sanitizer's report is shortened.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 _MARK = "\x1f"  # between the parts of a frame: no path has it
 FRAME_FORMAT = _MARK.join(("", "%n", "%m", "%f", "%s", "%l", ""))
@@ -53,6 +60,33 @@ _KINDS = {
     "FPE": "crashed on an arithmetic error (SIGFPE)",
     "ILL": "crashed on an illegal instruction (SIGILL)",
     "ABRT": "aborted (SIGABRT)",
+}
+
+# Variables that the child inherits; llvm-symbolizer is found in PATH.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS")
+_LOG_BYTES = 1 << 18  # bytes of the beginning, and of the end, of a child's output that are stored
+_GRACE = 5.0  # seconds in which a child that took too long can print its stack
+
+_COMMON = {
+    "allow_addr2line": "1",
+    "color": "never",
+    "exitcode": "99",
+    "handle_abort": "1",
+    "handle_sigfpe": "1",
+    "handle_sigill": "1",
+    "handle_sigtrap": "1",
+    "print_stacktrace": "1",
+    "stack_trace_format": f"'{FRAME_FORMAT}'",
+    "symbolize": "1",
+}
+_OPTIONS = {
+    "UBSAN_OPTIONS": _COMMON,
+    "ASAN_OPTIONS": {
+        **_COMMON,
+        "detect_leaks": "0",
+        "detect_stack_use_after_return": "1",
+        "redzone": str(RED_ZONE),  # an index that is off by some hundred elements hits no other tensor
+    },
 }
 
 
@@ -264,3 +298,52 @@ def _is_author(frame: StackFrame, executable: str) -> bool:
     """Whether a frame is in the executable and in a known file that is no header of the compiler, as of intrinsics."""
     same = os.path.basename(frame.module) == os.path.basename(executable)
     return same and frame.known and _SYSTEM.match(frame.file) is None
+
+
+# ---- the process ------------------------------------------------------------------------------------------------------
+
+
+def run_child(command: list[str], timeout: float) -> ChildExit:
+    """Run the child on the parent's standard output, so that a kernel's printf is visible; collect its standard error."""
+    printed = bytearray()
+    executable = command[-3]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environment())
+    except OSError as error:
+        return ChildExit(executable, 127, None, str(error))
+    with process:
+        reader = threading.Thread(target=_collect, args=(cast(io.BufferedReader, process.stderr), printed), daemon=True)
+        reader.start()
+        late = _wait(process, timeout)
+        reader.join()
+    return ChildExit(executable, process.returncode, timeout if late else None, printed.decode(errors="replace"))
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    options = {name: ":".join(f"{key}={value}" for key, value in table.items()) for name, table in _OPTIONS.items()}
+    return {**inherited, **options, "LC_ALL": "C"}
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Return whether it took too long. It is then aborted, so that the sanitizer prints its stack, and killed."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return True
+    except BaseException:  # Control-C: the child must not outlive this process
+        process.kill()
+        raise
+    return False
+
+
+def _collect(stream: io.BufferedReader, printed: bytearray) -> None:
+    while chunk := stream.read1(_LOG_BYTES):
+        printed += chunk
+        if len(printed) > 3 * _LOG_BYTES:
+            del printed[_LOG_BYTES : len(printed) - _LOG_BYTES]
