@@ -192,7 +192,7 @@ def _check_origin(manifest: Manifest, library: Library, native: NativeKernel, bo
 
 
 def _differs(path: Path, content: str) -> bool:
-    """Whether a file exists with other content; packages need not contain their headers."""
+    """Return whether a file exists with other content; packages need not contain their headers."""
     try:
         return sha256_of(path) != content
     except OSError:

@@ -90,19 +90,18 @@ class TritonBinary:
     def placed(self, image: bytes) -> TritonBinary:
         """Return the same with the file that is to hold ``image``; equal images of a kernel have one file."""
         sha256 = hashlib.sha256(image).hexdigest()
-        parts = (*self.operator.split("::"), self.kernel, self.form.target, sha256[:8])
-        name = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts)
+        name = _file_name(self.operator, self.kernel, self.form.target, sha256)
         return dataclasses.replace(
             self, file=f"{BINARIES}/{name}.{self.launch['form']}", sha256=sha256, size=len(image)
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest."""
+        """Return the item of a manifest."""
         return {**dataclasses.asdict(self), "launch": dict(self.launch)}
 
     @classmethod
     def from_json(cls, item: Mapping[str, Any]) -> TritonBinary:
-        """Return what ``to_json`` wrote.
+        """Return the binary that ``to_json`` wrote.
 
         Raises:
             KeyError, TypeError, ValueError: it did not write this.
@@ -209,7 +208,9 @@ def write(
         for library, path in built:
             libraries.append(_put(folder, library, path))
         for binary, image in compiled:
-            binaries.append(_put_binary(folder, binary, image))
+            binaries.append(binary.placed(image))
+            (folder / BINARIES).mkdir(exist_ok=True)
+            cache_files.write_atomically(folder / binaries[-1].file, image, 0o644)
         manifest = Manifest(folder, build_plan.abi_version(), isas.machine(), tuple(libraries), tuple(binaries))
         cache_files.write_atomically(folder / MANIFEST, _text(manifest).encode("ascii"), 0o644)
     except OSError as error:
@@ -238,18 +239,15 @@ def _names(folder: Path) -> set[str]:
 def _put(folder: Path, library: Library, path: Path) -> Library:
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    parts = (*library.operator.split("::"), library.kernel, library.isa, sha256[:8])
-    file = ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts) + ".so"
+    file = f"{_file_name(library.operator, library.kernel, library.isa, sha256)}.so"
     cache_files.write_atomically(folder / file, content, 0o644)
     return dataclasses.replace(library, file=file, sha256=sha256, size=len(content))
 
 
-def _put_binary(folder: Path, binary: TritonBinary, image: bytes) -> TritonBinary:
-    placed = binary.placed(image)
-    path = folder / placed.file
-    path.parent.mkdir(exist_ok=True)
-    cache_files.write_atomically(path, image, 0o644)
-    return placed
+def _file_name(operator: str, kernel: str, target: str, sha256: str) -> str:
+    """Return the name of a built file, without its suffix."""
+    parts = (*operator.split("::"), kernel, target, sha256[:8])
+    return ".".join(re.sub(r"[^A-Za-z0-9_-]", "_", part) for part in parts)
 
 
 def _text(manifest: Manifest) -> str:

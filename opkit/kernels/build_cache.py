@@ -46,8 +46,8 @@ class CacheEntry:
     """One built file.
 
     Attributes:
-        key: what it is stored under.
-        label: what people know it by.
+        key: the key that it is stored under.
+        label: its name for people.
         size: of the file, in bytes.
         created: when it was built, in seconds since 1970.
         path: the file.
@@ -78,7 +78,7 @@ def entry_folder(place: Path, key: str) -> Path:
 
 
 def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """Return what an entry says of itself, and what is wrong with it: None where it can be used."""
+    """Return the content of ``entry.json``, and the reason why the entry cannot be used, or None."""
     try:
         for place in (directory.parent.parent, directory.parent):
             cache_files.check_private(place, os.stat(place))
@@ -114,7 +114,7 @@ def _noted(directory: Path) -> dict[str, Any]:
 
 
 def find(place: Path, key: str) -> tuple[Path | None, str | None]:
-    """Return the file of an entry that can be used, or what is wrong with it; neither, where there is none."""
+    """Return the file of an entry that can be used, or the reason why it cannot be; None for both if there is no entry."""
     directory = entry_folder(place, key)
     if not os.path.lexists(directory):
         return None, None
@@ -122,17 +122,17 @@ def find(place: Path, key: str) -> tuple[Path | None, str | None]:
     return (directory / noted["file"], None) if problem is None else (None, problem)
 
 
-# ---- looking after it ------------------------------------------------------------------------------------------------
+# ---- list, verify, clear ---------------------------------------------------------------------------------------------
 
 
 def _folders(place: Path) -> Iterator[Path]:
-    """Yield the folders of entries, and what is damaged of them."""
+    """Yield the folders of entries, damaged ones too."""
     for above in _listed(place, r"[0-9a-f]{2}"):
         yield from _listed(above, _KEY.pattern)
 
 
 def _listed(directory: Path, pattern: str) -> list[Path]:
-    """Return what a folder of the cache holds under such names; nothing where it cannot be read or is a link to elsewhere."""
+    """Return the paths in a folder whose names match; none if the folder cannot be read or is a symbolic link."""
     try:
         inside = [] if directory.is_symlink() else directory.iterdir()
         return sorted(path for path in inside if re.fullmatch(pattern, path.name))
@@ -141,7 +141,7 @@ def _listed(directory: Path, pattern: str) -> list[Path]:
 
 
 def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
-    """Return an entry as far as it is known; a damaged one may not say more than its key."""
+    """Return an entry; of a damaged one perhaps only the key is known."""
     compiler, command = noted.get("compiler"), noted.get("flags")
     return CacheEntry(
         key=directory.name,
@@ -155,7 +155,7 @@ def _entry(directory: Path, noted: dict[str, Any]) -> CacheEntry:
 
 
 def entries() -> list[CacheEntry]:
-    """Return what the cache holds, by label. Files are not looked into: see :func:`verify`."""
+    """Return the entries of the cache, by label. Their files are not checked: see :func:`verify`."""
     found = []
     for directory in _folders(root()):
         with contextlib.suppress(OSError, ValueError):
@@ -164,7 +164,7 @@ def entries() -> list[CacheEntry]:
 
 
 def verify() -> list[tuple[CacheEntry, str]]:
-    """Return the entries that cannot be used, each with what is wrong with it."""
+    """Return the entries that cannot be used, each with the reason."""
     examined = [(directory, *examine(directory)) for directory in _folders(root())]
     return [(_entry(directory, noted), problem) for directory, noted, problem in examined if problem is not None]
 
@@ -182,20 +182,15 @@ def clear() -> int:
             remove(directory)
         for leftover in (*_listed(place / TEMPORARY, _LEFTOVER), *_listed(place / FAILED, _LEFTOVER)):
             remove_tree(leftover)
-        _remove_shells(place)
+        for above in _listed(place, r"[0-9a-f]{2}"):
+            for lock in _listed(above, rf"{_KEY.pattern}\.lock"):
+                lock.unlink(missing_ok=True)
+        for empty in (*_listed(place, rf"[0-9a-f]{{2}}|{TEMPORARY}|{FAILED}"), place):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
     except OSError as error:
         raise CacheError(f"The build cache {place} cannot be cleared: {error}") from error
     return len(folders)
-
-
-def _remove_shells(place: Path) -> None:
-    """The locks, and the folders that are empty now."""
-    for above in _listed(place, r"[0-9a-f]{2}"):
-        for lock in _listed(above, rf"{_KEY.pattern}\.lock"):
-            lock.unlink(missing_ok=True)
-    for empty in (*_listed(place, rf"[0-9a-f]{{2}}|{TEMPORARY}|{FAILED}"), place):
-        with contextlib.suppress(OSError):
-            empty.rmdir()
 
 
 def remove(directory: Path) -> None:
@@ -210,7 +205,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a temporary folder with all that compilers left in it."""
+    """Remove a temporary folder with all files that compilers left in it."""
     if directory.is_symlink() or not directory.is_dir():
         directory.unlink(missing_ok=True)
         return
@@ -239,22 +234,22 @@ _changing = threading.Lock()
 
 
 def place() -> Path:
-    """Return where to build now: the cache, or what stands in for it."""
+    """Return the folder to build in now: the cache, or its substitute."""
     main = root()
     return _instead.get(main, main)
 
 
 def places() -> list[Path]:
-    """Return where to look for what is built: the cache, and what stands in for it if anything does."""
+    """Return the folders to look for built files in: the cache, and its substitute if it has one."""
     main = root()
     return [main, _instead[main]] if main in _instead else [main]
 
 
 def give_up(failed: Path, error: OSError) -> None:
-    """Build elsewhere from now on, as ``failed`` cannot be written to.
+    """Build in a substitute from now on, because ``failed`` cannot be written to.
 
     Raises:
-        CacheError: what stood in for the cache has failed too, or there is nothing that could.
+        CacheError: the substitute has failed too, or none can be created.
     """
     main = root()
     with _changing:
@@ -301,7 +296,7 @@ def lock(place: Path, key: str, tick: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workspace(place: Path, key: str) -> Iterator[Path]:
-    """An empty folder on the cache's file system, removed at the end if it is still there."""
+    """Create an empty folder on the cache's file system, which is removed at the end if it is still there."""
     above = place / TEMPORARY
     cache_files.make_private_folder(above)
     if place not in _swept:
@@ -315,7 +310,7 @@ def workspace(place: Path, key: str) -> Iterator[Path]:
 
 
 def find_locked(place: Path, key: str) -> Path | None:
-    """Return what is built already. The caller holds the lock: a damaged entry is removed, with a warning."""
+    """Return the built file, if there is one. The caller holds the lock: a damaged entry is removed, with a warning."""
     path, problem = find(place, key)
     if problem is None:
         return path
@@ -329,7 +324,7 @@ def find_locked(place: Path, key: str) -> Path | None:
 
 
 def discard(place: Path, key: str) -> None:
-    """Take an entry out of the way by one rename, so that nobody sees half of it; then remove it."""
+    """Move an entry away by one rename, so that nobody sees half of it; then remove it."""
     above = place / TEMPORARY
     cache_files.make_private_folder(above)
     away = Path(tempfile.mkdtemp(prefix=f"{key[:8]}-", dir=above))
@@ -339,7 +334,7 @@ def discard(place: Path, key: str) -> None:
 
 
 def store(place: Path, key: str, built: Path, noted: dict[str, Any]) -> Path:
-    """Put a built file under its key; where another process has put the same there meanwhile, that one stays."""
+    """Put a built file under its key; if another process stored the same meanwhile, its file stays."""
     folder = built.parent / "entry"
     folder.mkdir(mode=0o700)
     built.chmod(0o700)
@@ -366,7 +361,7 @@ def _move(folder: Path, place: Path, key: str) -> Path:
 
 
 def store_failed(place: Path, key: str, workspace: Path) -> None:
-    """Store what a compiler refused, so that its command can be run again; the oldest of many are dropped."""
+    """Store the sources that a compiler refused, so that its command can be run again; of many the oldest are removed."""
     failed = failed_folder(place, key)
     with contextlib.suppress(OSError):
         cache_files.make_private_folder(failed.parent)

@@ -295,7 +295,7 @@ def _is_ours(frame: StackFrame) -> bool:
 
 
 def _is_author(frame: StackFrame, executable: str) -> bool:
-    """Whether a frame is in the executable and in a known file that is no header of the compiler, as of intrinsics."""
+    """Return whether a frame is in the executable and in a known file that is no header of the compiler, as of intrinsics."""
     same = os.path.basename(frame.module) == os.path.basename(executable)
     return same and frame.known and _SYSTEM.match(frame.file) is None
 

@@ -145,7 +145,7 @@ class Installed:
             self._library.opkit_bridge_enable(self._handle, int(value))
 
     def remove(self) -> None:
-        """Leave the operator as if nothing had been installed; a second time does nothing.
+        """Restore the operator to its state before the installation; a second call does nothing.
 
         As with anything in torch's dispatcher, no other thread may be calling the operator meanwhile.
         """

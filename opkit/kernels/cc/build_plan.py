@@ -20,7 +20,7 @@ from typing import Literal
 from opkit import config
 from opkit.errors import ArgumentError, ToolchainError
 from opkit.kernels.cc import toolchain
-from opkit.kernels.cc.isa import cpu_features, effective
+from opkit.kernels.cc.isa import cpu_features, effective, isa_flags
 from opkit.kernels.cc.toolchain import Compiler
 
 
@@ -172,7 +172,7 @@ def _check_nvcc(request: Request) -> None:
 
 
 def _links_separately(request: Request, compiler: Compiler) -> bool:
-    """Whether a flag must not reach the linker.
+    """Return whether a flag must not reach the linker.
 
     OpenMP's would load a second OpenMP into torch; flags of fast arithmetic make gcc before 13 link code that turns
     subnormal numbers off in the whole process.
@@ -237,7 +237,7 @@ def _host(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
     flags = (_DIALECTS[unit.language], *(_DEBUG if request.debug else _FAST), "-fexceptions")
     flags += _SHARED if request.kind == "shared" else ()
     flags += _C_MISTAKES if unit.language == "c" else ()
-    return (*flags, *_QUIET[compiler.family], *toolchain.isa_flags(request.isa, compiler.family))
+    return (*flags, *_QUIET[compiler.family], *isa_flags(request.isa, compiler.family))
 
 
 def _nvcc(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ def _library(name: str) -> str:
 
 
 def is_native(plan: BuildPlan, request: Request) -> bool:
-    """Whether the result depends on the features of this processor."""
+    """Return whether the result depends on the features of this processor."""
     return effective(request.isa) == "native" and any(compiler.family != "nvcc" for compiler in plan.compilers)
 
 

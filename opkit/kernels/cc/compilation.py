@@ -86,7 +86,9 @@ def build_all(requests: Sequence[Request], jobs: int | None = None) -> list[Path
     stop = threading.Event()
     wanted = [_attempt(lambda request=request: _job(request, 1, _stopper(stop))) for request in requests]
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="opkit-build")
-    futures = {job.key: pool.submit(_attempt, lambda job=job: _cached_or_built(job)) for job in _spread(wanted, jobs)}
+    futures = {
+        job.key: pool.submit(_attempt, lambda job=job: _look_up(job.key) or _make(job)) for job in _spread(wanted, jobs)
+    }
     try:
         _await(list(futures.values()))
         return [futures[job.key].result() if isinstance(job, _Job) else job for job in wanted]
@@ -157,10 +159,6 @@ def _cores() -> int:
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
-
-
-def _cached_or_built(job: _Job) -> Path:
-    return _look_up(job.key) or _make(job)
 
 
 def _look_up(identity: str) -> Path | None:
@@ -256,7 +254,10 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
     Raises:
         OSError: it failed because the folder cannot be written to.
     """
-    _check_disk(folder, wrong)
+    space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
+    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _DISK_FULL
+    if full or _FULL.search(wrong.log):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     failed = build_cache.failed_folder(place, job.key)
     again = tuple(_outside(argument, failed) for argument in wrong.command)
     texts = [(unit.name, unit.text) for unit in job.request.units]
@@ -268,10 +269,3 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
 def _outside(argument: str, folder: Path) -> str:
     """Return an argument for a command that runs outside ``folder``: the names of files in it become whole paths."""
     return str(folder / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
-
-
-def _check_disk(folder: Path, wrong: Outcome) -> None:
-    space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
-    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _DISK_FULL
-    if full or _FULL.search(wrong.log):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -165,11 +165,8 @@ def _read(texts: Sequence[str]) -> list[CParameter]:
     Raises:
         DeclarationError: cffi cannot read them, or one has no name.
     """
-    from cffi import (
-        CDefError,
-        FFIError,
-        VerificationError,
-    )  # imported here: with the parser it takes 20 to 70 ms, mostly for pycparser
+    # imported here: with the parser it takes 20 to 70 ms, mostly for pycparser
+    from cffi import CDefError, FFIError, VerificationError
     from cffi.cparser import Parser
 
     declarations = [_respelled(text) for text in texts]

@@ -152,9 +152,7 @@ def c_kernel(
     >>> doubled(torch.ones(2))
     tensor([2., 2.])
     """
-    return _kernel(
-        "c", source, dtypes, name, flags, bind, isa, debug, libraries=tuple(libraries), elementwise=elementwise
-    )
+    return _kernel("c", source, dtypes, name, flags, bind, libraries, isa=isa, debug=debug, elementwise=elementwise)
 
 
 def cpp_kernel(
@@ -182,10 +180,20 @@ def cpp_kernel(
         dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
     """
     return _kernel(
-        "c++", source, dtypes, name, flags, bind, isa, debug,
-        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
-        libraries=tuple(libraries), elementwise=elementwise,
-    )  # fmt: skip
+        "c++",
+        source,
+        dtypes,
+        name,
+        flags,
+        bind,
+        libraries,
+        sources,
+        include_dirs,
+        library_dirs,
+        isa,
+        debug,
+        elementwise,
+    )
 
 
 def cuda_kernel(
@@ -210,11 +218,7 @@ def cuda_kernel(
         source, dtypes, name, flags, bind, sources, include_dirs, library_dirs, libraries: as for :func:`cpp_kernel`.
             ``T`` may be ``torch.float16`` (``__half``) and ``torch.bfloat16`` (``__nv_bfloat16``) too.
     """
-    return _kernel(
-        "cuda", source, dtypes, name, flags, bind, "native", False,
-        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
-        libraries=tuple(libraries),
-    )  # fmt: skip
+    return _kernel("cuda", source, dtypes, name, flags, bind, libraries, sources, include_dirs, library_dirs)
 
 
 def _kernel(
@@ -224,24 +228,26 @@ def _kernel(
     name: str | None,
     flags: Sequence[str],
     bind: Mapping[str, Constant] | None,
-    isa: str | Sequence[str],
-    debug: bool,
-    **more: Any,
+    libraries: Sequence[str],
+    sources: Sequence[str | Path] = (),
+    include_dirs: Sequence[str | Path] = (),
+    library_dirs: Sequence[str | Path] = (),
+    isa: str | Sequence[str] = "native",
+    debug: bool = False,
+    elementwise: bool = False,
 ) -> NativeKernel:
+    """Read the declaration in a source; the public functions call it directly, so that the author's frame is two above."""
     frame = inspect.currentframe()
     text, file, line = _located(source, frame.f_back.f_back if frame and frame.f_back else None)
     try:
         function = declaration.parse(text, name)
     except DeclarationError as error:
         raise DeclarationError(f"{file}: {error}") from error
+    paths = (tuple(Path(path).absolute() for path in each) for each in (sources, include_dirs, library_dirs))
     return NativeKernel(
-        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), isas=_isas(isa),
-        debug=debug, **more,
+        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), *paths, tuple(libraries),
+        _isas(isa), debug, elementwise=elementwise,
     )  # fmt: skip
-
-
-def _paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
-    return tuple(Path(path).absolute() for path in paths)
 
 
 def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int]:

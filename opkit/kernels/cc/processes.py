@@ -166,7 +166,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\012", "\r": "\\015"}
 def quoted_file(name: str) -> str:
     r"""Return a file name as a ``#line`` directive takes it.
 
-    >>> print(quoted('a "b"\n'))
+    >>> print(quoted_file('a "b"\n'))
     "a \"b\"\012"
     """
     return '"' + "".join(_ESCAPES.get(each, each) for each in name) + '"'

@@ -90,7 +90,7 @@ def _dtype(bound: Bound, number: int) -> str:
 
 
 def _is_every_size(bound: Bound, slot: Slot) -> bool:
-    """Whether a named size is the only dimension of every tensor, and so counts the elements."""
+    """Return whether a named size is the only dimension of every tensor, and so counts the elements."""
     name = bound.facts.sizes[slot.detail]
     arguments = [argument.shape for argument in bound.facts.arguments if argument.kind == "tensor"]
     shapes = [*arguments, *(output.shape for output in bound.facts.outputs)]

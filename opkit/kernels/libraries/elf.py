@@ -32,13 +32,13 @@ class Section(NamedTuple):
 
 
 def own(path: str | Path) -> bool:
-    """Whether this process could load the machine code in ``path``: the same machine, width and byte order."""
+    """Return whether this process could load the machine code in ``path``: the same machine, width and byte order."""
     theirs, ours = _identity(path), _identity(sys.executable)
     return theirs is not None and theirs == ours
 
 
 def readable() -> bool:
-    """Whether this system's libraries are ELF files."""
+    """Return whether this system's libraries are ELF files."""
     return _identity(sys.executable) is not None
 
 

@@ -55,7 +55,7 @@ class Foreign:
 
 
 def is_number(c_type: str) -> bool:
-    """Whether a C type is a number's."""
+    """Return whether a C type is that of a number."""
     return c_type.startswith("enum ") or C_TYPES.get(c_type, _UNKNOWN).kind in ("int", "float", "complex", "bool")
 
 
@@ -234,7 +234,7 @@ def _taken(parameter: CParameter) -> CParameter:
 
 
 def _is_letter(parameter: CParameter, value: Constant, names: Collection[str]) -> bool:
-    """Whether a value is a letter for a ``char``: ``bind={"trans": "N"}``."""
+    """Return whether a value is a letter for a ``char``: ``bind={"trans": "N"}``."""
     return (
         (parameter.type, parameter.pointer) == ("char", 0)
         and isinstance(value, str) and len(value) == 1 and value not in names
@@ -331,7 +331,7 @@ class Expression:
 def parse_expression(text: str) -> Expression:
     """Translate an expression to C.
 
-    >>> parse("max(1, k)")
+    >>> parse_expression("max(1, k)")
     Expression(c='opk_max(1ll, opk_k, &opk_wrong)', names=('k',))
 
     Raises:

@@ -85,7 +85,7 @@ class Binary:
     target: str
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the image, as plain lists, numbers and strings."""
+        """Return everything but the image, as plain lists, numbers and strings."""
         fields = dataclasses.asdict(self)
         del fields["image"]
         params = [[param.kind, param.name, param.detail] for param in self.params]
@@ -93,7 +93,7 @@ class Binary:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], image: bytes) -> Binary:
-        """Return what ``to_json`` described, with its image.
+        """Return the binary that ``to_json`` described, with its image.
 
         Raises:
             KeyError, TypeError, ValueError: it was not written by ``to_json``.
@@ -157,7 +157,7 @@ def _rank(name: str, kind: str) -> int:
 
 
 def _flags() -> tuple[str, ...]:
-    """Triton 3.7 added the second."""
+    """Return the flags of a descriptor; Triton 3.7 added the second."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rounds = "round_f32_to_tf32" in TensorDescriptor.__dataclass_fields__
@@ -215,7 +215,7 @@ class Resources:
 
 
 def resources_of(binary: Binary) -> Resources:
-    """Return what a kernel takes.
+    """Return the resources that a kernel takes.
 
     Raises:
         KernelError: the machine code is not as its compilers write it.
@@ -225,7 +225,7 @@ def resources_of(binary: Binary) -> Resources:
 
 
 def parameter_sizes(binary: Binary) -> list[int]:
-    """Return the sizes in bytes of what a kernel takes, in order.
+    """Return the sizes in bytes of a kernel's parameters, in order.
 
     Raises:
         KernelError: the machine code is not as its compilers write it.
@@ -244,7 +244,7 @@ def _read_code(binary: Binary, readers: Mapping[str, Callable[[dict[str, elf.Sec
 
 
 def _cubin(sections: dict[str, elf.Section], name: str) -> tuple[int, int, int]:
-    """Registers, static shared memory, local memory. Functions that are not inlined have entries of their own."""
+    """Return registers, static shared memory, local memory. Functions that are not inlined have entries of their own."""
     found: dict[int, list[int]] = {_REGISTERS: [], _FRAME: [0], _STACK: [0]}
     for attribute, data in _attributes(sections[".nv.info"].data):
         if attribute in found and data:

@@ -33,7 +33,7 @@ _COMPILES = ("TRITON_ALWAYS_COMPILE", "TRITON_KERNEL_OVERRIDE", "TRITON_KERNEL_D
 
 
 def watched() -> bool:
-    """Return whether Triton compiles what it has already, or something inspects how it compiles."""
+    """Return whether Triton compiles kernels that are cached too, or something inspects how it compiles."""
     knobs = _knobs()
     if knobs is None:
         return any(map(_is_on, _COMPILES))
@@ -52,7 +52,7 @@ def interprets() -> bool:
 
 
 def defaults() -> tuple[bool, str]:
-    """Return what Triton compiles with where a kernel does not say: whether for debugging, and how instrumented."""
+    """Return Triton's defaults: whether it compiles for debugging, and the instrumentation mode."""
     knobs = _knobs()
     if knobs is None:
         return _is_on("TRITON_DEBUG"), os.environ.get("TRITON_INSTRUMENTATION_MODE", "")
@@ -74,7 +74,7 @@ def knows_all() -> bool:
 
 @functools.cache
 def installed_triton() -> tuple[str, tuple[int, int]] | None:
-    """Triton's release, and its library's size and time; None where it is not installed, or not as it is known to be."""
+    """Return Triton's release, and its library's size and time; None where it is not installed, or not in the known way."""
     folder = _folder()
     if folder is None:
         return None
@@ -112,7 +112,7 @@ def _knobs() -> Any:
 
 
 def _is_on(name: str) -> bool:
-    """As Triton reads it."""
+    """Return whether a variable is set, as Triton reads it."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -141,7 +141,7 @@ _lock = threading.RLock()
 
 
 def origin_of(module: str) -> str | None:
-    """sha256 over all files of a module; None where they do not decide what importing it gives in this process.
+    """Return the sha256 of all files of a module; None where they do not decide what importing it gives in this process.
 
     They do not where one cannot be found, where it imports a library that is unknown here, where a module was imported before
     its file was written, and where one that imports Triton was imported by others, who may have changed it.

@@ -40,12 +40,12 @@ class Named:
 
     @property
     def header(self) -> Header | None:
-        """What its definition says; None where the file alone does not say enough."""
+        """Its definition without the body; None where the file alone does not determine it."""
         return parsing.read_header(self.module, self.name)
 
     @property
     def origin(self) -> str | None:
-        """A digest of all that it is compiled from; None where the files alone do not decide it."""
+        """A hash of everything that it is compiled from; None where the files alone do not decide it."""
         return environment.origin_of(self.module)
 
     def loaded(self) -> Any:
@@ -62,13 +62,13 @@ class Named:
             ) from error
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """Return what decides what it computes."""
+        """Return the parts of a contract's hash that decide what it computes."""
         origin = self.origin or parsing.cache_key(self.loaded())
         return [("module", self.module), ("name", self.name), ("origin", origin)]
 
 
 def loaded(function: Any) -> Any:
-    """Return a function of Triton's: itself, or what a :class:`Named` one stands for."""
+    """Return a Triton function; for a :class:`Named` one, load it."""
     return function.loaded() if isinstance(function, Named) else function
 
 
@@ -94,11 +94,11 @@ class Layout:
         return hash(repr(self))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """Return what a contract's hash covers."""
+        """Return the parts of a contract's hash."""
         return [("layout", repr(self))]
 
     def resolved(self) -> Any:
-        """Gluon's own.
+        """Return Gluon's layout.
 
         Raises:
             KernelError: Gluon has no such layout.
@@ -127,18 +127,18 @@ class Element:
         return hash((Element, self.name))
 
     def contract_parts(self) -> list[tuple[str, Any]]:
-        """Return what a contract's hash covers."""
+        """Return the parts of a contract's hash."""
         return [("element", self.name)]
 
     def resolved(self) -> Any:
-        """Triton's own."""
+        """Return Triton's element type."""
         import triton.language
 
         return getattr(triton.language, self.name)
 
 
 def resolved(value: Any) -> Any:
-    """Return a value with Triton's and Gluon's own in place of what stands for them here."""
+    """Return Triton's or Gluon's object for a :class:`Layout` or :class:`Element`; other values unchanged."""
     return value.resolved() if isinstance(value, (Layout, Element)) else value
 
 
@@ -156,7 +156,7 @@ def written_out(kind: str) -> str:
 
 
 def _layout(text: str) -> Layout | None:
-    """Return the layout that a text says; None of one that is not written so."""
+    """Return the layout that a text spells, or None."""
     try:
         with parsing.ALONE:
             node = ast.parse(text, mode="eval").body

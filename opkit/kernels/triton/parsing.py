@@ -28,10 +28,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ALONE = threading.RLock()
+"""One thread at a time has Triton parse its functions.
+
+In Python 3.11, ``ast.parse`` counts its depth in a place that all threads share, and fails ("AST constructor recursion depth
+mismatch", python/cpython#106905) when the garbage collector lets another thread parse halfway. Triton parses while it hashes a
+function and while it generates its code; both hold the interpreter's lock, so that waiting costs nothing.
+"""
 
 
 def cache_key(function: Any) -> str:
-    """Triton's own identity of a function: its text, what it calls, and its constants."""
+    """Return Triton's own identity of a function: its text, the functions that it calls, and its constants."""
     with ALONE:
         return str(function.cache_key)
 
@@ -132,7 +138,7 @@ class Definition(NamedTuple):
 
 
 def definition(text: str, name: str) -> Definition | None:
-    """Return the one function of this name at the top of a file; None where there is not one.
+    """Return the one function of this name at the top of a file; None unless there is exactly one.
 
     >>> found = definition("import a\\n\\n@jit\\ndef f(x, y=1):\\n    return x\\n", "f")
     >>> ast.unparse(found.node.decorator_list[0]), found.above + found.node.lineno
@@ -167,7 +173,7 @@ def _without_body(text: str) -> str:
 
 
 def assigned(text: str, name: str) -> ast.expr | None:
-    """Return what the one assignment to this name at the top of a file gives it; None where there is not one."""
+    """Return the value of the one assignment to this name at the top of a file; None unless there is exactly one."""
     found = [each for ends in (" =", "=", ":", " :") for each in _starting(text, name + ends)]
     node = _parsed(_statement(text, found[0])) if len(found) == 1 else None
     return node.value if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
@@ -259,7 +265,7 @@ def _file_of(module: str) -> _File:
 
 
 class _File:
-    """The text of a module, and what its names stand for."""
+    """The text of a module, and the values of its names."""
 
     def __init__(self, module: str, path: Path) -> None:
         self.module, self.path = module, path
@@ -268,7 +274,7 @@ class _File:
         self.imported = {each.bound: each for each in imports(self.text, module, nested=False)}
 
     def origin(self, node: ast.expr) -> tuple[str, str]:
-        """Module and name of what a dotted name stands for, if it was imported."""
+        """Return the module and name that a dotted name stands for, if it was imported."""
         if isinstance(node, ast.Name) and node.id in self.imported:
             found = self.imported[node.id]
             return found.module, found.name
@@ -288,7 +294,7 @@ class _File:
         return self.annotations[written]
 
     def value(self, node: ast.expr) -> Any:
-        """Return what an expression of literals, and of names that stand for such, comes to."""
+        """Return the value of an expression of literals, and of names that stand for such."""
         nodes = [node] if isinstance(node, ast.Constant) else list(ast.walk(node))
         if not all(map(_is_plain, nodes)):
             raise _Unclear
@@ -303,7 +309,7 @@ class _File:
             raise _Unclear from error
 
     def named(self, name: str) -> Any:
-        """Return what a name at the top of the module stands for."""
+        """Return the value of a name at the top of the module."""
         node = assigned(self.text, name)
         if node is not None:
             return self.value(node)

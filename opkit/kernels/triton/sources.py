@@ -31,7 +31,7 @@ class SourceLine(NamedTuple):
 
 
 class SourceVariant:
-    """Goes before Triton's ``ASTSource`` among the bases of a class."""
+    """A mixin for Triton's ``ASTSource``, which precedes it among the bases."""
 
     wide = False
     offsets = False
@@ -101,7 +101,7 @@ def _places(error: BaseException) -> Iterator[SourceLine]:
 
 
 def _node(generator: Any) -> Any:
-    """What a code generator is at, None of anything else: tuples of Triton 3.6 raise a ValueError for names they have not."""
+    """Return the node that a code generator visits; None for other objects. Tuples of Triton 3.6 raise for unknown names."""
     return getattr(generator, "cur_node", None) if isinstance(generator, ast.NodeVisitor) else None
 
 

@@ -44,7 +44,7 @@ _ELEMENTS = {
 
 
 def element_type(scalar_type: int) -> str:
-    """Triton's name of an element type, by its number in torch's ``ScalarType``.
+    """Return Triton's name of an element type, by its number in torch's ``ScalarType``.
 
     Raises:
         KernelError: Triton has no such type.
@@ -95,7 +95,7 @@ class Typed:
 
 @dataclasses.dataclass(frozen=True)
 class Specialised:
-    """The class of a call: the parts of :class:`~opkit.kernels.triton.compiling.Request` that depend on arguments."""
+    """The class of a call: the parts of :class:`~opkit.kernels.triton.compiling.CompileRequest` that depend on arguments."""
 
     signature: dict[str, str]
     constexprs: dict[str, Any]
@@ -196,7 +196,7 @@ _ONE = "int 1"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What one binary is for.
+    """The class of calls that one binary serves.
 
     Attributes:
         source: the identity of the Triton function, with what it calls; the same with each release of Triton.
@@ -280,7 +280,7 @@ def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
 
 
 def relaxed(request: CompileRequest) -> list[CompileRequest]:
-    """Requests that serve more calls than this one, the most general last.
+    """Return requests that serve more calls than this one, the most general last.
 
     The first assumes only aligned addresses and ints that are 1, as sizes that 16 does not divide leave it. The last
     assumes nothing, and so serves each call with these types, constants and options. Those that would be the same as
@@ -296,7 +296,10 @@ def relaxed(request: CompileRequest) -> list[CompileRequest]:
 
 def _general(request: CompileRequest) -> CompileRequest:
     listed = parameters(request.function)
-    ones = {p.name for p in listed if not p.constexpr and _is_one(request, p.name)}
+    values = {
+        p.name: request.constexprs.get(p.name) for p in listed if not p.constexpr and p.name in request.constexprs
+    }
+    ones = {name for name, value in values.items() if value_text(value) == _ONE}
     integer = "i64" if request.wide else "i32"
     return dataclasses.replace(
         request,
@@ -304,7 +307,3 @@ def _general(request: CompileRequest) -> CompileRequest:
         constexprs={name: value for name, value in request.constexprs.items() if name not in ones},
         divisible=frozenset[str](),
     )
-
-
-def _is_one(request: CompileRequest, name: str) -> bool:
-    return name in request.constexprs and value_text(request.constexprs[name]) == _ONE

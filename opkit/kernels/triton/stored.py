@@ -59,7 +59,7 @@ def named_key(identity: str) -> str | None:
 
 
 def find_named(name: str) -> Binary | None:
-    """Return the binary that is noted under such a key; None where there is none that can be trusted."""
+    """Return the binary that is noted under such a key; None if there is none that can be trusted."""
     path = _path(name, _NAMED)
     try:
         noted = cache_files.read_private(path, folders=3).decode()
@@ -69,7 +69,7 @@ def find_named(name: str) -> Binary | None:
 
 
 def note(name: str, binary_key: str) -> None:
-    """Note under such a key that of a binary, if that can be done, and if all that Triton reads is part of it."""
+    """Store the key of a binary under such a key, if it can be written, and if it covers everything that Triton reads."""
     if not environment.knows_all():
         return
     path = _path(name, _NAMED)
@@ -79,7 +79,7 @@ def note(name: str, binary_key: str) -> None:
 
 
 def find(name: str) -> Binary | None:
-    """Return the binary that is stored under this key; None where there is none that can be trusted."""
+    """Return the binary that is stored under this key; None if there is none that can be trusted."""
     path = _path(name)
     try:
         line, _, image = cache_files.read_private(path, folders=2).partition(b"\n")

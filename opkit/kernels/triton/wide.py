@@ -13,19 +13,9 @@ from __future__ import annotations
 import ast
 import functools
 import types
-from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from opkit.errors import KernelError
-
-
-def widened(signature: Mapping[str, str]) -> dict[str, str]:
-    """Return a signature whose int32 parameters are int64.
-
-    >>> widened({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
-    {'x': '*fp32', 'n': 'i64', 'BLOCK': 'constexpr'}
-    """
-    return {name: "i64" if kind == "i32" else kind for name, kind in signature.items()}
 
 
 def make_ir(source: Any, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
@@ -42,20 +32,16 @@ def make_ir(source: Any, target: Any, options: Any, codegen_fns: Any, module_map
 
         if not isinstance(error, CompilationError):
             raise
-        return _second(compiled, error)
-
-
-def _second(compiled: Callable[..., Any], first: Exception) -> Any:
-    try:
-        return compiled(literals=True)
-    except Exception:
-        raise first from first.__cause__  # what is wrong is more plainly said of the code as it stands
+        try:
+            return compiled(literals=True)
+        except Exception:
+            raise error from error.__cause__  # it describes the code as it is written
 
 
 def _generate(
     source: Any, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any, *, literals: bool
 ) -> Any:
-    kind: type = type("WideGenerator", (_Literals if literals else _Widening, _generator()), {})
+    kind: type = type("WideGenerator", (_Literals if literals else _Widening, _triton("CodeGenerator")), {})
     convert = _with_globals(_triton("ast_to_ttir"), CodeGenerator=kind)
     kind.call_JitFunction = _with_globals(kind.call_JitFunction, CodeGenerator=kind)
     module = _gluon_module(target, options, context) if source.fn.is_gluon() else None
@@ -70,16 +56,12 @@ def _generate(
     )
 
 
-def _generator() -> Any:
-    return _triton("CodeGenerator")
-
-
 def _triton(name: str) -> Any:
     from triton.compiler import code_generator
 
     found = getattr(code_generator, name, None)
     if found is None or not hasattr(code_generator.CodeGenerator, "call_JitFunction"):
-        raise KernelError(f"64-bit indexing is not there for this release of Triton, whose compiler has no {name}.")
+        raise KernelError(f"64-bit indexing does not work with this release of Triton, whose compiler has no {name}.")
     return found
 
 
@@ -132,7 +114,7 @@ class _Widening:
         self.semantic = kind(self.builder)
 
     def set_value(self, name: str, value: Any) -> None:
-        """A variable that is int64 stays so when an int32 is assigned to it."""
+        """Assign a value; a variable that is int64 stays so when an int32 is assigned to it."""
         old = self.lscope.get(name)
         parent: Any = super()
         parent.set_value(name, self._cast(value) if _grew(value, old) else value)
@@ -144,7 +126,7 @@ class _Widening:
         parent._verify_loop_carried_variable(name, loop_val, live_val)
 
     def _find_carries(self, node: Any, liveins: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Triton's visits the body once, to see what changes; a variable that grows is made int64 and it starts again."""
+        """Find the variables that a loop carries; one that grows in the loop's body is made int64, and the visit restarts."""
         parent: Any = super()
         place = parent._get_insertion_point_and_loc()
         while True:
@@ -203,7 +185,7 @@ class _Semantic:
         return self._to(parent.num_programs(axis), "int64")
 
     def _convert_elem_to_ir_value(self, elem: Any, require_i64: bool) -> Any:
-        """Offsets into block pointers and descriptors are int32, each along one dimension."""
+        """Convert an offset into a block pointer or descriptor, which are int32, each along one dimension."""
         from triton.language import core
 
         parent: Any = super()

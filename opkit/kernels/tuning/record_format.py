@@ -22,7 +22,7 @@ _SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which kernel is tuned: ``hash`` changes with whatever may change how fast its configurations are."""
+    """A kernel that is tuned: ``hash`` changes with everything that may change how fast its configurations are."""
 
     operator: str
     kernel: str
@@ -51,14 +51,14 @@ class Tried:
         return label_of(self.config)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         outcome = {"skipped": self.skipped} if self.ms is None else {"ms": self.ms}
         return {"config": self.config, **outcome}
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningEntry:
-    """What was measured for one bucket on one kind of device.
+    """The measurements for one bucket on one kind of device.
 
     Attributes:
         device: its name, such as "NVIDIA H200".
@@ -87,7 +87,7 @@ class TuningEntry:
         return datetime.datetime.fromisoformat(self.date)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         fields = {name: getattr(self, name) for name in _ENTRY_TEXTS}
         return {**fields, "config": self.best.config, "tried": [each.to_json() for each in self.tried]}
 
@@ -101,7 +101,7 @@ class Record:
     entries: tuple[TuningEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         return {
             "operator": self.operator,
             "kernel": self.kernel,
@@ -118,7 +118,7 @@ def by_speed(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def merged(old: TuningEntry, new: TuningEntry) -> TuningEntry:
-    """One entry from two of the same device and bucket: the newer, with what the other alone tried of the same kernel."""
+    """Merge two entries of one device and bucket: the newer, with the configurations that only the older one tried."""
     newer, older = (new, old) if new.when >= old.when else (old, new)
     if (newer.hash, newer.triton) != (older.hash, older.triton):
         return newer
@@ -222,7 +222,7 @@ def _check_date(text: str, where: str) -> None:
 
 
 def _object(value: Any, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """``value``, which must be an object that has these fields, of these types."""
+    """Return ``value``; raise unless it is an object with these fields, of these types."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_short(value)}, expected an object")
     for name, kinds in fields.items():
@@ -248,7 +248,7 @@ def now() -> str:
 
 
 def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
-    """Return the fastest of the configurations with these keys; or why the entry does not say it."""
+    """Return the fastest of the configurations with these keys; or the reason why the entry does not determine it."""
     tried = {each.key: each for each in entry.tried}
     unknown = [key for key in keys if key not in tried]
     if unknown:
@@ -285,7 +285,7 @@ def _rounded(size: int) -> int:
 
 
 def distance(bucket: str, other: str) -> float:
-    """Return how far two buckets are apart: by how many doublings their sizes differ; infinite where these do not compare.
+    """Return the distance between two buckets: by how many doublings their sizes differ; infinite where these do not compare.
 
     >>> distance("bf16 | d=1024", "bf16 | d=4096"), distance("bf16 | d=1024", "bf16 | m=1")
     (2.0, inf)

@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from opkit.errors import CompileError
 from opkit.kernels.triton.compiling import CompileRequest, build, lowered
-from opkit.kernels.triton.wide import widened
 
 pytestmark = [
     pytest.mark.usefixtures("triton_cache"),
@@ -137,7 +136,7 @@ def request(function, target="sm_90", wide=True):
     types = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(FLOATS, "fp32")
     constants = {name: 64 for name in function.arg_names if name.isupper() and len(name) > 1}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    kept = widened(signature) if wide else signature
+    kept = {name: "i64" if wide and kind == "i32" else kind for name, kind in signature.items()}
     return CompileRequest(function, kept, constants, frozenset(), {}, target, wide=wide)
 
 

@@ -1,6 +1,11 @@
-"""What a sanitizer's report is taken to mean, where no compiler can be relied on to produce the very report."""
+"""The file of a debug build's call, and the headline of a sanitizer's report."""
 
-from opkit.kernels import sanitizer_child as sanitizer_report
+import numpy as np
+import pytest
+
+from opkit import errors
+from opkit.kernels import sanitizer, sanitizer_child
+from opkit.kernels.sanitizer import DebugBuffer, TensorValue
 from opkit.kernels.sanitizer_child import ChildExit, MemoryBlock, explain
 
 PROGRAM = "/cache/a b/program"
@@ -8,7 +13,7 @@ OUT, X = MemoryBlock("'out'", 0x619000001800, 40), MemoryBlock("'x'", 0x61900000
 
 
 def frame(function, file="<null>", line=0, module=PROGRAM):
-    mark = sanitizer_report._MARK
+    mark = sanitizer_child._MARK
     return mark.join(("", "0", module, function, file, str(line), ""))
 
 
@@ -117,3 +122,56 @@ def test_undefined_behaviour_and_the_pointer_that_it_is_about():
     assert "(NULL was passed for 'bias')" in report(header, *STACK, nulls=["'bias'"])[0]
     far = "my kernel.py:12:5: runtime error: store to misaligned address 0x619000009001 for type 'float'"
     assert report(far, *STACK)[0].endswith("for type 'float', at my kernel.py:12 in k.")
+
+
+def script(folder, text):
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
+
+
+@pytest.mark.parametrize("text", ["echo no libasan here >&2; exit 127", "kill -SEGV $$", None])
+def test_a_program_that_does_not_start_is_no_mistake_of_the_kernel(tmp_path, text):
+    path = tmp_path / "absent" if text is None else script(tmp_path, text)
+    with pytest.raises(
+        errors.ToolchainError, match="demo::op: kernel 'k': its debug build does not start here"
+    ) as caught:
+        sanitizer.run(path, operator="demo::op", kernel="k", instance=0, values=[], described="nothing")
+    assert text is None or "SEGV" in text or "no libasan here" in str(caught.value)
+
+
+def test_what_c_cannot_be_given_is_refused(tmp_path):
+    for value in (
+        object(),
+        [object()],
+        [1.0],
+        1j,
+        [DebugBuffer("a", b""), TensorValue(DebugBuffer("b", b""), (), (), 6)],
+    ):
+        said = None
+        try:
+            sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", value)], described="")
+        except errors.ArgumentError as error:
+            said = str(error)
+        assert "'x' cannot be passed to C" in str(said), value
+
+
+def test_memory_with_gaps_is_refused(tmp_path):
+    gaps = DebugBuffer("x", np.zeros((4, 4))[:, ::2])
+    with pytest.raises(errors.ArgumentError, match="the memory of 'x' is not contiguous"):
+        sanitizer.run(tmp_path, operator="demo::op", kernel="k", instance=0, values=[("x", gaps)], described="")
+
+
+def test_one_buffer_is_one_block():
+    both = DebugBuffer("x", bytearray(8), writable=True)
+    call = sanitizer.DebugCall([("x", both), ("out", both), ("all", [both, None, both])])
+    assert len(call) == 2  # and the list
+
+
+def test_a_result_that_was_cut_short_is_not_taken_for_one():
+    words = b"OPKBASE1" + bytes(16)
+    assert sanitizer.CallResult(words[:-1], 2).addresses is None
+    assert sanitizer.CallResult(b"", 0).addresses is None
+    assert not sanitizer.CallResult(words, 2).done
+    assert sanitizer.CallResult(words + b"OPKDONE1", 2).done
