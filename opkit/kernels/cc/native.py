@@ -243,11 +243,14 @@ def _kernel(
         function = declaration.parse(text, name)
     except DeclarationError as error:
         raise DeclarationError(f"{file}: {error}") from error
-    paths = (tuple(Path(path).absolute() for path in each) for each in (sources, include_dirs, library_dirs))
     return NativeKernel(
-        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), *paths, tuple(libraries),
-        _isas(isa), debug, elementwise=elementwise,
+        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), _paths(sources),
+        _paths(include_dirs), _paths(library_dirs), tuple(libraries), _isas(isa), debug, elementwise=elementwise,
     )  # fmt: skip
+
+
+def _paths(paths: Sequence[str | Path]) -> tuple[Path, ...]:
+    return tuple(Path(path).absolute() for path in paths)
 
 
 def _located(source: str | Path, frame: FrameType | None) -> tuple[str, str, int]:

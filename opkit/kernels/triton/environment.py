@@ -81,8 +81,9 @@ def installed_triton() -> tuple[str, tuple[int, int]] | None:
     try:
         version = parsing.assigned((folder / "__init__.py").read_text(encoding="utf-8"), "__version__")
         libraries = sorted((folder / "_C").glob("libtriton*.so"))
-        known = isinstance(version, ast.Constant) and isinstance(version.value, str) and len(libraries) == 1
-        return (version.value, _stamp(libraries[0])) if known else None
+        if not isinstance(version, ast.Constant) or not isinstance(version.value, str) or len(libraries) != 1:
+            return None
+        return version.value, _stamp(libraries[0])
     except OSError:
         return None
 
