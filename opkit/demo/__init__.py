@@ -104,7 +104,8 @@ def run(
     options = dataclasses.replace(options, backend=backend)
     text = read_text()
     models = [build(options.size, options.seed, plan.device) for _ in range(2)]
-    eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
+    data = batches(text, steps=plan.steps, batch=options.batch, length=options.size.context + 1, seed=options.seed)
+    eager, compiled = _curves(models, schedule(data.to(plan.device)), plan.budget, options, console)
     prompt = text[: options.size.context]
     report = DemoReport(
         device=_describe(plan.device),
@@ -118,12 +119,7 @@ def run(
         seconds=time.perf_counter() - began,
         folder=plan.folder,
     )
-    return _conclude(report, console)
-
-
-def _conclude(report: DemoReport, console: Console) -> DemoReport:
-    """Write and show ``report`` before judging it, so that a failure can be looked into."""
-    write_losses(report)
+    write_losses(report)  # before the judgement, so that a failure can be examined
     report = draw_losses(report)
     console.print(report)
     check_agree(report.eager, report.compiled)
@@ -146,12 +142,6 @@ def _plan(steps: int | None, name: str | None, out: Path) -> _Plan:
     device = _device(name)
     budget = SECONDS if steps is None else math.inf
     return _Plan(_steps(steps, device), budget, device, _folder(out))
-
-
-def _steps_of(text: Tensor, plan: _Plan, options: DemoOptions) -> list[Step]:
-    length = options.size.context + 1
-    data = batches(text, steps=plan.steps, batch=options.batch, length=length, seed=options.seed)
-    return schedule(data.to(plan.device))
 
 
 def _steps(steps: int | None, device: torch.device) -> int:

@@ -28,7 +28,7 @@ from opkit.kernels.cc.native import NativeKernel
 from opkit.kernels.triton import specialisation, targets
 from opkit.kernels.triton.binaries import Binary
 from opkit.kernels.triton.compiling import CompileRequest
-from opkit.kernels.triton.specialisation import Form
+from opkit.kernels.triton.specialisation import CallClass
 
 if TYPE_CHECKING:
     from opkit import _core
@@ -254,7 +254,7 @@ class WantedBinary(NamedTuple):
 def find_binary(wanted: WantedBinary, request: CompileRequest) -> Binary | None:
     """Return the binary that was built for calls like this; None where it is to be compiled. It is one object for each file.
 
-    Where the package has the kernel, and nothing that can be used for this call, a warning says why, once for a kernel.
+    If the package has the kernel, but no binary that this call can use, a warning gives the reason, once for each kernel.
     """
     for folder in places(wanted.module, FOLDER):
         try:
@@ -269,7 +269,7 @@ def find_binary(wanted: WantedBinary, request: CompileRequest) -> Binary | None:
     return None
 
 
-def _chosen_binary(listed: Sequence[TritonBinary], wanted: WantedBinary, form: Form) -> TritonBinary:
+def _chosen_binary(listed: Sequence[TritonBinary], wanted: WantedBinary, form: CallClass) -> TritonBinary:
     """Return the binary that was compiled with the most facts of such a call."""
     usable = [
         each for each in listed if specialisation.serves(each.form, form) and each.launch["shared"] <= wanted.shared
@@ -279,7 +279,7 @@ def _chosen_binary(listed: Sequence[TritonBinary], wanted: WantedBinary, form: F
     return max(usable, key=lambda each: specialisation.specificity(each.form, form))
 
 
-def _missing(listed: Sequence[TritonBinary], form: Form) -> str:
+def _missing(listed: Sequence[TritonBinary], form: CallClass) -> str:
     """Return why none of a kernel's binaries serves a call."""
     same = [each for each in listed if each.form.source == form.source]
     if not same:

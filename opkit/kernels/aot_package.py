@@ -22,7 +22,7 @@ from opkit.errors import PackageError
 from opkit.kernels import cache_files
 from opkit.kernels.cc import build_plan
 from opkit.kernels.cc import isa as isas
-from opkit.kernels.triton.specialisation import Form
+from opkit.kernels.triton.specialisation import CallClass
 
 if TYPE_CHECKING:
     pass
@@ -81,7 +81,7 @@ class TritonBinary:
     operator: str
     kernel: str
     triton: str
-    form: Form
+    form: CallClass
     launch: Mapping[str, Any]
     file: str = ""
     sha256: str = ""
@@ -106,7 +106,7 @@ class TritonBinary:
         Raises:
             KeyError, TypeError, ValueError: it did not write this.
         """
-        form = Form(**{**item["form"], "divisible": tuple(item["form"]["divisible"])})
+        form = CallClass(**{**item["form"], "divisible": tuple(item["form"]["divisible"])})
         binary = cls(**{**item, "form": form})
         if not _BINARY_FILE.fullmatch(binary.file):
             raise ValueError(f"{binary.file!r} is not the name of a binary")

@@ -282,16 +282,15 @@ def _frame(line: str) -> StackFrame | None:
 
 def _of_author(frames: Sequence[StackFrame], executable: str) -> tuple[list[StackFrame], StackFrame | None]:
     """Return the frame that the author's innermost one called, if any, and the author's frames; and that innermost one."""
-    end = next((at for at, frame in enumerate(frames) if _is_ours(frame)), len(frames))
+    ours = (
+        os.path.basename(each.file) == "debug_main.c" or _BOTTOM.match(each.function) is not None for each in frames
+    )
+    end = next((at for at, own in enumerate(ours) if own), len(frames))
     authors = [at for at, frame in enumerate(frames[:end]) if _is_author(frame, executable)]
     if not authors:
         return [], None
     called = [authors[0] - 1] if authors[0] else []
     return [frames[at] for at in (*called, *authors)][:_FRAMES], frames[authors[0]]
-
-
-def _is_ours(frame: StackFrame) -> bool:
-    return os.path.basename(frame.file) == "debug_main.c" or _BOTTOM.match(frame.function) is not None
 
 
 def _is_author(frame: StackFrame, executable: str) -> bool:

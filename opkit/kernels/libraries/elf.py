@@ -99,7 +99,11 @@ def _exported(data: mmap.mmap) -> dict[str, str] | None:
     strings = sections[table.link]
     names = data[strings.offset : strings.offset + strings.size]
     symbols = data[table.offset : table.offset + table.size]
-    return dict(_symbols(symbols, names, order))
+    found: dict[str, str] = {}
+    for name, info, _, section, _, _ in struct.iter_unpack(f"{order}IBBHQQ", symbols):
+        if section != 0 and info >> 4 != _LOCAL and info & 15 in _KINDS:
+            found[_text(names, name)] = _KINDS[info & 15]
+    return found
 
 
 def _sections(data: mmap.mmap | bytes, order: str) -> list[_Section]:
@@ -109,12 +113,4 @@ def _sections(data: mmap.mmap | bytes, order: str) -> list[_Section]:
     for number in range(count):
         words = struct.unpack_from(f"{order}IIQQQQI", data, start + number * size)
         found.append(_Section(words[0], words[1], words[4], words[5], words[6]))
-    return found
-
-
-def _symbols(symbols: bytes, names: bytes, order: str) -> list[tuple[str, str]]:
-    found = []
-    for name, info, _, section, _, _ in struct.iter_unpack(f"{order}IBBHQQ", symbols):
-        if section != 0 and info >> 4 != _LOCAL and info & 15 in _KINDS:
-            found.append((_text(names, name), _KINDS[info & 15]))
     return found

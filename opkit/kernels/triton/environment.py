@@ -122,7 +122,7 @@ def _is_on(name: str) -> bool:
 
 _STARTED = time.time_ns()
 _LIBRARIES = frozenset({"triton", "torch", "__future__", *sys.stdlib_module_names})
-"""What may be imported in addition to the package: Triton and torch, of which the releases count, and Python's own."""
+"""The packages that may also be imported: Triton and torch, whose releases count, and the standard library."""
 
 
 class SourceFile(NamedTuple):

@@ -1,8 +1,8 @@
 """The class of a call of a Triton kernel: what its compiler knows of the arguments, as Triton's own launcher decides it.
 
 Triton compiles a kernel for each class of arguments: an int that is 1 becomes a constant, one that 16 divides says
-so, an int of more than 32 bits gets a wider type. What was compiled with fewer of such facts serves every call of which more is
-known; never the other way round. A :class:`Form` has them as plain text that a package can hold.
+so, an int of more than 32 bits gets a wider type. What was compiled with fewer of such facts also serves calls with
+more of them, never the other way round. A :class:`CallClass` has them as plain text that a package can hold.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ _ONE = "int 1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CallClass:
     """The class of calls that one binary serves.
 
     Attributes:
@@ -227,10 +227,10 @@ class Form:
         return ", ".join([*types, *values, *large, *(["a grid in pieces"] if self.offsets else [])])
 
 
-def form_of(request: CompileRequest) -> Form:
+def form_of(request: CompileRequest) -> CallClass:
     """Return a request as a form. Neither a compiler nor a GPU is needed."""
     request = loaded(request)
-    return Form(
+    return CallClass(
         source=source_of(request.function),
         target=targets.canonical(request.target),
         signature=dict(request.signature),
@@ -247,11 +247,11 @@ def source_of(function: Any) -> str:
     return hashlib.sha256(f"{parsing.cache_key(function)} {bool(function.debug)}".encode()).hexdigest()
 
 
-def serves(built: Form, wanted: Form) -> bool:
+def serves(built: CallClass, wanted: CallClass) -> bool:
     """Return whether what was compiled for one form computes what is wanted in another.
 
-    >>> general = Form("a", "sm_90", {"x": "*fp32", "n": "i32"}, {}, (), {})
-    >>> call = Form("a", "sm_90", {"x": "*fp32", "n": "constexpr"}, {"n": "int 1"}, ("x",), {})
+    >>> general = CallClass("a", "sm_90", {"x": "*fp32", "n": "i32"}, {}, (), {})
+    >>> call = CallClass("a", "sm_90", {"x": "*fp32", "n": "constexpr"}, {"n": "int 1"}, ("x",), {})
     >>> serves(general, call), serves(call, general)
     (True, False)
     """
@@ -266,14 +266,14 @@ def serves(built: Form, wanted: Form) -> bool:
     )
 
 
-def _takes(built: Form, wanted: Form, name: str) -> bool:
+def _takes(built: CallClass, wanted: CallClass, name: str) -> bool:
     has, wanted_type = built.signature[name], wanted.signature[name]
     if has == wanted_type:
         return has != _CONSTANT or built.constexprs[name] == wanted.constexprs[name]
     return wanted_type == _CONSTANT and has in ("i32", "i64") and wanted.constexprs[name] == _ONE
 
 
-def specificity(built: Form, wanted: Form) -> tuple[bool, int, int]:
+def specificity(built: CallClass, wanted: CallClass) -> tuple[bool, int, int]:
     """Return a key to order the forms that serve one call: the more facts a binary was compiled with, the faster it is."""
     constants = sum(kind == _CONSTANT for kind in built.signature.values())
     return built.target == wanted.target, constants, len(built.divisible)
