@@ -247,7 +247,7 @@ def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelL
     ``miss`` refers to lives as long as the process, so that it should refer to the library's owner weakly.
 
     ``description``: "operator", "kernel", "schema", "cuda"; "arguments", each {"name", "kind" (of
-    ``opkit.kernels.binding.facts.KINDS``), "optional", "written", "shape": None or {"before", "variadic", "after"}};
+    ``opkit.kernels.facts.KINDS``), "optional", "written", "shape": None or {"before", "variadic", "after"}};
     "outputs", each {"name", "alias"}; "size_names"; "sources", each (end of the name of an ``opk_source``, argument, detail,
     dtype, constant).
     A tensor is a TENSOR or PACKED_TENSOR, an optional scalar a SCALAR_POINTER.

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -14,17 +14,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from opkit import config, errors, terminal
+from opkit import errors, terminal
 from opkit.cli_check import check
-from opkit.cli_explain import explain
-from opkit.cli_tune import tune
-from opkit.kernels.cc.progress import printable
+from opkit.cli_kernels import bridge, build, cache_app, tune
 
 if TYPE_CHECKING:
     from opkit.doctor import Finding
-    from opkit.kernels.aot.package import Library
-    from opkit.kernels.store.cache import CacheEntry
-    from opkit.op.aot.package import BuildReport
 
 app = typer.Typer(
     help="Custom PyTorch operators from one function.",
@@ -34,16 +29,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-cache_app = typer.Typer(help="List, check and remove the kernels that were built.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 app.command()(check)
 app.command()(tune)
-app.command()(explain)
 
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
-_KEY_SHOWN = 12
-_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_AGES = ((86400, "days"), (3600, "h"), (60, "min"))
 _ORIGINS = {"derived": "green", "given": "cyan", "not derivable": "yellow"}
 
 Modules = Annotated[
@@ -70,6 +60,26 @@ def options(
     ] = False,
 ) -> None:
     """Define the options that may stand before a command."""
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(help="A function or a model in a module, as in my_models:block.")],
+    args: Annotated[
+        str, typer.Option(help='Its arguments, in Python, where torch is known: "torch.randn(4, 8), dim=0".')
+    ] = "",
+    html: Annotated[Path | None, typer.Option(help="Write every form in full to this file, for a browser.")] = None,
+) -> None:
+    """Compile with backend="opkit", call it once, and print kernels, calls, what was not fused and why, and memory."""
+    with terminal.bad_input(errors.ArgumentError):
+        model = _model(target)
+        positional, named = _arguments(args)
+    from opkit.compiler.explain import explain
+
+    explanation = explain(model, *positional, **named)
+    terminal.console().print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+    if html is not None:
+        explanation.to_html(html)
 
 
 @app.command()
@@ -137,193 +147,31 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
         terminal.console().print(part)
 
 
-@app.command()
-def build(
-    module: Annotated[str, typer.Argument(help="The module that defines the operators, or a package that imports it.")],
-    isa: Annotated[
-        str, typer.Option(help="Instruction sets, as in baseline,avx2,avx512; for kernels that do not name theirs.")
-    ] = "",
-    output: Annotated[
-        Path | None, typer.Option(help="The folder to write to; by default _opkit in the package.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many compilers run at once.")] = None,
-    programs: Annotated[
-        bool, typer.Option("--programs", help="Work out output sizes, for use without Python; takes a second each.")
-    ] = False,
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="GPU architectures for Triton kernels, as in sm_80,sm_90,gfx942; by default the kernel's targets=, or else "
-            "sm_80,sm_90,sm_100. Each example of a kernel is compiled with each config."
-        ),
-    ] = "",
-    tuning: Annotated[
-        bool, typer.Option(help="Put the tuning results in the cache for the package's Triton kernels into it.")
-    ] = True,
-) -> None:
-    """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package; build the bridge here too."""
+app.command()(build)
+app.command()(bridge)
+
+
+def _model(target: str) -> Any:
+    module, _, name = target.partition(":")
+    if not name:
+        raise errors.ArgumentError(f"{target}: name a function or a model of the module, as in {module}:function.")
     terminal.import_modules([module])
-    from opkit.op.aot import package
+    found = getattr(importlib.import_module(module), name, None)
+    if not callable(found):
+        raise errors.ArgumentError(f"{module} has no function or model called {name}.")
+    return found
+
+
+def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
 
     try:
-        with terminal.bad_input(errors.ArgumentError):
-            report = package.build(
-                module, _split_at_commas(isa), output, jobs, programs, _split_at_commas(arch), tuning
-            )
-            parts = [*_built(report)]
-    except errors.PackageError as error:
-        typer.echo(f"opkit: {error}", err=True)
-        raise typer.Exit(1) from None
-    for part in parts:
-        terminal.console().print(part)
-    if config.get().bridge:
-        try:
-            _build_bridge()
-        except errors.OpkitError as error:  # the package is complete without it
-            typer.echo(f"opkit: the bridge was not built, so calls here go through Python: {error}", err=True)
-
-
-@app.command()
-def bridge() -> None:
-    """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
-    with terminal.bad_input(errors.OpkitError):
-        _build_bridge()
-
-
-def _build_bridge() -> None:
-    from opkit.kernels import bridge as bridges
-    from opkit.op.torch_private import torch_paths
-
-    paths = torch_paths()
-    path = bridges.build(paths)
-    terminal.console().print(escape(f"The bridge to torch {paths.version} is {path}"), soft_wrap=True, highlight=False)
-
-
-@cache_app.command("list")
-def cache_list() -> None:
-    """List the kernels in the build cache, and say how many Triton kernels are in theirs."""
-    from opkit.kernels.store import cache
-    from opkit.kernels.triton import stored
-
-    entries = cache.entries()
-    if entries:
-        headings = ("kernel", "size", "age", "compiler", "key")
-        terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
-    terminal.console().print(f"{_amount(entries)} in {escape(printable(str(cache.root())))}")
-    if compiled := stored.binary_files():
-        size = _bytes(sum(path.stat().st_size for path in compiled))
-        terminal.console().print(f"{_triton(len(compiled))}, {size}, in {escape(printable(str(stored.root())))}")
-
-
-@cache_app.command("clear")
-def cache_clear() -> None:
-    """Remove every kernel from the build cache, and those of Triton; they are built again when they are needed.
-
-    The bridge to torch goes too: `opkit bridge` builds it again.
-    """
-    from opkit.kernels.store import cache
-    from opkit.kernels.triton import stored
-
-    entries = cache.entries()
-    with terminal.bad_input(errors.CacheError):
-        removed = cache.clear()
-        compiled = stored.clear()
-    damaged = f", and {removed - len(entries)} damaged" if removed > len(entries) else ""
-    terminal.console().print(f"Removed {_amount(entries)}{damaged}, from {escape(printable(str(cache.root())))}")
-    if compiled:
-        terminal.console().print(f"Removed {_triton(compiled)}, from {escape(printable(str(stored.root())))}")
-
-
-def _triton(count: int) -> str:
-    return f"{count} Triton kernel{'' if count == 1 else 's'}"
-
-
-@cache_app.command("verify")
-def cache_verify() -> None:
-    """Check every kernel in the build cache against the checksum recorded when it was built."""
-    from opkit.kernels.store import cache
-
-    damaged = cache.verify()
-    rows = [
-        (entry.key[:_KEY_SHOWN], escape(printable(entry.label)), escape(printable(what))) for entry, what in damaged
-    ]
-    if rows:
-        terminal.console().print(terminal.table(("key", "kernel", "problem"), rows))
-    keys = {entry.key for entry, _ in damaged}
-    sound = sum(entry.key not in keys for entry in cache.entries())
-    fix = "; each is built again when it is needed" if rows else ""
-    terminal.console().print(f"sound: {sound}, damaged: {len(rows)}{fix}")
-    raise typer.Exit(1 if rows else 0)
-
-
-def _split_at_commas(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _built(report: BuildReport) -> Iterator[Table | str]:
-    from opkit.kernels.aot.package import runtime_library
-
-    if report.libraries or not report.binaries:
-        headings = ("kernel", "isa", "size", "output sizes", "file")
-        yield terminal.table(headings, [_library(report, library) for library in report.libraries])
-    if report.binaries:
-        yield terminal.table(("Triton kernel", "architecture", "binaries", "size"), list(_binaries(report)))
-    for reason in report.left_out:
-        yield f"[yellow]left out:[/yellow] {escape(reason)}"
-    for reason in report.python_only:
-        yield f"[yellow]for Python alone:[/yellow] {escape(reason)}"
-    yield f"{_total(report)} in {escape(printable(str(report.folder)))}"
-    if report.libraries:
-        yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
-
-
-def _total(report: BuildReport) -> str:
-    files = {each.file: each.size for each in (*report.libraries, *report.binaries)}
-    counts = (
-        (len(report.libraries), "library", "libraries"),
-        (len(files) - len(report.libraries), "Triton binary", "Triton binaries"),
-        (report.tuned, "tuning result", "tuning results"),
-    )
-    listed = [f"{count} {one if count == 1 else more}" for count, one, more in counts if count]
-    return f"{', '.join(listed or ['nothing'])}, {_bytes(sum(files.values()))}"
-
-
-def _binaries(report: BuildReport) -> Iterator[tuple[str, ...]]:
-    """Return a row for each Triton kernel and architecture; equal binaries count once."""
-    sizes: dict[tuple[str, str], dict[str, int]] = {}
-    for each in report.binaries:
-        name = f"{each.operator}[{each.kernel}]" if "::" in each.operator else each.kernel  # launched by Python
-        key = name, each.form.target
-        sizes.setdefault(key, {})[each.file] = each.size
-    for (name, target), files in sizes.items():
-        yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))
-
-
-def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
-    count = report.programs.get((library.operator, library.kernel), 0)
-    name = f"{library.operator}[{library.kernel}]"
-    return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
-
-
-def _entry(entry: CacheEntry) -> tuple[str, ...]:
-    cells = (entry.label, _bytes(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
-    return tuple(escape(printable(cell)) for cell in cells)
-
-
-def _amount(entries: list[CacheEntry]) -> str:
-    kernels = "1 kernel" if len(entries) == 1 else f"{len(entries)} kernels"
-    return f"{kernels}, {_bytes(sum(entry.size for entry in entries))}"
-
-
-def _bytes(count: int) -> str:
-    scale = next(((unit, name) for unit, name in _SIZES if count >= unit), (1, "B"))
-    return f"{count / scale[0]:.4g} {scale[1]}"
-
-
-def _age(created: float) -> str:
-    seconds = max(0.0, time.time() - created)
-    scale = next(((unit, name) for unit, name in _AGES if seconds >= unit), (1, "s"))
-    return f"{seconds // scale[0]:.0f} {scale[1]}"
+        return eval(f"arguments({text})", {"torch": torch, "arguments": arguments})
+    except Exception as error:
+        raise errors.ArgumentError(f"--args {text}: {type(error).__name__}: {error}") from error
 
 
 def _check_device(device: str | None) -> None:

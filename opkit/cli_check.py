@@ -52,8 +52,8 @@ def check(
     """Search for arguments on which operators break their contract; the status is 1 where one does."""
     flags = {"max_examples": max_examples, "seed": seed, "device": device}
     options = {name: value for name, value in flags.items() if value is not None}
-    options |= {"properties": _listed(properties)} if properties else {}
-    options |= {"exclude": _listed(exclude)} if exclude else {}
+    options |= {"properties": terminal.split_at_commas(properties)} if properties else {}
+    options |= {"exclude": terminal.split_at_commas(exclude)} if exclude else {}
     seconds = _seconds(budget)
     with terminal.bad_input(errors.ArgumentError):
         listing = _find_operators(target, op or [], options)
@@ -79,10 +79,6 @@ class _Results:
 
 
 # ---- options and operators -------------------------------------------------------------------------------------------
-
-
-def _listed(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _seconds(text: str) -> float | None:

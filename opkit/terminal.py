@@ -64,6 +64,11 @@ def _where(error: BaseException) -> str:
     return f"\n  at {outside[-1]}" if outside else ""
 
 
+def split_at_commas(text: str) -> list[str]:
+    """Return the names in an option's text, as in "avx2, avx512"."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     """Return a table without lines."""
     result = Table(box=None, pad_edge=False, header_style="bold")

@@ -202,14 +202,14 @@ def test_a_disk_that_fills_up_leaves_the_old_package(folder, monkeypatch):
     old = snapshot(folder / "_opkit_single")
     forget(before)
     (folder / "single.py").write_text(HEAD + operator("good").replace("2 * x", "3 * x"))
-    from opkit.kernels.store import files
+    from opkit.kernels import cache_files
 
-    def full(path, content, mode, write=files.write_atomically):
+    def full(path, content, mode, write=cache_files.write_atomically):
         if path.name == "manifest.json":
             raise OSError(28, "No space left on device")
         write(path, content, mode)
 
-    monkeypatch.setattr(files, "write_atomically", full)
+    monkeypatch.setattr(cache_files, "write_atomically", full)
     result = run("single", "--isa", "avx2")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr

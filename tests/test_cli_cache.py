@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from opkit import cli
+from opkit.kernels import build_cache
+from opkit.kernels.build_cache import CacheEntry
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit, build, key
-from opkit.kernels.store import cache
-from opkit.kernels.store.cache import CacheEntry
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 
@@ -67,7 +67,7 @@ def test_clear_says_how_much_was_removed(place):
 
 def test_clear_says_why_it_cannot(place, monkeypatch):
     build(make("a::a"))
-    monkeypatch.setattr("opkit.kernels.store.cache.remove", lambda directory: os.rmdir(directory))
+    monkeypatch.setattr("opkit.kernels.build_cache.remove", lambda directory: os.rmdir(directory))
     result = run("clear")
     assert result.exit_code == 2
     assert "cannot be cleared" in result.stderr
@@ -100,7 +100,7 @@ def test_sizes_and_ages(place, monkeypatch):
         (3 * 2**30, 90000 * 3),
     ]  # a build's time may lie ahead of this clock
     made = [CacheEntry("k" * 64, "a::a", size, time.time() - age, place, "gcc 12", ()) for size, age in kept]
-    monkeypatch.setattr(cache, "entries", lambda: made)
+    monkeypatch.setattr(build_cache, "entries", lambda: made)
     shown = [re.split("  +", line)[1:3] for line in run("list").stdout.splitlines()[1:5]]
     assert shown == [["12 B", "0 s"], ["2 KiB", "1 min"], ["1.431 MiB", "2 h"], ["3 GiB", "3 days"]]
 

@@ -23,7 +23,7 @@ import opkit
 from jaxtyping import Float
 from torch import Tensor
 from opkit.kernels.tuning import tuning
-from opkit.kernels.tuning.buckets import bucket_of
+from opkit.kernels.tuning.record_format import bucket_of
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
 
@@ -257,7 +257,7 @@ def test_export_and_import(tmp_path, settings):
     settings(cache_dir=tmp_path / "other")
     result = run("--import", tmp_path / "h200.json", "--show")
     assert result.exit_code == 0
-    assert lines(result)[0] == f"Took 1 result from {tmp_path}/h200.json into {tmp_path}/other/triton_tuning"
+    assert lines(result)[0] == f"Imported 1 result from {tmp_path}/h200.json into {tmp_path}/other/triton_tuning"
     assert lines(result)[2].startswith("cli_tune::scaled")
 
 

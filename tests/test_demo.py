@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from opkit import demo
-from opkit.demo import corpus, training
+from opkit.demo import model
 from opkit.demo.model import Size, build, generate
 from opkit.errors import ArgumentError, DemoError
 
@@ -33,7 +33,7 @@ def _run(steps, out, device="cpu", options=TINY):
 def test_losses_fall_agree_and_are_written(tmp_path):
     report, printed = _run(40, tmp_path / "made" / "here")
     assert report.eager.end < report.eager.start
-    assert report.max_difference <= training.TOLERANCE
+    assert report.max_difference <= model.TOLERANCE
     record = json.loads(report.losses_path.read_text())
     assert record["curves"]["eager"]["losses"] == list(report.eager.losses)
     assert len(record["curves"]["compiled"]["losses"]) == 40
@@ -56,7 +56,7 @@ def test_a_cpu_has_opkits_compiler(tmp_path):
     report, printed = _run(40, tmp_path, options=demo.DemoOptions(size=TINY.size, sample=1))
     assert report.backend == "opkit"
     assert "opkit" in printed
-    assert report.max_difference <= training.TOLERANCE
+    assert report.max_difference <= model.TOLERANCE
 
 
 def test_one_step_is_enough_and_repeats_itself(tmp_path):
@@ -122,46 +122,46 @@ def test_disagreement_is_an_error_after_the_files_are_written(tmp_path):
 
 
 def _curve(*losses):
-    return training.Curve("eager", losses, (1.0,) * len(losses))
+    return model.Curve("eager", losses, (1.0,) * len(losses))
 
 
 def test_losses_that_do_not_fall_are_an_error():
     for losses in ((2.0, 2.0), (2.0, 3.0), (5.0, float("nan"))):
         with pytest.raises(DemoError, match="the eager loss did not fall"):
-            training.check_falls(_curve(*losses))
+            model.check_falls(_curve(*losses))
 
 
 def test_losses_that_drift_apart_are_an_error():
-    training.check_agree(_curve(5.0, 4.0), _curve(5.0, 4.0 + training.TOLERANCE / 2))
+    model.check_agree(_curve(5.0, 4.0), _curve(5.0, 4.0 + model.TOLERANCE / 2))
     with pytest.raises(DemoError, match=r"at step 2 .* differ by 0\.002, more than 0\.001"):
-        training.check_agree(_curve(5.0, 4.0), _curve(5.0, 4.0 + training.TOLERANCE * 2))
-    early = [4.0] * training.EARLY
-    training.check_agree(_curve(*early, *[3.0, 2.0] * 100), _curve(*early, *[2.0, 3.0] * 100))
+        model.check_agree(_curve(5.0, 4.0), _curve(5.0, 4.0 + model.TOLERANCE * 2))
+    early = [4.0] * model.EARLY
+    model.check_agree(_curve(*early, *[3.0, 2.0] * 100), _curve(*early, *[2.0, 3.0] * 100))
     with pytest.raises(DemoError, match=r"the mean last losses, .* differ by 0\.1, more than 0\.05"):
-        training.check_agree(_curve(*early, *[3.0] * 100), _curve(*early, *[3.1] * 100))
+        model.check_agree(_curve(*early, *[3.0] * 100), _curve(*early, *[3.1] * 100))
 
 
 def test_the_corpus_is_the_standard_library_in_the_order_of_names(tmp_path):
-    assert len(corpus.read()) <= corpus.LIMIT
-    assert b"import" in bytes(corpus.read(limit=10_000).tolist())
+    assert len(model.read_text()) <= model.LIMIT
+    assert b"import" in bytes(model.read_text(limit=10_000).tolist())
     for name, text in (("b.py", "2"), ("a.py", "1"), ("_sysconfigdata_x.py", "no"), ("c.txt", "no")):
         (tmp_path / name).write_text(text)
-    assert bytes(corpus.read(tmp_path).tolist()) == b"12"
+    assert bytes(model.read_text(tmp_path).tolist()) == b"12"
 
 
 def test_a_python_without_its_sources_is_an_error(tmp_path):
     with pytest.raises(DemoError, match=r"no \.py files in .*zipped"):
-        corpus.read(tmp_path / "python311.zip")
+        model.read_text(tmp_path / "python311.zip")
 
 
 def test_batches_are_windows_of_the_text_and_repeat():
     text = torch.arange(50, dtype=torch.uint8)
-    data = corpus.batches(text, steps=3, batch=2, length=5, seed=1)
+    data = model.batches(text, steps=3, batch=2, length=5, seed=1)
     assert data.shape == (3, 2, 5)
     assert (data.diff() == 1).all()
-    assert torch.equal(data, corpus.batches(text, steps=3, batch=2, length=5, seed=1))
+    assert torch.equal(data, model.batches(text, steps=3, batch=2, length=5, seed=1))
     with pytest.raises(DemoError, match="50 bytes of text are too few for windows of 51"):
-        corpus.batches(text, steps=1, batch=1, length=51, seed=0)
+        model.batches(text, steps=1, batch=1, length=51, seed=0)
 
 
 def test_the_model_has_two_million_parameters_and_sees_no_future():

@@ -24,7 +24,7 @@ _ROWS = (
     ("opkit",),
     ("demo", "doctor"),
     ("terminal",),
-    ("cli_check", "cli_explain", "cli_tune"),
+    ("cli_check", "cli_kernels"),
     ("cli",),
     ("__main__",),
 )

@@ -1,30 +1,54 @@
 """``opkit demo``: a small language model made of opkit operators, trained eagerly and under torch.compile.
 
 The two runs start from the same weights and see the same bytes, so their losses must be the same. That, and that they
-fall, is checked: :func:`run` returns only if both hold.
+fall, is checked: :func:`run` returns only if both hold. The outcome is reported as a table, as JSON, and as a plot where
+matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
-from opkit.demo import corpus
-from opkit.demo.model import GPT, Size, build, generate
-from opkit.demo.report import DemoReport, draw_losses, write_losses
-from opkit.demo.training import Curve, Step, check_agree, check_falls, schedule, train
+import opkit
+from opkit.demo.model import (
+    EARLY,
+    GPT,
+    TOLERANCE,
+    TOLERANCE_END,
+    Curve,
+    Size,
+    Step,
+    batches,
+    build,
+    check_agree,
+    check_falls,
+    differences,
+    generate,
+    read_text,
+    schedule,
+    train,
+)
 from opkit.errors import ArgumentError, DemoError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 __all__ = ["DemoOptions", "DemoReport", "Size", "run"]
 
@@ -78,9 +102,10 @@ def run(
     plan = _plan(steps, device, out)
     backend = options.backend or BACKENDS[plan.device.type]
     options = dataclasses.replace(options, backend=backend)
-    text = corpus.read()
+    text = read_text()
     models = [build(options.size, options.seed, plan.device) for _ in range(2)]
-    eager, compiled = _curves(models, _steps_of(text, plan, options), plan.budget, options, console)
+    data = batches(text, steps=plan.steps, batch=options.batch, length=options.size.context + 1, seed=options.seed)
+    eager, compiled = _curves(models, schedule(data.to(plan.device)), plan.budget, options, console)
     prompt = text[: options.size.context]
     report = DemoReport(
         device=_describe(plan.device),
@@ -94,12 +119,7 @@ def run(
         seconds=time.perf_counter() - began,
         folder=plan.folder,
     )
-    return _conclude(report, console)
-
-
-def _conclude(report: DemoReport, console: Console) -> DemoReport:
-    """Write and show ``report`` before judging it, so that a failure can be looked into."""
-    write_losses(report)
+    write_losses(report)  # before the judgement, so that a failure can be examined
     report = draw_losses(report)
     console.print(report)
     check_agree(report.eager, report.compiled)
@@ -122,12 +142,6 @@ def _plan(steps: int | None, name: str | None, out: Path) -> _Plan:
     device = _device(name)
     budget = SECONDS if steps is None else math.inf
     return _Plan(_steps(steps, device), budget, device, _folder(out))
-
-
-def _steps_of(text: Tensor, plan: _Plan, options: DemoOptions) -> list[Step]:
-    length = options.size.context + 1
-    data = corpus.batches(text, steps=plan.steps, batch=options.batch, length=length, seed=options.seed)
-    return schedule(data.to(plan.device))
 
 
 def _steps(steps: int | None, device: torch.device) -> int:
@@ -209,3 +223,128 @@ def _generate(model: GPT, prompt: Tensor, options: DemoOptions) -> bytes:
 def _decode(text: bytes) -> str:
     """Return ``text`` without characters that control a terminal; an untrained model writes any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace"))
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+_FLOOR = 1e-8  #: drawn in place of no difference, on a logarithmic axis
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoReport:
+    """The outcome of :func:`opkit.demo.run`."""
+
+    device: str
+    backend: str
+    parameters: int
+    tokens_per_step: int
+    eager: Curve
+    compiled: Curve
+    prompt: str
+    sample: str
+    seconds: float
+    folder: Path
+    plotted: bool = False
+
+    @property
+    def losses_path(self) -> Path:
+        """The numbers, as JSON."""
+        return self.folder / "losses.json"
+
+    @property
+    def plot_path(self) -> Path:
+        """The two loss curves."""
+        return self.folder / "losses.png"
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference, in nats, between the losses of the two runs at the same step."""
+        return max(differences(self.eager, self.compiled))
+
+    def __rich__(self) -> RenderableType:
+        return Group(_times(self), _agreement(self), _sample(self), Text(_files(self)))
+
+
+def _files(report: DemoReport) -> str:
+    if report.plotted:
+        return f"Wrote {report.plot_path} and {report.losses_path}"
+    return f"Wrote {report.losses_path}. The loss curves are not drawn without matplotlib: pip install 'opkit[plot]'"
+
+
+def _times(report: DemoReport) -> Table:
+    table = Table(title=f"{report.parameters:,} parameters on {report.device}, {report.seconds:.0f} s in all")
+    for heading in ("", "loss", "first step", "each step", "tokens/s", "training"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for curve in (report.eager, report.compiled):
+        table.add_row(
+            curve.name if curve is report.eager else report.backend,
+            f"{curve.losses[0]:.2f} → {curve.end:.2f}",
+            f"{curve.seconds[0]:.2f} s",
+            f"{1e3 * curve.step_seconds:.1f} ms",
+            f"{report.tokens_per_step / curve.step_seconds:,.0f}",
+            f"{sum(curve.seconds):.1f} s",
+        )
+    return table
+
+
+def _agreement(report: DemoReport) -> str:
+    gaps = differences(report.eager, report.compiled)[:EARLY]
+    return (
+        f"Over the first {len(gaps)} steps the two losses differ by at most {max(gaps):.1g} (tolerance {TOLERANCE:g}), "
+        f"and their means at the end by {abs(report.eager.end - report.compiled.end):.1g} ({TOLERANCE_END:g})."
+    )
+
+
+def _sample(report: DemoReport) -> Panel:
+    text = Text.assemble((report.prompt, "dim"), (report.sample, "bold"))
+    return Panel(text, title="generated (after the dim prompt)", title_align="left")
+
+
+def write_losses(report: DemoReport) -> None:
+    """Write the numbers of ``report`` to its ``losses_path``, as JSON."""
+    record = {
+        "opkit": opkit.__version__,
+        "torch": torch.__version__,
+        "device": report.device,
+        "backend": report.backend,
+        "parameters": report.parameters,
+        "tokens_per_step": report.tokens_per_step,
+        "seconds": report.seconds,
+        "max_difference": report.max_difference,
+        "tolerance": TOLERANCE,
+        "curves": {c.name: {"losses": c.losses, "seconds": c.seconds} for c in (report.eager, report.compiled)},
+        "sample": report.sample,
+    }
+    report.losses_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def draw_losses(report: DemoReport) -> DemoReport:
+    """Draw the two loss curves, and below them their difference, to ``plot_path``; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # takes a while to import, and only this function needs it
+    except ImportError:
+        return report
+    figure = Figure(figsize=(8, 6), layout="constrained", dpi=120)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    _draw_curves(above, report)
+    _draw_differences(below, differences(report.eager, report.compiled))
+    for axes in (above, below):
+        axes.legend()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.savefig(report.plot_path)
+    return dataclasses.replace(report, plotted=True)
+
+
+def _draw_curves(axes: Axes, report: DemoReport) -> None:
+    steps = range(1, len(report.eager.losses) + 1)
+    axes.plot(steps, report.eager.losses, color="tab:blue", linewidth=4, alpha=0.4, label="eager")
+    axes.plot(steps, report.compiled.losses, color="tab:red", linewidth=1, label="torch.compile")
+    axes.set(ylabel="loss (nats per byte)", title="A byte-level GPT of opkit operators on Python's standard library")
+
+
+def _draw_differences(axes: Axes, gaps: tuple[float, ...]) -> None:
+    axes.semilogy(range(1, len(gaps) + 1), [max(gap, _FLOOR) for gap in gaps], color="tab:gray", linewidth=1)
+    axes.plot((1, min(EARLY, len(gaps))), (TOLERANCE, TOLERANCE), "k--", linewidth=1, label="tolerance")
+    axes.set(xlabel="step", ylabel="difference")

@@ -1,7 +1,6 @@
 """Functions and modules that a model uses in place of torch's; each function is an opkit operator."""
 
 from opkit.nn.functional import cross_entropy, rms_norm, rotary_embedding, swiglu
-from opkit.nn.modules import RMSNorm, SwiGLU
-from opkit.nn.multihead import MultiheadAttention
+from opkit.nn.modules import MultiheadAttention, RMSNorm, SwiGLU
 
 __all__ = ["MultiheadAttention", "RMSNorm", "SwiGLU", "cross_entropy", "rms_norm", "rotary_embedding", "swiglu"]

@@ -1,4 +1,4 @@
-"""Operators of a transformer, each one function; schema, fake, backward, vmap and the rest are derived from it.
+"""The operators of a transformer. Each is one function, from which schema, fake, backward, vmap and the rest are derived.
 
 Sums, exponentials and angles are computed in :func:`_wide`'s dtype, so a bfloat16 model loses nothing to them and a
 float64 one is not demoted.
@@ -16,7 +16,7 @@ from opkit.op.definition import custom_op
 
 
 def _wide(x: Tensor) -> Tensor:
-    """``x`` in float32, or in its own dtype where that is wider."""
+    """Return ``x`` in float32, or in its own dtype where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -81,7 +81,7 @@ def rotary_embedding(
 
 @custom_op("opkit::swiglu")
 def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """``up`` gated by ``silu(gate)``, between the two matrix products of a feed-forward layer.
+    """Gate ``up`` by ``silu(gate)``, between the two matrix products of a feed-forward layer.
 
     Args:
         gate: ``(*batch, d)``, any floating dtype.
@@ -102,7 +102,7 @@ def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Fl
 def cross_entropy(
     logits: Float[Tensor, "*batch classes"], targets: Integer[Tensor, "*batch"], ignore_index: int = -100
 ) -> Float[Tensor, ""]:
-    """Mean over tokens of the negative log-likelihood of ``targets`` under ``softmax(logits)``.
+    """Return the mean over tokens of the negative log-likelihood of ``targets`` under ``softmax(logits)``.
 
     Args:
         logits: ``(*batch, classes)``, any floating dtype.
@@ -117,9 +117,9 @@ def cross_entropy(
 
     Source: Blanchard, Higham and Higham, "Accurately computing the log-sum-exp and softmax functions", 2021,
     https://doi.org/10.1093/imanum/draa038. The maximum is subtracted from the logit before the logarithm of the sum
-    is, which keeps the digits that ``logsumexp(logits) - logits[target]`` loses where logits are large.
+    is, which preserves the digits that ``logsumexp(logits) - logits[target]`` loses where logits are large.
     """
-    kept = targets != ignore_index
-    index = torch.where(kept, targets, 0).long().unsqueeze(-1)
+    counted = targets != ignore_index
+    index = torch.where(counted, targets, 0).long().unsqueeze(-1)
     losses = -_wide(logits).log_softmax(-1).gather(-1, index).squeeze(-1)
-    return torch.where(kept, losses, 0.0).sum() / kept.sum()
+    return torch.where(counted, losses, 0.0).sum() / counted.sum()

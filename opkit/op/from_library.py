@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from opkit.errors import DeclarationError, DtypeError, KernelError, OpkitError
-from opkit.kernels.binding.binding import Constant
+from opkit.kernels.binding import Constant
 from opkit.kernels.cc.declaration import CParameter
 from opkit.kernels.cc.dtypes import C_TYPES
 from opkit.kernels.cc.native import NativeKernel

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 import row_kernels as k
 
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.kernels.tuning import configs
 from opkit.op.examples import calls as example_calls
 from opkit.op.triton import building
@@ -157,7 +157,7 @@ def first_choices(op: Any, target: str) -> list[tuple[str, Any]]:
             d = next(iter(call.arguments.values())).sizes[-1]
             left = configs.prune(bound.kernel.configs, bound.kernel.prune, {"d": d}) or [None]
             request = building.request_for(building.values_of(op._operator, bound, call), left[0], target)
-            found.append((f"{kernel.name} {call} {left[0]}", resources.of(compiling.build(request))))
+            found.append((f"{kernel.name} {call} {left[0]}", binaries.resources_of(compiling.build(request))))
     return found
 
 

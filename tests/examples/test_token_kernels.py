@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import token_kernels as k
 from row_kernels import check, tensors
 
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.op.examples import calls as example_calls
 from opkit.op.triton import building, launch
 from opkit.op.triton.evaluation import evaluate
@@ -248,7 +248,7 @@ def test_compiles_without_spills(name, dtype, targets):
         request = building.request_for(
             building.values_of(op._operator, function.bound, call), next(iter(kernel.configs), None), target
         )
-        assert resources.of(compiling.build(request)).spills == 0, target
+        assert binaries.resources_of(compiling.build(request)).spills == 0, target
 
 
 def by_hand(n: int, classes: int, **others: Any) -> dict[str, dict[str, Any]]:
@@ -276,7 +276,7 @@ def test_what_is_launched_by_hand_compiles_without_spills(name, target):
     values = Values(bound, list(given.values()), ())
     named = evaluate(bound.where, bound.formulas, {**values.named(), **bound.constants})
     seen = [building._seen(values.of(source)) for source in bound.sources]
-    found = resources.of(compiling.build(Variants(bound, MACHINES["cuda"]).request(seen, named, target)))
+    found = binaries.resources_of(compiling.build(Variants(bound, MACHINES["cuda"]).request(seen, named, target)))
     assert found.spills == 0
     assert found.threads <= 1024
 

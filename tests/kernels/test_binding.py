@@ -8,10 +8,9 @@ import re
 import pytest
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding.binding import bind
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
-from opkit.kernels.binding.slots import Slot
+from opkit.kernels.binding import Slot, bind
 from opkit.kernels.cc.declaration import parse
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 
 ARGUMENTS = (
     Argument("x", "tensor", shape=Shape((), "batch", ("d",))),

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from opkit import errors
-from opkit.kernels.cc import build_key, commands, compilation, diagnostics, progress, toolchain
+from opkit.kernels.cc import build_plan, compilation, processes, progress, toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build, build_all, key
 
 DOUBLE = '__attribute__((visibility("default"))) double twice(double x) { return 2 * x; }\n'
@@ -102,7 +102,7 @@ def test_nvcc_is_given_nothing_that_its_shell_would_run():
         for text in ("$(touch pwned)", "`touch pwned`", '"', "a;b", "a\nb"):
             said = None
             try:
-                commands.plan(make(name="k.cu", language="cuda", **{place: (f"-DX={text}",)}))
+                build_plan.plan(make(name="k.cu", language="cuda", **{place: (f"-DX={text}",)}))
             except errors.ArgumentError as error:
                 said = str(error)
             assert "nvcc would pass" in str(said), (place, text)
@@ -139,7 +139,7 @@ def test_the_label_is_not_in_the_key():
 
 def test_the_processor_is_in_the_key_of_native_code_alone(monkeypatch):
     native, baseline = key(make(isa="native")), key(make(isa="baseline"))
-    monkeypatch.setattr(build_key, "cpu_features", lambda: ("other",))
+    monkeypatch.setattr(build_plan, "cpu_features", lambda: ("other",))
     assert key(make(isa="native")) != native
     assert key(make(isa="baseline")) == baseline
 
@@ -148,7 +148,7 @@ def test_the_abi_and_the_surroundings_are_in_the_key(monkeypatch):
     before = key(make())
     monkeypatch.setenv("CPATH", "/somewhere")
     changed = key(make())
-    monkeypatch.setattr(build_key, "abi_version", lambda: 99)
+    monkeypatch.setattr(build_plan, "abi_version", lambda: 99)
     assert len({before, changed, key(make())}) == 3
 
 
@@ -269,7 +269,7 @@ def test_an_error_in_a_header_of_the_author_is_shown(tmp_path):
 
 
 def test_lines_are_found_by_their_directives():
-    lines = diagnostics.source_lines([("u.c", WRONG)])
+    lines = processes.source_lines([("u.c", WRONG)])
     assert lines["my kernel.c", 42] == "\treturn 2 * y;"
     assert lines["<opkit>", 1] == "static int generated;"
 
@@ -368,7 +368,7 @@ def test_a_closed_stderr_does_no_harm(monkeypatch):
 
 
 def test_the_plan_names_no_unit_and_needs_no_shell():
-    plan = commands.plan(make(name="a b; touch c"))
+    plan = build_plan.plan(make(name="a b; touch c"))
     assert not any("touch" in argument for argument in plan.units[0])
     assert plan.link is None
     assert plan.compiler == toolchain.find("c")

@@ -8,10 +8,9 @@ import shutil
 import pytest
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.binding import expressions
-from opkit.kernels.binding.expressions import HELPERS
 from opkit.kernels.cc import compilation
 from opkit.kernels.libraries import elementwise, elf, foreign, shared_library
+from opkit.kernels.libraries.foreign import CHECKED_ARITHMETIC
 
 # ---- declarations ----------------------------------------------------------------------------------------------------
 
@@ -73,10 +72,11 @@ def evaluate():
     """The expressions in C: (number, a, b) -> (value, whether it went wrong)."""
     api = '__attribute__((visibility("default")))'
     cases = "".join(
-        f"case {number}: *result = {expressions.parse(text).c}; break;\n" for number, text in enumerate(EXPRESSIONS)
+        f"case {number}: *result = {foreign.parse_expression(text).c}; break;\n"
+        for number, text in enumerate(EXPRESSIONS)
     )
     text = (
-        f"typedef __INT64_TYPE__ int64_t;\n{HELPERS}\n{api} int evaluate(int number, int64_t opk_a, int64_t opk_b, "
+        f"typedef __INT64_TYPE__ int64_t;\n{CHECKED_ARITHMETIC}\n{api} int evaluate(int number, int64_t opk_a, int64_t opk_b, "
         f"int64_t* result) {{ int opk_wrong = 0; switch (number) {{ {cases} }} return opk_wrong; }}"
     )
     path = compilation.build(compilation.Request("expressions", (compilation.Unit("expressions.c", text, "c"),)))
@@ -127,7 +127,7 @@ def test_what_is_no_expression():
     for text in NONE:
         said = None
         try:
-            expressions.parse(text)
+            foreign.parse_expression(text)
         except DeclarationError as error:
             said = str(error)
         assert "neither a name nor an expression" in str(said), text

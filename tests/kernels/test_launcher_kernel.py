@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opkit import _core
-from opkit.kernels.cc import descriptor
+from opkit.kernels.cc import boilerplate
 from opkit.op import torch_private as private
 
 OUT = ("TENSOR", "out", "tensor_any")
@@ -110,7 +110,7 @@ def test_a_launcher_belongs_to_one_kernel(fake):
 def test_sources_are_numbered_as_in_opkit_h(fake):
     roles = {"TENSOR": "tensor", "PACKED_TENSOR": "tensor", "STRING": "text", "VALUES": "ints"}
     arguments = {"TENSOR": "x", "PACKED_TENSOR": "x", "STRING": "text", "VALUES": "many"}
-    for number, name in enumerate(descriptor.SOURCES):
+    for number, name in enumerate(boilerplate.SOURCES):
         rows = [(name, arguments.get(name, "n"), roles.get(name, "int_width"))]
         schema = "all(Tensor x, int n, str text, int[] many) -> ()"
         op = fake.unregistered(schema, rows, _none(fake), size_names=["a", "b"])

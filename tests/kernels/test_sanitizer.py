@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from opkit import errors
-from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue
+from opkit.kernels import sanitizer
+from opkit.kernels.sanitizer import DebugBuffer, TensorValue
 
 FLAGS = (
     "-g",

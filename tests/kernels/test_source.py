@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding.binding import bind
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.binding import bind
+from opkit.kernels.cc.boilerplate import SOURCES
 from opkit.kernels.cc.declaration import parse
-from opkit.kernels.cc.descriptor import SOURCES
 from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.source import INCLUDE, generate
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 
 pytestmark = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("g++")), reason="no gcc and g++")
 COMPILERS = [{"c": "gcc", "c++": "g++"}] + ([{"c": "clang", "c++": "clang++"}] if shutil.which("clang++") else [])

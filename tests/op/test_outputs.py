@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 import opkit
-from opkit.kernels.binding.facts import KINDS, Argument, Output, Shape
+from opkit.kernels.facts import KINDS, Argument, Output, Shape
 from opkit.op.layout.outputs import facts_of
 
 

@@ -12,7 +12,7 @@ import torch
 
 import opkit
 from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning
-from opkit.kernels.aot import package, portable
+from opkit.kernels import aot_loading, aot_package
 from opkit.kernels.cc import isa
 from opkit.op.aot import package as building
 
@@ -228,7 +228,7 @@ def test_a_library_that_is_none(packaged):
 
     def forge(manifest):
         for library in manifest["libraries"]:
-            library.update(size=4, sha256=portable.sha256_of(path), file=path.name)
+            library.update(size=4, sha256=aot_loading.sha256_of(path), file=path.name)
 
     packaged.change(forge)
     with pytest.warns(BuildCacheWarning, match="cannot be loaded"):
@@ -299,14 +299,14 @@ def test_places(tmp_path, monkeypatch):
     for name in ("top", "top.inner", "top.inner.leaf", "alone"):
         monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
     top, inner = tmp_path / "top" / "_opkit", tmp_path / "top" / "inner" / "_opkit"
-    assert portable.places("top.inner.leaf", "_opkit") == [inner, top]
-    assert portable.places("top.inner", "_opkit") == [inner, top]
-    assert portable.places("top", "_opkit") == [top]
-    assert portable.places("alone", "_opkit") == [tmp_path / "_opkit_alone"]
-    assert portable.places("no.such.module", "_opkit") == []
-    assert portable.root("top.inner.leaf") == tmp_path / "top"
-    assert portable.root("alone") == tmp_path
+    assert aot_loading.places("top.inner.leaf", "_opkit") == [inner, top]
+    assert aot_loading.places("top.inner", "_opkit") == [inner, top]
+    assert aot_loading.places("top", "_opkit") == [top]
+    assert aot_loading.places("alone", "_opkit") == [tmp_path / "_opkit_alone"]
+    assert aot_loading.places("no.such.module", "_opkit") == []
+    assert aot_loading.root("top.inner.leaf") == tmp_path / "top"
+    assert aot_loading.root("alone") == tmp_path
 
 
 def test_the_runtime_for_programs_without_python_is_there():
-    assert package.runtime_library().read_bytes().startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe"))
+    assert aot_package.runtime_library().read_bytes().startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opkit.errors import ToolchainError
-from opkit.kernels.aot import package
+from opkit.kernels import aot_package
 from opkit.kernels.cc import toolchain
 
 pytestmark = pytest.mark.build
@@ -175,7 +175,7 @@ def test_a_compiled_model_runs_without_python(made, environment):
     kernels = [made / "built" / library["file"] for library in manifest["libraries"]]
     assert len(kernels) == 2
     bare = {"PATH": "/nonexistent", "OMP_NUM_THREADS": "1", "TMPDIR": str(made)}
-    said = checked([made / "runner", package.runtime_library(), made / "model.pt2", cases, *kernels], bare, made)
+    said = checked([made / "runner", aot_package.runtime_library(), made / "model.pt2", cases, *kernels], bare, made)
     assert "no Python" in said
     for batch in BATCHES:
         for i, tensor in enumerate(expected(*arguments(batch))):
@@ -193,7 +193,7 @@ def test_a_library_that_cannot_be_loaded_is_named(made, tmp_path, broken, compla
         kernel.write_bytes(broken)
     command = [
         str(made / "runner"),
-        str(package.runtime_library()),
+        str(aot_package.runtime_library()),
         str(made / "model.pt2"),
         str(tmp_path),
         str(kernel),

@@ -20,10 +20,9 @@ from opkit import config
 from opkit.attn.masks import program
 from opkit.errors import CompileError
 from opkit.kernels.tuning import records, tuning
-from opkit.kernels.tuning.buckets import bucket_of
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.observation import Choice, add_launcher
-from opkit.kernels.tuning.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity, bucket_of
 from opkit.op import torch_private as private
 from opkit.op.dispatch import selection
 from opkit.op.trace.contract_hash import contract_hash

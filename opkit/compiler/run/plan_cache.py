@@ -25,7 +25,7 @@ from opkit.compiler.ir.index import Axis, Div, Index, Mod, Size, index
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, Segment
-from opkit.kernels.store import files
+from opkit.kernels import cache_files
 
 # ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
 
@@ -131,7 +131,7 @@ def _path(identity: str) -> Path:
 def read(identity: str) -> Any:
     """Return an entry's content, or None if there is none that can be trusted."""
     try:
-        noted, content = files.read_private(_path(identity)).decode().split("\n", 1)
+        noted, content = cache_files.read_private(_path(identity)).decode().split("\n", 1)
         if noted != hashlib.sha256(content.encode()).hexdigest():
             return None
         return json.loads(content)
@@ -144,8 +144,8 @@ def write(identity: str, content: Any) -> None:
     path = _path(identity)
     with contextlib.suppress(OSError):
         text = json.dumps(content).encode()
-        files.make_private_folder(path.parent)
-        files.write_atomically(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        cache_files.make_private_folder(path.parent)
+        cache_files.write_atomically(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:

@@ -210,7 +210,7 @@ public:
 
 // ---- one call -------------------------------------------------------------------------------------------------------
 
-// Whether nothing in the thread's state wants to see the call. Autocast and torch.jit.trace had their turn above us.
+// Whether nothing in the thread's state wants to see the call. Autocast and torch.jit.trace ran before this kernel.
 bool unobserved(const Site& site, DispatchKeySet keys) {
     if ((keys.raw_repr() & ~site.device.call) != 0) return false; // modes, transforms, subclasses, other devices, ...
     return !torch::profiler::impl::profilerEnabled();
@@ -229,7 +229,7 @@ template <class Visit> void each_written(const Site& site, const IValue* argumen
     }
 }
 
-// Whether the kernel at ADInplaceOrView, which we skip, would have had a turn.
+// Whether the kernel at ADInplaceOrView, which this one skips, would have run.
 bool versions_count() {
     return !c10::impl::tls_local_dispatch_key_set().excluded_.has(DispatchKey::ADInplaceOrView);
 }

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from opkit import config
 from opkit.errors import CacheError, CompileError, OpkitError
-from opkit.kernels.cc import build_key, diagnostics, processes, toolchain
-from opkit.kernels.cc.commands import BuildPlan, families, plan, source_name
-from opkit.kernels.cc.commands import Request as Request
-from opkit.kernels.cc.commands import Unit as Unit
+from opkit.kernels import build_cache
+from opkit.kernels.cc import build_plan, processes, toolchain
+from opkit.kernels.cc.build_plan import BuildPlan, families, plan, source_name
+from opkit.kernels.cc.build_plan import Request as Request
+from opkit.kernels.cc.build_plan import Unit as Unit
 from opkit.kernels.cc.processes import Outcome
 from opkit.kernels.cc.progress import Progress, printable
-from opkit.kernels.store import cache, storing
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -46,7 +46,7 @@ def key(request: Request) -> str:
     Raises:
         ToolchainError: a compiler that is needed was not found.
     """
-    return build_key.key(request, plan(request))
+    return build_plan.key(request, plan(request))
 
 
 def find(request: Request) -> Path | None:
@@ -86,7 +86,9 @@ def build_all(requests: Sequence[Request], jobs: int | None = None) -> list[Path
     stop = threading.Event()
     wanted = [_attempt(lambda request=request: _job(request, 1, _stopper(stop))) for request in requests]
     pool = ThreadPoolExecutor(jobs, thread_name_prefix="opkit-build")
-    futures = {job.key: pool.submit(_attempt, lambda job=job: _cached_or_built(job)) for job in _spread(wanted, jobs)}
+    futures = {
+        job.key: pool.submit(_attempt, lambda job=job: _look_up(job.key) or _make(job)) for job in _spread(wanted, jobs)
+    }
     try:
         _await(list(futures.values()))
         return [futures[job.key].result() if isinstance(job, _Job) else job for job in wanted]
@@ -115,7 +117,7 @@ def _nothing() -> None:
 
 def _job(request: Request, jobs: int, tick: Callable[[], None] = _nothing) -> _Job:
     steps = plan(request)
-    return _Job(request, steps, build_key.key(request, steps), jobs, tick)
+    return _Job(request, steps, build_plan.key(request, steps), jobs, tick)
 
 
 def _spread(wanted: Sequence[_Job | OpkitError], jobs: int) -> list[_Job]:
@@ -159,17 +161,13 @@ def _cores() -> int:
 # ---- cache -----------------------------------------------------------------------------------------------------------
 
 
-def _cached_or_built(job: _Job) -> Path:
-    return _look_up(job.key) or _make(job)
-
-
 def _look_up(identity: str) -> Path | None:
     """Return the file if this process has checked it and it is unchanged, or if the cache has it; check it then."""
     known = _verified.get(identity)
     if known is not None and _stamp(known[0]) == known[1]:
         return known[0]
-    for place in storing.places():
-        path, _ = cache.find(place, identity)
+    for place in build_cache.places():
+        path, _ = build_cache.find(place, identity)
         if path is not None:
             return _remember(identity, path)
     return None
@@ -196,26 +194,26 @@ def _remember(identity: str, path: Path) -> Path:
 def _make(job: _Job) -> Path:
     """Build in the cache, or in its fallback; retry if someone clears it meanwhile."""
     for attempt in range(2 * _TRIES):
-        place = storing.place()
+        place = build_cache.place()
         try:
             return _remember(job.key, _make_in(place, job))
         except CacheError:
             raise
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or attempt >= _TRIES:
-                storing.give_up(place, error)
-    raise CacheError(f"{printable(job.request.label)}: built files vanish from {storing.place()} again and again.")
+                build_cache.give_up(place, error)
+    raise CacheError(f"{printable(job.request.label)}: built files vanish from {build_cache.place()} again and again.")
 
 
 def _make_in(place: Path, job: _Job) -> Path:
-    with storing.lock(place, job.key, job.tick):
-        found = storing.find(place, job.key)
+    with build_cache.lock(place, job.key, job.tick):
+        found = build_cache.find_locked(place, job.key)
         if found is not None:
             return found
-        with storing.workspace(place, job.key) as folder:
+        with build_cache.workspace(place, job.key) as folder:
             _compile(place, folder, job)
             file = folder / job.plan.file
-            return storing.store(place, job.key, file, _metadata(job, file))
+            return build_cache.store(place, job.key, file, _metadata(job, file))
 
 
 def _metadata(job: _Job, file: Path) -> dict[str, object]:
@@ -227,7 +225,7 @@ def _metadata(job: _Job, file: Path) -> dict[str, object]:
         "size": len(content),
         "compiler": {"path": compiler.path, "version": toolchain.version(compiler)},
         "flags": job.plan.link or job.plan.units[0],
-        "abi": build_key.abi_version(),
+        "abi": build_plan.abi_version(),
     }
 
 
@@ -239,7 +237,7 @@ def _compile(place: Path, folder: Path, job: _Job) -> None:
         OSError: the disk is full, or the folder was removed.
     """
     for number, unit in enumerate(job.request.units):
-        text = f"#line 1 {diagnostics.quoted(unit.name)}\n{unit.text}\n"
+        text = f"#line 1 {processes.quoted_file(unit.name)}\n{unit.text}\n"
         (folder / source_name(number, unit)).write_bytes(text.encode("utf-8", "surrogatepass"))
     for commands in (job.plan.units, *([(job.plan.link,)] if job.plan.link else [])):
         ended = processes.run(commands, folder, job.jobs, config.get().build_timeout, job.tick)
@@ -256,22 +254,18 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
     Raises:
         OSError: it failed because the folder cannot be written to.
     """
-    _check_disk(folder, wrong)
-    failed = storing.failed_folder(place, job.key)
+    space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
+    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _DISK_FULL
+    if full or _FULL.search(wrong.log):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    failed = build_cache.failed_folder(place, job.key)
     again = tuple(_outside(argument, failed) for argument in wrong.command)
     texts = [(unit.name, unit.text) for unit in job.request.units]
-    message = diagnostics.failure(job.request.label, wrong, again, folder, texts)
-    storing.store_failed(place, job.key, folder)
-    return diagnostics.error(message, wrong.log, again)
+    message = processes.failure_message(job.request.label, wrong, again, folder, texts)
+    build_cache.store_failed(place, job.key, folder)
+    return processes.compile_error(message, wrong.log, again)
 
 
 def _outside(argument: str, folder: Path) -> str:
     """Return an argument for a command that runs outside ``folder``: the names of files in it become whole paths."""
     return str(folder / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
-
-
-def _check_disk(folder: Path, wrong: Outcome) -> None:
-    space = os.statvfs(folder)  # FileNotFoundError where someone cleared the cache
-    full = space.f_blocks > 0 and space.f_bavail * space.f_frsize < _DISK_FULL
-    if full or _FULL.search(wrong.log):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

@@ -163,22 +163,37 @@ def _read(texts: Sequence[str]) -> list[CParameter]:
     """Read declarations of variables as the fields of one structure: cffi drops the names of a function's parameters.
 
     Raises:
-        Exception: cffi cannot read them, or one has no name.
+        DeclarationError: cffi cannot read them, or one has no name.
     """
-    from cffi.cparser import Parser  # imported here: it takes 20 to 70 ms, mostly for pycparser
+    # imported here: with the parser it takes 20 to 70 ms, mostly for pycparser
+    from cffi import CDefError, FFIError, VerificationError
+    from cffi.cparser import Parser
 
     declarations = [_respelled(text) for text in texts]
     types = dict.fromkeys(name for declaration in declarations for name in _unknown_types(declaration))
     parser = Parser()
-    parser.parse(
-        "".join(f"typedef ... {name};\n" for name in types)
-        + f"struct opk_declared {{ {''.join(f'{declaration};' for declaration in declarations)} }};"
-    )
-    fields: Any = parser.parse_type("struct opk_declared")
-    if "" in fields.fldnames:
-        raise DeclarationError("a declaration has no name")
-    rows = zip(fields.fldnames, fields.fldtypes, fields.fldquals, texts, strict=True)
-    return [_parameter(name, kind, quals, " ".join(text.split())) for name, kind, quals, text in rows]
+    try:
+        parser.parse(
+            "".join(f"typedef ... {name};\n" for name in types)
+            + f"struct opk_declared {{ {''.join(f'{declaration};' for declaration in declarations)} }};"
+        )
+        fields: Any = parser.parse_type("struct opk_declared")
+        rows = zip(fields.fldnames, fields.fldtypes, fields.fldquals, texts, strict=False)
+        parameters = [_parameter(name, kind, quals, " ".join(text.split())) for name, kind, quals, text in rows]
+    except (
+        CDefError,
+        FFIError,
+        VerificationError,
+        NotImplementedError,
+        ValueError,
+        AssertionError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # cffi raises the first five; it asserts what C guarantees, and takes a #pragma for a declaration
+        raise DeclarationError(f"cffi cannot read it: {error}") from error
+    if "" in fields.fldnames or len(fields.fldnames) != len(texts):
+        raise DeclarationError("a declaration has no name, or declares several")
+    return parameters
 
 
 def _parameter(name: str, kind: Any, quals: int, text: str) -> CParameter:
@@ -231,7 +246,7 @@ def _returned(prefix: str) -> str:
 def _readable(text: str) -> bool:
     try:
         return bool(_read([text]))
-    except Exception:
+    except DeclarationError:
         return False
 
 
@@ -272,7 +287,7 @@ def parse(source: str, name: str | None = None, returns: Sequence[str] | None = 
     chunks = [] if function.parameters.strip() in ("", "void") else _split(function.parameters)
     try:
         returned, *parameters = _read([f"{_returned(function.prefix)} opk_returned", *(chunk for _, chunk in chunks)])
-    except Exception as error:
+    except DeclarationError as error:
         raise _unreadable(source, function, chunks) from error
     if returns is not None and returned.spelling not in returns:
         raise _error(

@@ -109,6 +109,12 @@ def host_isa() -> str:
     return next(isa for isa in reversed(order[: order.index(cap) + 1]) if _usable(isa))
 
 
+def usable_isas() -> tuple[str, ...]:
+    """Return the named instruction sets that this processor has, narrowest first, up to :func:`host_isa`."""
+    order = WIDENING.get(machine(), ("baseline",))
+    return order[: order.index(host_isa()) + 1]
+
+
 def effective(isa: str) -> str:
     """Resolve "native" to the name of the host's instruction set where ``OPKIT_ISA`` caps it; return others unchanged."""
     return host_isa() if isa == "native" and config.get().isa is not None else isa

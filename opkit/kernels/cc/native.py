@@ -1,7 +1,7 @@
-"""Declare kernels from source: ``opkit.c_kernel``, ``opkit.cpp_kernel`` and ``opkit.cuda_kernel``.
+"""Declare kernels from source (``opkit.c_kernel``, ``opkit.cpp_kernel``, ``opkit.cuda_kernel``), and request their builds.
 
-They return a description: the source and the declaration of its function. :meth:`opkit.CustomOp.register_kernel` binds it to
-an operator, and the first call compiles it.
+The functions return a description: the source and the declaration of its function. :meth:`opkit.CustomOp.register_kernel`
+binds it to an operator, and the first call compiles it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.binding.binding import Constant
-from opkit.kernels.cc import declaration
+from opkit.errors import DeclarationError, KernelError, ToolchainError
+from opkit.kernels import sanitizer
+from opkit.kernels.binding import Bound, Constant
+from opkit.kernels.cc import declaration, source
+from opkit.kernels.cc import isa as isas
+from opkit.kernels.cc.boilerplate import ELEMENTWISE_EXPORT
+from opkit.kernels.cc.build_plan import Request, Unit
 from opkit.kernels.cc.declaration import CFunction
 from opkit.kernels.cc.dtypes import DTYPES
 
@@ -148,9 +152,7 @@ def c_kernel(
     >>> doubled(torch.ones(2))
     tensor([2., 2.])
     """
-    return _kernel(
-        "c", source, dtypes, name, flags, bind, isa, debug, libraries=tuple(libraries), elementwise=elementwise
-    )
+    return _kernel("c", source, dtypes, name, flags, bind, libraries, isa=isa, debug=debug, elementwise=elementwise)
 
 
 def cpp_kernel(
@@ -178,10 +180,20 @@ def cpp_kernel(
         dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
     """
     return _kernel(
-        "c++", source, dtypes, name, flags, bind, isa, debug,
-        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
-        libraries=tuple(libraries), elementwise=elementwise,
-    )  # fmt: skip
+        "c++",
+        source,
+        dtypes,
+        name,
+        flags,
+        bind,
+        libraries,
+        sources,
+        include_dirs,
+        library_dirs,
+        isa,
+        debug,
+        elementwise,
+    )
 
 
 def cuda_kernel(
@@ -206,11 +218,7 @@ def cuda_kernel(
         source, dtypes, name, flags, bind, sources, include_dirs, library_dirs, libraries: as for :func:`cpp_kernel`.
             ``T`` may be ``torch.float16`` (``__half``) and ``torch.bfloat16`` (``__nv_bfloat16``) too.
     """
-    return _kernel(
-        "cuda", source, dtypes, name, flags, bind, "native", False,
-        sources=_paths(sources), include_dirs=_paths(include_dirs), library_dirs=_paths(library_dirs),
-        libraries=tuple(libraries),
-    )  # fmt: skip
+    return _kernel("cuda", source, dtypes, name, flags, bind, libraries, sources, include_dirs, library_dirs)
 
 
 def _kernel(
@@ -220,10 +228,15 @@ def _kernel(
     name: str | None,
     flags: Sequence[str],
     bind: Mapping[str, Constant] | None,
-    isa: str | Sequence[str],
-    debug: bool,
-    **more: Any,
+    libraries: Sequence[str],
+    sources: Sequence[str | Path] = (),
+    include_dirs: Sequence[str | Path] = (),
+    library_dirs: Sequence[str | Path] = (),
+    isa: str | Sequence[str] = "native",
+    debug: bool = False,
+    elementwise: bool = False,
 ) -> NativeKernel:
+    """Read the declaration in a source; the public functions call it directly, so that the author's frame is two above."""
     frame = inspect.currentframe()
     text, file, line = _located(source, frame.f_back.f_back if frame and frame.f_back else None)
     try:
@@ -231,8 +244,8 @@ def _kernel(
     except DeclarationError as error:
         raise DeclarationError(f"{file}: {error}") from error
     return NativeKernel(
-        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), isas=_isas(isa),
-        debug=debug, **more,
+        language, text, file, line, function, _variables(dtypes), dict(bind or {}), tuple(flags), _paths(sources),
+        _paths(include_dirs), _paths(library_dirs), tuple(libraries), _isas(isa), debug, elementwise=elementwise,
     )  # fmt: skip
 
 
@@ -284,3 +297,56 @@ def _isas(isa: str | Sequence[str]) -> tuple[str, ...]:
     if wrong or not names:
         raise KernelError(f"isa={isa!r}: choose among {', '.join(ISAS)}.")
     return names
+
+
+# ---- builds ----------------------------------------------------------------------------------------------------------
+
+
+def build_request(
+    native: NativeKernel, bound: Bound, name: str, isa: str | None = None, flags: Sequence[str] = (), extra: str = ""
+) -> Request:
+    """Return the build request of ``native``: a shared library, or with ``debug=True`` an executable with sanitizers.
+
+    Args:
+        native: the author's kernel.
+        bound: the kernel bound to an operator.
+        name: the kernel's name among those of its operator.
+        isa: the instruction set; by default the widest of the kernel's own that this machine has.
+        flags: for the compiler, in addition to the author's.
+        extra: C that is added to the description of the kernel.
+    """
+    *units, last = source.generate(
+        bound, native.text, native.variables, name, native.file, native.line, native.language, native.cuda
+    )
+    extra += ELEMENTWISE_EXPORT if native.elementwise else ""
+    units.append(dataclasses.replace(last, text=last.text + extra))
+    units += [Unit(str(path), path.read_text(encoding="utf-8"), native.language) for path in native.sources]
+    if native.debug:
+        units.append(Unit("<opkit>", sanitizer.main_unit(), "c"))
+    files = [Path(file) for file in (native.file, *native.sources) if Path(file).is_file()]
+    return Request(
+        label=f"{bound.facts.operator}[{name}]",
+        units=tuple(units),
+        flags=(*native.flags, *flags),
+        include_dirs=(*native.include_dirs, *dict.fromkeys(file.absolute().parent for file in files)),
+        library_dirs=native.library_dirs,
+        libraries=native.libraries,
+        isa=isa or chosen_isa(native.isas),
+        kind="executable" if native.debug else "shared",
+        debug=native.debug,
+    )
+
+
+def chosen_isa(listed: Sequence[str]) -> str:
+    """Return the widest of some instruction sets that this machine has; "native" is always the machine's own.
+
+    Raises:
+        ToolchainError: the machine has none of them.
+    """
+    if "native" in listed:
+        return "native"
+    usable = isas.usable_isas()
+    fitting = [isa for isa in listed if isa in usable]
+    if not fitting:
+        raise ToolchainError(f"It is for {', '.join(listed)}, and this processor has {', '.join(usable)}.")
+    return max(fitting, key=usable.index)

@@ -12,18 +12,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding.binding import Bound
-from opkit.kernels.binding.facts import Shape
-from opkit.kernels.binding.slots import ANY_DTYPE, Slot
+from opkit.kernels.binding import ANY_DTYPE, Bound, Slot
 from opkit.kernels.cc import scanner
 from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.native import NativeKernel
-
-EXPORT = """\
-OPK_EXPORT opk_trampoline opk_entry(int32_t number);
-opk_trampoline opk_entry(int32_t number) { return opk_instances[number].call; }
-"""
-"""A function that the library of such a kernel exports too: its trampolines, by the numbers of their types."""
+from opkit.kernels.facts import Shape
 
 Kind = Literal["elements", "result", "count", "number", "constant"]
 
@@ -97,7 +90,7 @@ def _dtype(bound: Bound, number: int) -> str:
 
 
 def _is_every_size(bound: Bound, slot: Slot) -> bool:
-    """Whether a named size is the only dimension of every tensor, and so counts the elements."""
+    """Return whether a named size is the only dimension of every tensor, and so counts the elements."""
     name = bound.facts.sizes[slot.detail]
     arguments = [argument.shape for argument in bound.facts.arguments if argument.kind == "tensor"]
     shapes = [*arguments, *(output.shape for output in bound.facts.outputs)]

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding.binding import Bound
-from opkit.kernels.binding.slots import Slot
-from opkit.kernels.cc import c_library, scanner
-from opkit.kernels.cc.commands import Unit
-from opkit.kernels.cc.descriptor import descriptor, quoted
+from opkit.kernels.binding import Bound, Slot
+from opkit.kernels.cc import boilerplate, scanner
+from opkit.kernels.cc.boilerplate import descriptor, quoted
+from opkit.kernels.cc.build_plan import Unit
 from opkit.kernels.cc.dtypes import C_TYPES, DTYPES, CType, Dtype
 
 INCLUDE = Path(__file__).parents[1] / "include"
@@ -139,7 +138,7 @@ def _library(author: _AuthorSource, instance: _Instance) -> tuple[str, dict[str,
         return "", {}
     text = f"{author.preamble}\n{author.text}"
     shown, defined = scanner.without_literals(text), _defined(text)
-    return c_library.declarations(shown, defined, instance.as_cpp), c_library.macros(shown, defined)
+    return boilerplate.declarations(shown, defined, instance.as_cpp), boilerplate.macros(shown, defined)
 
 
 def _renamed(name: str, instance: _Instance) -> str:
@@ -318,7 +317,7 @@ def generate(
 
     In addition to its own names the text may use each type variable, ``opk_acc`` (the accumulator type of the first one;
     ``opk_acc_U`` of U), ``#if T_is_bfloat16`` and the like, and the part of ``opkit.h`` for authors. C needs no headers; see
-    :mod:`opkit.kernels.cc.c_library`. If there are several choices of dtypes, all C++ but ``extern "C"`` functions is in a
+    :mod:`opkit.kernels.cc.boilerplate`. If there are several choices of dtypes, all C++ but ``extern "C"`` functions is in a
     namespace; definitions in included headers must not depend on a type variable unless they are static.
     """
     instances = _instances(_choices(bound, f"{preamble}\n{text}", dtypes, kernel_name), language)

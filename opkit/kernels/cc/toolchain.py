@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from opkit import config
 from opkit.errors import ToolchainError
-from opkit.kernels.cc.isa import host_isa as host_isa
-from opkit.kernels.cc.isa import isa_flags as isa_flags
 
 _PROBE_SECONDS = 20.0
 
@@ -135,7 +133,11 @@ def _search(language: str, settings: tuple[str | None, ...]) -> Compiler:
     candidates = (_compiler(command, language) for command in _candidates(language))
     compiler = next((each for each in candidates if each is not None), None)
     if compiler is None:
-        raise ToolchainError(_none_found(about))
+        commands = "\n".join(f"  {system}: {command}" for system, command in about.install.items())
+        raise ToolchainError(
+            f"No {about.title} compiler was found: none of {', '.join(about.names)} is on PATH. Install one, or name one in "
+            f"OPKIT_{about.setting.upper()}:\n{commands}"
+        )
     return compiler
 
 
@@ -189,15 +191,6 @@ def _from_setting(text: str, language: str) -> Compiler:
             f"{setting} is not {kinds}: {command[0]} --version does not say so. Correct it, or unset it."
         )
     return compiler
-
-
-def _none_found(about: _Language) -> str:
-    commands = "\n".join(f"  {system}: {command}" for system, command in about.install.items())
-    setting = f"OPKIT_{about.setting.upper()}"
-    return (
-        f"No {about.title} compiler was found: none of {', '.join(about.names)} is on PATH. Install one, or name one in "
-        f"{setting}:\n{commands}"
-    )
 
 
 # ---- identification ---------------------------------------------------------------------------------------------------

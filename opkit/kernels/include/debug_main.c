@@ -1,6 +1,6 @@
 /* Runs one call of a kernel that was built with sanitizers, in a process of its own: PROGRAM CALL RESULT.
  *
- * Both files are 64-bit words, little-endian, then bytes; opkit/kernels/sanitize/call.py writes CALL and reads RESULT.
+ * Both files are 64-bit words, little-endian, then bytes; opkit/kernels/sanitizer.py writes CALL and reads RESULT.
  * CALL    "OPKCALL1", the instance's number, how many blocks, links and values follow
  *         block: size in bytes, flags (1: CALL has its bytes; else it is filled with 0xff. 2: the kernel may write to it)
  *         link:  block, offset, target, offset in the target: the first holds the address of the second

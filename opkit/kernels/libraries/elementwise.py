@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from opkit.kernels.binding.binding import Constant
+from opkit.kernels.binding import Constant
 from opkit.kernels.cc.declaration import TENSOR, CFunction, CParameter
 from opkit.kernels.cc.dtypes import C_TYPES
 from opkit.kernels.cc.native import Elements, NativeKernel

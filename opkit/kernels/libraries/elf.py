@@ -32,13 +32,13 @@ class Section(NamedTuple):
 
 
 def own(path: str | Path) -> bool:
-    """Whether this process could load the machine code in ``path``: the same machine, width and byte order."""
+    """Return whether this process could load the machine code in ``path``: the same machine, width and byte order."""
     theirs, ours = _identity(path), _identity(sys.executable)
     return theirs is not None and theirs == ours
 
 
 def readable() -> bool:
-    """Whether this system's libraries are ELF files."""
+    """Return whether this system's libraries are ELF files."""
     return _identity(sys.executable) is not None
 
 
@@ -99,7 +99,11 @@ def _exported(data: mmap.mmap) -> dict[str, str] | None:
     strings = sections[table.link]
     names = data[strings.offset : strings.offset + strings.size]
     symbols = data[table.offset : table.offset + table.size]
-    return dict(_symbols(symbols, names, order))
+    found: dict[str, str] = {}
+    for name, info, _, section, _, _ in struct.iter_unpack(f"{order}IBBHQQ", symbols):
+        if section != 0 and info >> 4 != _LOCAL and info & 15 in _KINDS:
+            found[_text(names, name)] = _KINDS[info & 15]
+    return found
 
 
 def _sections(data: mmap.mmap | bytes, order: str) -> list[_Section]:
@@ -109,12 +113,4 @@ def _sections(data: mmap.mmap | bytes, order: str) -> list[_Section]:
     for number in range(count):
         words = struct.unpack_from(f"{order}IIQQQQI", data, start + number * size)
         found.append(_Section(words[0], words[1], words[4], words[5], words[6]))
-    return found
-
-
-def _symbols(symbols: bytes, names: bytes, order: str) -> list[tuple[str, str]]:
-    found = []
-    for name, info, _, section, _, _ in struct.iter_unpack(f"{order}IBBHQQ", symbols):
-        if section != 0 and info >> 4 != _LOCAL and info & 15 in _KINDS:
-            found.append((_text(names, name), _KINDS[info & 15]))
     return found

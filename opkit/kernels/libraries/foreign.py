@@ -2,19 +2,19 @@
 
 The kernel is C: the declaration, and a function that takes the operator's arguments and calls the library's function. That is
 declared under a name of opkit's own, with its real name for the linker, so that a header of the library in ``preamble``
-cannot contradict the declaration.
+cannot contradict the declaration. Values in ``bind`` may be expressions of sizes and integer arguments.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from opkit.errors import DeclarationError
-from opkit.kernels.binding import expressions
-from opkit.kernels.binding.binding import Constant
+from opkit.kernels.binding import Constant
 from opkit.kernels.cc import declaration
 from opkit.kernels.cc.declaration import CFunction, CParameter
 from opkit.kernels.cc.dtypes import C_TYPES, CType
@@ -55,7 +55,7 @@ class Foreign:
 
 
 def is_number(c_type: str) -> bool:
-    """Whether a C type is a number's."""
+    """Return whether a C type is that of a number."""
     return c_type.startswith("enum ") or C_TYPES.get(c_type, _UNKNOWN).kind in ("int", "float", "complex", "bool")
 
 
@@ -158,7 +158,7 @@ def kernel(
     function = CFunction(f"call_{foreign.symbol}", "int", tuple(parameters.values()), 1)
     call = f"opk_foreign({', '.join(each.argument for each in passed)})"
     before = "".join(each.before for each in passed)
-    helpers = expressions.HELPERS if before else ""
+    helpers = CHECKED_ARITHMETIC if before else ""
     text = f"{preamble}\n{helpers}{prototype(foreign)}{_entry(function, before, _ending(foreign, returns, call))}"
     return native(foreign, library, text, function, meanings, flags)
 
@@ -234,7 +234,7 @@ def _taken(parameter: CParameter) -> CParameter:
 
 
 def _is_letter(parameter: CParameter, value: Constant, names: Collection[str]) -> bool:
-    """Whether a value is a letter for a ``char``: ``bind={"trans": "N"}``."""
+    """Return whether a value is a letter for a ``char``: ``bind={"trans": "N"}``."""
     return (
         (parameter.type, parameter.pointer) == ("char", 0)
         and isinstance(value, str) and len(value) == 1 and value not in names
@@ -248,7 +248,7 @@ def _computed(foreign: Foreign, parameter: CParameter, text: str) -> _Passed:
         raise foreign.parameter_error(
             parameter, f"bind gives it {text!r}, but it is no integer. Give it a number or a name."
         )
-    found = expressions.parse(text)
+    found = parse_expression(text)
     value = f"opk_max(1ll, {found.c}, &opk_wrong)" if _LEADING.match(parameter.name) else found.c
     parameters = [CParameter(f"opk_{name}", "int64_t", 0, False, parameter.text) for name in found.names]
     bind = {f"opk_{name}": name for name in found.names}
@@ -270,3 +270,108 @@ def _outside(parameter: CParameter, result: str) -> str:
     """Return the C test that the parameter's type, which maybe only the compiler knows, would change the number."""
     unsigned = f"({parameter.type})-1 > 0 && {result} < 0"
     return f"(int64_t)({parameter.type}){result} != {result} || ({unsigned})"
+
+
+# ---- expressions -----------------------------------------------------------------------------------------------------
+
+
+CHECKED_ARITHMETIC = """\
+__attribute__((unused)) static int64_t opk_add(int64_t a, int64_t b, int* wrong) {
+    int64_t result;
+    *wrong |= __builtin_add_overflow(a, b, &result);
+    return result;
+}
+__attribute__((unused)) static int64_t opk_subtract(int64_t a, int64_t b, int* wrong) {
+    int64_t result;
+    *wrong |= __builtin_sub_overflow(a, b, &result);
+    return result;
+}
+__attribute__((unused)) static int64_t opk_multiply(int64_t a, int64_t b, int* wrong) {
+    int64_t result;
+    *wrong |= __builtin_mul_overflow(a, b, &result);
+    return result;
+}
+__attribute__((unused)) static int64_t opk_floor_divide(int64_t a, int64_t b, int* wrong) {
+    if (b == 0 || (b == -1 && a < -9223372036854775807ll)) {
+        *wrong = 1;
+        return 0;
+    }
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+__attribute__((unused)) static int64_t opk_modulo(int64_t a, int64_t b, int* wrong) {
+    if (b == 0 || b == -1) {
+        *wrong |= b == 0;
+        return 0;
+    }
+    const int64_t rest = a % b;
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+__attribute__((unused)) static int64_t opk_min(int64_t a, int64_t b, int* wrong) { (void)wrong; return a < b ? a : b; }
+__attribute__((unused)) static int64_t opk_max(int64_t a, int64_t b, int* wrong) { (void)wrong; return a > b ? a : b; }
+"""
+
+_OPERATIONS: dict[type[ast.operator], str] = {
+    ast.Add: "opk_add",
+    ast.Sub: "opk_subtract",
+    ast.Mult: "opk_multiply",
+    ast.FloorDiv: "opk_floor_divide",
+    ast.Mod: "opk_modulo",
+}
+_FUNCTIONS = {"min": "opk_min", "max": "opk_max"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """An expression in C: ``c`` uses an ``int64_t opk_<name>`` for each of ``names``, and sets ``int opk_wrong`` on failure."""
+
+    c: str
+    names: tuple[str, ...]
+
+
+def parse_expression(text: str) -> Expression:
+    """Translate an expression to C.
+
+    >>> parse_expression("max(1, k)")
+    Expression(c='opk_max(1ll, opk_k, &opk_wrong)', names=('k',))
+
+    Raises:
+        DeclarationError: it is not such an expression.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise _not_an_expression(text) from error
+    names: dict[str, None] = {}
+    return Expression(_in_c(tree, text, names), tuple(names))
+
+
+def _in_c(node: ast.expr, text: str, names: dict[str, None]) -> str:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 2**63:
+        return f"{node.value}ll"
+    if isinstance(node, ast.Name):
+        names[node.id] = None
+        return f"opk_{node.id}"
+    function, operands = _operation(node)
+    if not function:
+        raise _not_an_expression(text)
+    first, *others = [_in_c(operand, text, names) for operand in operands]
+    for other in others:
+        first = f"{function}({first}, {other}, &opk_wrong)"
+    return first
+
+
+def _operation(node: ast.expr) -> tuple[str, list[ast.expr]]:
+    """Return the C function of an operation ("" where there is none) and its operands."""
+    if isinstance(node, ast.BinOp):
+        return _OPERATIONS.get(type(node.op), ""), [node.left, node.right]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return "opk_subtract", [ast.Constant(0), node.operand]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args and not node.keywords:
+        return _FUNCTIONS.get(node.func.id, ""), node.args
+    return "", []
+
+
+def _not_an_expression(text: str) -> DeclarationError:
+    return DeclarationError(
+        f"{text!r} is neither a name nor an expression of integers, names, + - * // %, min(...) and max(...)."
+    )

@@ -1,6 +1,6 @@
 """Compile a Triton function for a class of calls to machine code for one architecture; no GPU is needed.
 
-binary = build(Request(function, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128}, target="sm_90"))
+binary = build(CompileRequest(function, {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, {"BLOCK": 128}, target="sm_90"))
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from opkit.errors import CompileError, KernelError, OpkitError
-from opkit.kernels.triton import layout, named, origins, parsing, resources, sources, stored, symbols, targets
+from opkit.kernels.triton import binaries, environment, named, parsing, sources, stored, targets
 from opkit.kernels.triton.binaries import Binary as Binary
 from opkit.kernels.triton.binaries import Param as Param
-from opkit.kernels.triton.signatures import pointer_type as pointer_type
 
 _COMMAND = re.compile(r"^Repro command: (.*)$", re.MULTILINE)
 _ONE_OF_EACH = ("sm_90", "gfx942")
@@ -45,13 +44,13 @@ class CompileRequest:
 
 
 def build(request: CompileRequest) -> Binary:
-    """Compile, or take the result from a cache: opkit's, or Triton's.
+    """Return the compiled binary, from a cache (opkit's, or Triton's) or compiled now.
 
     Raises:
         ArgumentError: the target is none of Triton's.
         KernelError: the function is none of Triton's; an option has a name or value that Triton does not know.
-        CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is all that they say; its ``command`` is
-            that of ptxas, where it was that.
+        CompileError: Triton, LLVM or ptxas refused the kernel. Its ``log`` is their whole output; its ``command`` is
+            that of ptxas, if ptxas refused it.
     """
     name = _named_key(request)
     found = None if name is None else stored.find_named(name)
@@ -59,19 +58,19 @@ def build(request: CompileRequest) -> Binary:
 
 
 def _built(request: CompileRequest, name: str | None) -> Binary:
-    """Return what is found or compiled with Triton; noted under the key by which it is found without."""
+    """Return the binary, found or compiled with Triton, and note its key for later processes that do not import Triton."""
     key = stored.key(identity(request))
     found = None if key is None else stored.find(key)
     built = _checked(request, _binary(request, lowered(request)) if found is None else found)
     if key is not None and found is None:
         stored.store(key, built)
-    if name is not None and key is not None and origins.untouched(request.function.module):
+    if name is not None and key is not None and environment.untouched(request.function.module):
         stored.note(name, key)
     return built
 
 
 def _named_key(request: CompileRequest) -> str | None:
-    """Return the key of a request of a named function, found without Triton; None where that cannot be."""
+    """Return the key of a request of a named function, computed without Triton; None if it cannot be."""
     if not isinstance(request.function, named.Named):
         return None
     origin = request.function.origin
@@ -82,7 +81,7 @@ def _named_key(request: CompileRequest) -> str | None:
 
 
 def loaded(request: CompileRequest) -> CompileRequest:
-    """Return the request with Triton's function, and Triton's and Gluon's constants, in place of what stands for them.
+    """Return the request with Triton's function, and Triton's and Gluon's constants, in place of their names.
 
     Raises:
         DeclarationError: the function cannot be loaded.
@@ -90,14 +89,14 @@ def loaded(request: CompileRequest) -> CompileRequest:
     """
     if not isinstance(request.function, named.Named):
         return request
-    signature = {name: symbols.written_out(kind) for name, kind in request.signature.items()}
-    constexprs = {name: symbols.resolved(value) for name, value in request.constexprs.items()}
+    signature = {name: named.written_out(kind) for name, kind in request.signature.items()}
+    constexprs = {name: named.resolved(value) for name, value in request.constexprs.items()}
     function = request.function.loaded()
     return dataclasses.replace(request, function=function, signature=signature, constexprs=constexprs)
 
 
 def lowered(request: CompileRequest) -> Any:
-    """Triton's ``CompiledKernel`` for a request: its ``asm`` has the text of each stage, as "ttir", "ptx", "amdgcn".
+    """Return Triton's ``CompiledKernel`` for a request: its ``asm`` has the text of each stage, as "ttir", "ptx", "amdgcn".
 
     Raises:
         ArgumentError, KernelError, CompileError: as ``build``.
@@ -110,7 +109,7 @@ def lowered(request: CompileRequest) -> Any:
 
 
 def identity(request: CompileRequest) -> str:
-    """sha256 over everything that decides the result: source with callees and globals, types, options, Triton's release."""
+    """Return the sha256 of everything that decides the result: source with callees and globals, types, options, Triton."""
     import triton
 
     request = loaded(request)
@@ -120,7 +119,7 @@ def identity(request: CompileRequest) -> str:
 
 
 def _key_parts(request: CompileRequest) -> list[Any]:
-    """All of a request but its function, as text."""
+    """Return everything in a request but its function, as text."""
     return [
         sorted(request.signature.items()),
         sorted((name, value_text(value)) for name, value in request.constexprs.items()),
@@ -176,7 +175,7 @@ def option_names() -> frozenset[str]:
 
 
 def _options(request: CompileRequest, target: Any) -> dict[str, Any]:
-    """Triton's options, with its defaults; what another backend alone has, such as waves_per_eu, is left out."""
+    """Return Triton's options, with its defaults, without those that only other backends have, such as waves_per_eu."""
     unknown = sorted(set(request.options) - option_names())
     if unknown:
         raise KernelError(f"{name_of(request.function)}: {_unknown(unknown[0], request)}")
@@ -227,13 +226,15 @@ def _compiled(request: CompileRequest, source: Any, target: Any, options: dict[s
 
 
 def _refused(request: CompileRequest, place: sources.SourceLine | None, error: Exception) -> CompileError:
-    """Return the error for the author: where, which of their lines, and what Triton says of it."""
+    """Return the error for the author: where, which of their lines, and Triton's reason."""
     kernel = f"Triton kernel {name_of(request.function)}"
     where = place or sources.SourceLine(*_defined(request.function))
     line = linecache.getline(*where).strip() if place else ""
     variant = ", with 64-bit indexing," if request.wide else ""
     shown = f"\n    {line}" if line else ""
-    message = f"{kernel} could not be compiled{variant} for {request.target}: {where.file}:{where.line}: {_said(error)}"
+    message = (
+        f"{kernel} could not be compiled{variant} for {request.target}: {where.file}:{where.line}: {_reason(error)}"
+    )
     compile_error = CompileError(message + shown)
     compile_error.log = "\n".join(str(cause) for cause in _chain(error))
     command = _COMMAND.search(compile_error.log)
@@ -250,16 +251,16 @@ def _chain(error: BaseException) -> list[BaseException]:
     return [error, *(_chain(error.__cause__) if error.__cause__ is not None else [])]
 
 
-def _said(error: Exception) -> str:
-    """Return what the innermost of the errors says, without the listing that Triton puts before it."""
+def _reason(error: Exception) -> str:
+    """Return the message of the innermost error, without the listing that Triton puts before it."""
     inner = _chain(error)[-1]
     message = getattr(inner, "error_message", None) or getattr(inner, "message", None) or str(inner)
     return _COMMAND.sub("", str(message)).strip() or type(inner).__name__
 
 
 def _checked(request: CompileRequest, binary: Binary) -> Binary:
-    """Another release of Triton could pass something else on: better refused here than found by what a kernel reads."""
-    expected, found = [param.size for param in binary.params], resources.parameter_sizes(binary)
+    """Return the binary; raise if it takes other parameters than opkit passes, as with another release of Triton."""
+    expected, found = [param.size for param in binary.params], binaries.parameter_sizes(binary)
     if expected != found:
         raise KernelError(
             f"{name_of(request.function)}: compiled for {request.target}, it takes parameters of {found} bytes where "
@@ -285,7 +286,7 @@ def _binary(request: CompileRequest, compiled: Any) -> Binary:
         scratch_align=about.get("global_scratch_align") or 1,
         profile_scratch=about.get("profile_scratch_size") or 0,
         profile_scratch_align=about.get("profile_scratch_align") or 1,
-        params=layout.params(request.signature, described, request.offsets),
-        maps=layout.maps(descriptors, described) if described else (),
+        params=binaries.params(request.signature, described, request.offsets),
+        maps=binaries.maps(descriptors, described) if described else (),
         target=targets.canonical(request.target),
     )

@@ -5,7 +5,7 @@
 
 Triton has a cache of its own, but asking it takes half a second in a new process, in which it hashes its whole compiler. Here
 the compiler is known by its release, and by its library's size and time. A file is trusted as the build cache trusts one
-(:mod:`opkit.kernels.store.cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
+(:mod:`opkit.kernels.build_cache`): only this user may have written to it, and its sha256 is the one noted. Where it cannot be
 written, Triton's cache still has the kernel.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import CacheError
-from opkit.kernels.store import files
+from opkit.kernels import cache_files
 from opkit.kernels.triton import environment
 from opkit.kernels.triton.binaries import Binary
 
@@ -51,38 +51,38 @@ def key(identity: str) -> str | None:
 
 def named_key(identity: str) -> str | None:
     """Return the key of a note for the identity of a request that was made without Triton; None as for :func:`key`."""
-    compiler = environment.compiler()
+    compiler = environment.installed_triton()
     if compiler is None or environment.watched():
         return None
-    parts = [_VERSION, identity, compiler, environment.runtime(), environment.variables(), environment.defaults()]
+    parts = [_VERSION, identity, compiler, environment.releases(), environment.variables(), environment.defaults()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def find_named(name: str) -> Binary | None:
-    """Return the binary that is noted under such a key; None where there is none that can be trusted."""
+    """Return the binary that is noted under such a key; None if there is none that can be trusted."""
     path = _path(name, _NAMED)
     try:
-        noted = files.read_private(path, folders=3).decode()
+        noted = cache_files.read_private(path, folders=3).decode()
     except (OSError, ValueError):
         return None
     return find(noted) if _KEY.fullmatch(noted) else None
 
 
 def note(name: str, binary_key: str) -> None:
-    """Note under such a key that of a binary, if that can be done, and if all that Triton reads is part of it."""
+    """Store the key of a binary under such a key, if it can be written, and if it covers everything that Triton reads."""
     if not environment.knows_all():
         return
     path = _path(name, _NAMED)
     with contextlib.suppress(OSError):
-        files.make_private_folder(path.parent, above=1)
-        files.write_atomically(path, binary_key.encode())
+        cache_files.make_private_folder(path.parent, above=1)
+        cache_files.write_atomically(path, binary_key.encode())
 
 
 def find(name: str) -> Binary | None:
-    """Return the binary that is stored under this key; None where there is none that can be trusted."""
+    """Return the binary that is stored under this key; None if there is none that can be trusted."""
     path = _path(name)
     try:
-        line, _, image = files.read_private(path, folders=2).partition(b"\n")
+        line, _, image = cache_files.read_private(path, folders=2).partition(b"\n")
         noted = json.loads(line)
         if noted["sha256"] != hashlib.sha256(image).hexdigest():
             return None
@@ -96,8 +96,8 @@ def store(name: str, binary: Binary) -> None:
     path = _path(name)
     noted = {"sha256": hashlib.sha256(binary.image).hexdigest(), "launch": binary.to_json()}
     with contextlib.suppress(OSError):
-        files.make_private_folder(path.parent)
-        files.write_atomically(path, json.dumps(noted).encode() + b"\n" + binary.image)
+        cache_files.make_private_folder(path.parent)
+        cache_files.write_atomically(path, json.dumps(noted).encode() + b"\n" + binary.image)
 
 
 def root() -> Path:

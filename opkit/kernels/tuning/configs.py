@@ -58,7 +58,7 @@ class Config:
         for name in options:
             _check_option(name, written, parameter_names)
         config = cls(constexprs, options, hook)
-        config.to_json()  # else what no record can hold would be found at the first launch
+        config.to_json()  # raises now rather than at the first launch
         return config
 
     @property
@@ -89,12 +89,12 @@ class Config:
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """:attr:`Config.key` of a configuration in JSON form."""
+    """Return the :attr:`Config.key` of a configuration in JSON form."""
     return json.dumps(config, sort_keys=True)
 
 
 def label_of(config: Mapping[str, Any]) -> str:
-    """:attr:`Config.label` of a configuration in JSON form.
+    """Return the :attr:`Config.label` of a configuration in JSON form.
 
     >>> label_of({"constexprs": {"BLOCK": 64, "TYPE": {"object": "triton.language.bfloat16"}}, "options": {}})
     'BLOCK=64, TYPE=bfloat16'
@@ -107,7 +107,7 @@ def _shown(value: Any) -> str:
     return str(value["object"]).rpartition(".")[2] if isinstance(value, dict) else str(value)
 
 
-# ---- what authors write ----------------------------------------------------------------------------------------------
+# ---- authors' configurations ----------------------------------------------------------------------------------------------
 
 
 def _values_and_hook(written: Any) -> tuple[dict[str, Any], Any]:
@@ -180,7 +180,7 @@ def _named(name: str, value: Any) -> str:
     return text
 
 
-# ---- which to try ----------------------------------------------------------------------------------------------------
+# ---- pruning ----------------------------------------------------------------------------------------------------
 
 
 def prune(

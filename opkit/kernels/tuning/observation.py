@@ -19,14 +19,14 @@ Report = Callable[[Identity, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a kernel runs with for one bucket of shapes.
+    """The choice of a kernel's configuration for one bucket of shapes.
 
     Attributes:
         config: the configuration.
         source: "only" (the kernel has no other), "record", "tuned" (just now), "nearest" (the record of other shapes) or
             "first" (nothing is known).
-        tried: what is known of each configuration, the fastest first; nothing where there is only one, or no record.
-        configs: what there was to choose from, in its author's order.
+        tried: the measurement of each configuration, the fastest first; empty where there is only one, or no record.
+        configs: the configurations to choose from, in their author's order.
     """
 
     identity: Identity
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def settled(self) -> bool:
-        """Whether the same question will get the same answer; if not, it is worth asking again at a later call."""
+        """Whether the choice is final; if not, a later call may choose better."""
         return self.source not in ("nearest", "first")
 
     @property
@@ -61,7 +61,7 @@ class Choice:
 
 
 class Launcher(Protocol):
-    """What remembers choices beyond :func:`opkit.kernels.tuning.tuning.decide`, such as a table of compiled kernels."""
+    """An object that caches choices beyond :func:`opkit.kernels.tuning.tuning.decide`, such as a table of compiled kernels."""
 
     def clear(self) -> None:
         """Forget them."""
@@ -71,7 +71,7 @@ _launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
 def add_launcher(launcher: Launcher) -> None:
-    """From now on ``launcher`` is cleared when choices are to be observed; it may be deleted at any time."""
+    """Clear ``launcher`` whenever choices are to be observed; it may be deleted at any time."""
     _launchers.add(launcher)
 
 
@@ -86,7 +86,7 @@ def clear_launchers() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """What is to be done about the choices of a thread."""
+    """An observer of the choices of a thread."""
 
     report: Report
     force: bool
@@ -102,17 +102,13 @@ _observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("opk
 
 
 def observer() -> Observer | None:
-    """That of this thread."""
+    """Return the observer of this thread, if it has one."""
     return _observer.get()
 
 
-def _silent(identity: Identity, number: int, total: int) -> None:
-    pass
-
-
 @contextlib.contextmanager
-def observed(force: bool = False, report: Report = _silent) -> Iterator[list[Choice]]:
-    """Within it the kernels that this thread calls choose their configurations again, and each choice is listed.
+def observed(force: bool = False, report: Report = lambda *_: None) -> Iterator[list[Choice]]:
+    """Let the kernels that this thread calls in the block choose their configurations again; return the list of choices.
 
     Args:
         force: measure again, whatever is recorded.
@@ -128,7 +124,7 @@ def observed(force: bool = False, report: Report = _silent) -> Iterator[list[Cho
 
 
 class Steps:
-    """How far the measuring of one kernel is: for the thread's observer, or else for a person, on stderr."""
+    """The progress of measuring one kernel, for the thread's observer, or else on stderr."""
 
     def __init__(self, identity: Identity, bucket: str, total: int) -> None:
         self._identity, self._total, self._text = identity, total, "waiting for another process"
@@ -136,12 +132,12 @@ class Steps:
         self._line = Progress(lambda: f"tuning {identity} for {bucket}: {self._text}")
 
     def wait(self) -> None:
-        """Called now and then while another process measures."""
+        """Update the line while another process measures."""
         if self._observer is None:
             self._line.tick()
 
     def step(self, number: int) -> None:
-        """Called before each measurement with the number of those done."""
+        """Report a measurement that starts, with the number of those done."""
         self._text = f"configuration {number + 1} of {self._total}"
         if self._observer is None:
             self._line.tick()
@@ -149,6 +145,6 @@ class Steps:
             self._observer.report(self._identity, number, self._total)
 
     def finish(self) -> None:
-        """Called once, at the end."""
+        """Finish the line."""
         if self._observer is None:
             self._line.finish()

@@ -1,7 +1,8 @@
-"""Represent tuning results as dataclasses and JSON, and check the files that hold them.
+"""Represent tuning results as dataclasses and JSON, check the files that hold them, and put shapes into buckets.
 
 A file holds ``{"format": 1, "records": [...]}``. A record is of one kernel of one operator, and has an entry for each
-device and bucket of shapes: the fastest configuration, what each one that was tried took, and what was tuned with what.
+device and bucket of shapes: the fastest configuration, the time that each one took, and the kernel and Triton that were timed.
+Calls in one bucket share a tuning result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Which kernel is tuned: ``hash`` changes with whatever may change how fast its configurations are."""
+    """A kernel that is tuned: ``hash`` changes with everything that may change how fast its configurations are."""
 
     operator: str
     kernel: str
@@ -50,18 +51,18 @@ class Tried:
         return label_of(self.config)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         outcome = {"skipped": self.skipped} if self.ms is None else {"ms": self.ms}
         return {"config": self.config, **outcome}
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningEntry:
-    """What was measured for one bucket on one kind of device.
+    """The measurements for one bucket on one kind of device.
 
     Attributes:
         device: its name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.record_format.bucket_of`.
         hash: that of the kernel.
         triton: the major and minor version, such as "3.6".
         date: in UTC, such as "2026-01-31T12:00:00+00:00".
@@ -86,7 +87,7 @@ class TuningEntry:
         return datetime.datetime.fromisoformat(self.date)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         fields = {name: getattr(self, name) for name in _ENTRY_TEXTS}
         return {**fields, "config": self.best.config, "tried": [each.to_json() for each in self.tried]}
 
@@ -100,7 +101,7 @@ class Record:
     entries: tuple[TuningEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """Return it as a file holds it."""
         return {
             "operator": self.operator,
             "kernel": self.kernel,
@@ -117,7 +118,7 @@ def by_speed(tried: Iterable[Tried]) -> tuple[Tried, ...]:
 
 
 def merged(old: TuningEntry, new: TuningEntry) -> TuningEntry:
-    """One entry from two of the same device and bucket: the newer, with what the other alone tried of the same kernel."""
+    """Merge two entries of one device and bucket: the newer, with the configurations that only the older one tried."""
     newer, older = (new, old) if new.when >= old.when else (old, new)
     if (newer.hash, newer.triton) != (older.hash, older.triton):
         return newer
@@ -221,7 +222,7 @@ def _check_date(text: str, where: str) -> None:
 
 
 def _object(value: Any, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """``value``, which must be an object that has these fields, of these types."""
+    """Return ``value``; raise unless it is an object with these fields, of these types."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_short(value)}, expected an object")
     for name, kinds in fields.items():
@@ -247,10 +248,56 @@ def now() -> str:
 
 
 def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
-    """Return the fastest of the configurations with these keys; or why the entry does not say it."""
+    """Return the fastest of the configurations with these keys; or the reason why the entry does not determine it."""
     tried = {each.key: each for each in entry.tried}
     unknown = [key for key in keys if key not in tried]
     if unknown:
         return f"{label_of(json.loads(unknown[0]))} was not tried when it was made"
     measured = [tried[key] for key in keys if tried[key].ms is not None]
     return by_speed(measured)[0] if measured else "all that the kernel may use was skipped when it was made"
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+_EXACT = 16
+_OTHER_DTYPES = 1000.0  # further away than any sizes are
+
+
+def bucket_of(sizes: Mapping[str, int], dtypes: Sequence[str]) -> str:
+    """Return the bucket of a call: its dtypes, and its sizes rounded up to powers of two.
+
+    Sizes up to 16 are not rounded: these are counts of heads, experts or channels, where one more or less can make
+    another configuration the fastest, and there are few of them.
+
+    Args:
+        sizes: the named sizes of the call, or whatever decides how much there is to do.
+        dtypes: the element types of its tensors, in order.
+
+    >>> bucket_of({"d": 1000, "batch": 4096, "heads": 12}, ["bf16", "fp32"])
+    'bf16 fp32 | batch=4096 d=1024 heads=12'
+    """
+    return f"{' '.join(dtypes)} | {' '.join(f'{name}={_rounded(sizes[name])}' for name in sorted(sizes))}"
+
+
+def _rounded(size: int) -> int:
+    return size if size <= _EXACT else 1 << (size - 1).bit_length()
+
+
+def distance(bucket: str, other: str) -> float:
+    """Return the distance between two buckets: by how many doublings their sizes differ; infinite where these do not compare.
+
+    >>> distance("bf16 | d=1024", "bf16 | d=4096"), distance("bf16 | d=1024", "bf16 | m=1")
+    (2.0, inf)
+    """
+    (dtypes, sizes), (others, other_sizes) = _dtypes_and_sizes(bucket), _dtypes_and_sizes(other)
+    if sizes.keys() != other_sizes.keys():
+        return math.inf
+    doublings = sum(abs(math.log2(max(1, sizes[name]) / max(1, other_sizes[name]))) for name in sizes)
+    return doublings + (0.0 if dtypes == others else _OTHER_DTYPES)
+
+
+def _dtypes_and_sizes(bucket: str) -> tuple[str, dict[str, int]]:
+    dtypes, _, sizes = bucket.partition(" | ")
+    pairs = (item.partition("=") for item in sizes.split())
+    return dtypes, {name: int(size) for name, _, size in pairs if size.isdecimal()}

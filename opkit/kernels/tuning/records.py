@@ -19,14 +19,12 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import ArgumentError
-from opkit.kernels.aot import portable
-from opkit.kernels.aot.package import FOLDER as PACKAGED
-from opkit.kernels.store import files
+from opkit.kernels import aot_loading, cache_files
+from opkit.kernels.aot_package import FOLDER as PACKAGED
 from opkit.kernels.triton import environment
 from opkit.kernels.tuning import record_format
-from opkit.kernels.tuning.buckets import distance
 from opkit.kernels.tuning.configs import Config
-from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry, distance
 
 _FOLDER, _IN_PACKAGE, _LOCKS = "triton_tuning", "tuning", "locks"
 _SHIPPED = "opkit-build.json"
@@ -35,7 +33,7 @@ _LONGEST_NAME = 120
 
 @dataclasses.dataclass(frozen=True)
 class RejectedResult:
-    """Why a result that is there was not used. ``damaged`` is said of the whole file."""
+    """Why a recorded result was not used; ``damaged``: because the whole file cannot be read."""
 
     file: Path
     reason: str
@@ -47,7 +45,7 @@ class RejectedResult:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A configuration and what was measured of it; or neither, and what was refused."""
+    """A configuration and its measurements; or neither, and the results that were rejected."""
 
     config: Config | None = None
     entry: TuningEntry | None = None
@@ -68,12 +66,12 @@ def file_of(operator: str, kernel: str) -> Path:
 
 def packaged(module: str) -> tuple[Path, ...]:
     """Return the folders in which a module's package may have results, the nearest first."""
-    return tuple(folder / _IN_PACKAGE for folder in portable.places(module, PACKAGED))
+    return tuple(folder / _IN_PACKAGE for folder in aot_loading.places(module, PACKAGED))
 
 
 def triton_version() -> str:
     """Return the major and minor version of the installed Triton, which is not imported; "none" where there is none."""
-    found = environment.compiler()
+    found = environment.installed_triton()
     return "none" if found is None else ".".join(found[0].split(".")[:2])
 
 
@@ -143,7 +141,7 @@ def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -
 
 
 def stale(entry: TuningEntry, kernel_hash: str | None) -> str:
-    """Return why an entry does not hold any more; empty where it does, as far as is known without the hash."""
+    """Return why an entry is out of date, or ""; without the hash only Triton's release is compared."""
     if kernel_hash is not None and entry.hash != kernel_hash:
         return "it was made for the kernel before it changed"
     if entry.triton != triton_version():
@@ -158,7 +156,7 @@ _reading = threading.Lock()
 
 
 def _read(file: Path) -> list[Record] | str:
-    """Return the records of a file, none where there is no file; or what is wrong with it."""
+    """Return the records of a file, none where there is no file; or the reason why it cannot be read."""
     try:
         status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +189,7 @@ def listed() -> list[Record]:
 
 
 def remember(identity: Identity, device: str, bucket: str, tried: Iterable[Tried]) -> TuningEntry:
-    """Record what was measured now.
+    """Record the measurements made now.
 
     Raises:
         OSError: the cache cannot be written to.
@@ -207,24 +205,24 @@ def _add(record: Record) -> None:
     file = file_of(record.operator, record.kernel)
     with lock(file.name, lambda: None):
         held = _read(file)
-        existing = [] if isinstance(held, str) else held  # what is damaged is replaced
+        existing = [] if isinstance(held, str) else held  # a damaged file is replaced
         _write(file, record_format.merge([*existing, record]))
 
 
 def _write(file: Path, records: Iterable[Record], mode: int = 0o600) -> None:
-    files.write_atomically(file, record_format.render(records).encode(), mode)
+    cache_files.write_atomically(file, record_format.render(records).encode(), mode)
 
 
 @contextlib.contextmanager
 def lock(name: str, tick: Callable[[], None]) -> Iterator[None]:
-    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.store.files.lock`.
+    """Let one thread of one process at a time measure what ``name`` names; see :func:`opkit.kernels.cache_files.lock`.
 
     Raises:
         OSError: the cache cannot be written to.
     """
     folder = root() / _LOCKS
-    files.make_private_folder(folder, above=1)
-    with files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
+    cache_files.make_private_folder(folder, above=1)
+    with cache_files.lock(folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.lock", tick):
         yield
 
 
@@ -236,10 +234,10 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
 
     Args:
         path: the file.
-        operators: those whose results are wanted; all by default.
+        operators: the operators to export; all by default.
 
     Returns:
-        How many entries it has.
+        The number of entries in it.
 
     Raises:
         ArgumentError: there are none, or the file cannot be written.
@@ -257,17 +255,20 @@ def export_all(path: Path, operators: Collection[str] | None = None) -> int:
 
 
 def ship(folder: Path, identities: Collection[Identity]) -> int:
-    """Put the cache's results for these kernels, as they are now, into a package's folder, in addition to those that are there.
+    """Write the cache's results for these kernels, as they are now, to a package's folder, in addition to its own.
 
     Returns:
-        How many entries were put there. Without any, nothing is written.
+        The number of entries written. Without any, nothing is written.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     hashes = {(identity.operator, identity.kernel): identity.hash for identity in identities}
-    fresh = [_of_hash(record, hashes.get((record.operator, record.kernel), "")) for record in listed()]
-    records = [record for record in fresh if record.entries]
+    records: list[Record] = []
+    for record in listed():
+        current = hashes.get((record.operator, record.kernel), "")
+        if entries := tuple(entry for entry in record.entries if entry.hash == current):
+            records.append(dataclasses.replace(record, entries=entries))
     if records:
         path = folder / _IN_PACKAGE / _SHIPPED
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,19 +277,15 @@ def ship(folder: Path, identities: Collection[Identity]) -> int:
     return sum(len(record.entries) for record in records)
 
 
-def _of_hash(record: Record, kernel_hash: str) -> Record:
-    return dataclasses.replace(record, entries=tuple(each for each in record.entries if each.hash == kernel_hash))
-
-
 def import_from(path: Path) -> int:
-    """Take the results of a file into the cache; of two for the same device and bucket the newer counts.
+    """Import the results of a file into the cache; of two for one device and bucket the newer counts.
 
     Returns:
-        How many entries the file has.
+        The number of entries in the file.
 
     Raises:
-        ArgumentError: the file cannot be read or is not one of tuning results, which the message says in full; or the
-            cache cannot be written to. Nothing is taken then of a file that is at fault.
+        ArgumentError: the file cannot be read or is not one of tuning results; or the cache cannot be
+            written to. Nothing is imported from a file that is at fault.
     """
     try:
         records = record_format.parse(path.read_bytes())

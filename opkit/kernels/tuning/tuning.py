@@ -1,6 +1,6 @@
 """Choose the configuration that a kernel runs with: the fastest by the record, or by timing each now.
 
-Of several processes or threads that need the same result, one measures and the others wait and read it. Nothing is timed
+Of several processes or threads that need the same result, one measures and the others wait for it. Nothing is timed
 while a CUDA graph is captured, or with ``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else
 the first configuration is taken.
 """
@@ -27,7 +27,7 @@ Measure = Callable[[Config], float]
 
 
 class Unfit(Exception):
-    """A measurement raises it for a configuration that is not to be used, of which nobody promised that it can be."""
+    """A measurement raises it for a configuration that cannot be used for this call."""
 
 
 _NO_MEMORY = "out of memory"
@@ -40,8 +40,7 @@ _SKIPPED = {
     "Unfit": "unfit",
     "CompileTimeAssertionFailure": "a static_assert of the kernel failed",
 }
-"""Exceptions that speak against one configuration alone, by the names of their classes, as neither torch nor Triton is
-imported here."""
+"""Exceptions that concern only one configuration, by class name: neither torch nor Triton is imported here."""
 
 _SKIPPED_TEXTS = {
     "OUT_OF_MEMORY": _NO_MEMORY,
@@ -49,14 +48,14 @@ _SKIPPED_TEXTS = {
     "LAUNCH_OUT_OF_RESOURCES": "out of resources",
     "hipErrorLaunchOutOfResources": "out of resources",
 }
-"""The same of a driver's errors, by their names."""
+"""The same for errors of a driver, by their names."""
 
 _LONGEST_REASON = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class _Question:
-    """Which of some configurations is fastest for a bucket on a device."""
+class _Query:
+    """The query which of some configurations is fastest for a bucket on a device."""
 
     identity: Identity
     configs: tuple[Config, ...]
@@ -70,13 +69,13 @@ class _Question:
 
     @property
     def topic(self) -> str:
-        """What one process at a time may measure."""
+        """A name of what only one process at a time measures."""
         identity = self.identity
         return "\0".join((identity.operator, identity.kernel, identity.hash, self.device, self.bucket))
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the answer depends on."""
+        """Everything that the choice depends on."""
         return (self.topic, *(each.key for each in self.configs))
 
     def lookup(self) -> Lookup:
@@ -87,15 +86,15 @@ class _Question:
 
 
 def forget() -> None:
-    """Forget what this process chose, as a new process would."""
+    """Forget the choices of this process."""
     _memory.clear()
-    _said.clear()
+    _warned.clear()
     clear_launchers()
 
 
 _memory: dict[tuple[str, ...], Choice] = {}
-_said: set[str] = set()
-_turns: dict[str, threading.RLock] = {}
+_warned: set[str] = set()
+_locks: dict[str, threading.RLock] = {}
 
 
 def choose(
@@ -107,7 +106,7 @@ def choose(
     capturing: bool,
     folders: Sequence[Path] = (),
 ) -> Config:
-    """Return the configuration to run with; as :func:`decide`, which says too where it comes from."""
+    """Return the configuration to run with; see :func:`decide`, which also returns its origin."""
     return decide(identity, configs, device, bucket, measure, capturing, folders).config
 
 
@@ -126,7 +125,7 @@ def decide(
         identity: the kernel.
         configs: what it may run with, in its author's order.
         device: the GPU's name, such as "NVIDIA H200".
-        bucket: see :func:`opkit.kernels.tuning.buckets.bucket_of`.
+        bucket: see :func:`opkit.kernels.tuning.record_format.bucket_of`.
         measure: the milliseconds that a configuration takes for this call.
         capturing: whether a CUDA graph is being captured, when nothing may be timed.
         folders: where packages may have results: :func:`opkit.kernels.tuning.records.packaged`.
@@ -139,10 +138,10 @@ def decide(
     >>> decide(Identity("demo::f", "f", "0"), [one], "NVIDIA H200", "bf16 | d=64", lambda config: 0.0, False).source
     'only'
     """
-    question = _Question(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
-    if not question.configs:
+    query = _Query(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
+    if not query.configs:
         raise DeclarationError(f"{identity}: it has no configuration to run with.")
-    choice = _decided(question, measure, capturing)
+    choice = _decided(query, measure, capturing)
     observing = observer()
     if observing is not None:
         observing.choices.append(choice)
@@ -152,75 +151,75 @@ def decide(
 def known(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Sequence[Path] = ()
 ) -> Choice:
-    """Return what :func:`decide` would answer where nothing may be timed; it warns of nothing and stores nothing.
+    """Return the choice of :func:`decide` where nothing may be timed, without warnings and without storing it.
 
     >>> both = [Config({"BLOCK": 64}), Config({"BLOCK": 128})]
     >>> known(Identity("demo::f", "f", "0"), both, "a GPU that there is not", "bf16 | d=64").source
     'first'
     """
-    question = _Question(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
-    if len(question.configs) == 1:
-        return question.answer(question.configs[0], "only")
-    if question.key in _memory:
-        return _memory[question.key]
-    found = question.lookup()
+    query = _Query(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
+    if len(query.configs) == 1:
+        return query.answer(query.configs[0], "only")
+    if query.key in _memory:
+        return _memory[query.key]
+    found = query.lookup()
     if found.config is None or found.entry is None:
-        return _similar(question)
-    return question.answer(found.config, "record", found.entry.tried)
+        return _similar(query)
+    return query.answer(found.config, "record", found.entry.tried)
 
 
-def _decided(question: _Question, measure: Measure, capturing: bool) -> Choice:
-    if len(question.configs) == 1:
-        return question.answer(question.configs[0], "only")
+def _decided(query: _Query, measure: Measure, capturing: bool) -> Choice:
+    if len(query.configs) == 1:
+        return query.answer(query.configs[0], "only")
     may_time = config.get().tune and not capturing
     observing = observer()
-    again = may_time and observing is not None and observing.measures_again(*question.subject)
-    if not again and question.key in _memory:
-        return _memory[question.key]
-    found = Lookup() if again else question.lookup()
+    again = may_time and observing is not None and observing.measures_again(*query.subject)
+    if not again and query.key in _memory:
+        return _memory[query.key]
+    found = Lookup() if again else query.lookup()
     if found.config is None and not may_time:
-        return _makeshift(question, capturing)
+        return _without_timing(query, capturing)
     if found.config is None:
-        _complain(question, found)
-    return _recorded(question, found) or _measured(question, measure, again)
+        _warn_of_rejected(query, found)
+    return _recorded(query, found) or _measured(query, measure, again)
 
 
-def _recorded(question: _Question, found: Lookup) -> Choice | None:
+def _recorded(query: _Query, found: Lookup) -> Choice | None:
     if found.config is None or found.entry is None:
         return None
-    return _noted(question, question.answer(found.config, "record", found.entry.tried))
+    return _remember(query, query.answer(found.config, "record", found.entry.tried))
 
 
-def _noted(question: _Question, choice: Choice) -> Choice:
+def _remember(query: _Query, choice: Choice) -> Choice:
     if choice.settled:
-        _memory[question.key] = choice
+        _memory[query.key] = choice
     return choice
 
 
-def _complain(question: _Question, found: Lookup) -> None:
-    """Warn which files are damaged and which results of packages are not used; a kernel that changed is no news."""
-    own = records.file_of(question.identity.operator, question.identity.kernel)
+def _warn_of_rejected(query: _Query, found: Lookup) -> None:
+    """Warn which files are damaged and which results of packages are not used; a kernel that was edited needs no warning."""
+    own = records.file_of(query.identity.operator, query.identity.kernel)
     for refusal in found.refusals:
         if refusal.damaged or refusal.file != own:
-            _warn(f"A tuning result of {question.identity} is not used, and it is measured again: {refusal}.")
+            _warn(f"A tuning result of {query.identity} is not used, and it is measured again: {refusal}.")
 
 
-def _similar(question: _Question) -> Choice:
-    """Return what was found for the most similar bucket, or else the first configuration."""
-    found = records.nearest(question.identity, question.configs, question.device, question.bucket, question.folders)
+def _similar(query: _Query) -> Choice:
+    """Return the recorded choice for the most similar bucket, or else the first configuration."""
+    found = records.nearest(query.identity, query.configs, query.device, query.bucket, query.folders)
     if found.config is None or found.entry is None:
-        return question.answer(question.configs[0], "first")
-    return dataclasses.replace(question.answer(found.config, "nearest", found.entry.tried), bucket=found.entry.bucket)
+        return query.answer(query.configs[0], "first")
+    return dataclasses.replace(query.answer(found.config, "nearest", found.entry.tried), bucket=found.entry.bucket)
 
 
-def _makeshift(question: _Question, capturing: bool) -> Choice:
-    """Return what to run with where nothing may be timed."""
-    found = _similar(question)
-    choice = dataclasses.replace(found, bucket=question.bucket)
+def _without_timing(query: _Query, capturing: bool) -> Choice:
+    """Return the choice where nothing may be timed."""
+    found = _similar(query)
+    choice = dataclasses.replace(found, bucket=query.bucket)
     what = f"the configuration for {found.bucket}" if found.source == "nearest" else "its first configuration"
     if capturing:
         _warn(
-            f"{question.identity} was not tuned for {question.bucket} on {question.device}, and cannot be while a CUDA "
+            f"{query.identity} was not tuned for {query.bucket} on {query.device}, and cannot be while a CUDA "
             f"graph is captured: it runs with {what} ({choice.config.label}). Call it once before the capture, or run "
             "`opkit tune` in advance."
         )
@@ -228,83 +227,83 @@ def _makeshift(question: _Question, capturing: bool) -> Choice:
 
 
 def _warn(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, TuningWarning, stacklevel=2)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def _measured(question: _Question, measure: Measure, again: bool) -> Choice:
-    """Measure, or take what another thread or process measured while it was waited for."""
-    steps = Steps(question.identity, question.bucket, len(question.configs))
-    with _turns.setdefault(question.topic, threading.RLock()), _locked(question, steps):
-        known = None if again else _memory.get(question.key) or _recorded(question, question.lookup())
+def _measured(query: _Query, measure: Measure, again: bool) -> Choice:
+    """Measure, or use what another thread or process measured meanwhile."""
+    steps = Steps(query.identity, query.bucket, len(query.configs))
+    with _locks.setdefault(query.topic, threading.RLock()), _locked(query, steps):
+        known = None if again else _memory.get(query.key) or _recorded(query, query.lookup())
         try:
-            return known or _noted(question, _best_of(question, by_speed(_tried(question, measure, steps))))
+            return known or _remember(query, _best_of(query, by_speed(_tried(query, measure, steps))))
         finally:
             steps.finish()
 
 
 @contextlib.contextmanager
-def _locked(question: _Question, steps: Steps) -> Iterator[None]:
+def _locked(query: _Query, steps: Steps) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(records.lock(question.topic, steps.wait))
+            stack.enter_context(records.lock(query.topic, steps.wait))
         except OSError as error:
-            _unwritable(error)
+            _warn_unwritable(error)
         yield
 
 
-def _unwritable(error: OSError) -> None:
+def _warn_unwritable(error: OSError) -> None:
     _warn(
         f"The tuning results in {records.root()} cannot be written to ({error.strerror or error}): what this process "
         "measures is lost when it ends. Repair the folder, or set OPKIT_CACHE_DIR."
     )
 
 
-def _best_of(question: _Question, tried: Sequence[Tried]) -> Choice:
+def _best_of(query: _Query, tried: Sequence[Tried]) -> Choice:
     best = tried[0]
     if best.ms is None:
-        return _none_ran(question, tried)
+        return _none_ran(query, tried)
     try:
-        records.remember(question.identity, question.device, question.bucket, tried)
+        records.remember(query.identity, query.device, query.bucket, tried)
     except OSError as error:
-        _unwritable(error)
-    chosen = next(each for each in question.configs if each.key == best.key)
-    return question.answer(chosen, "tuned", tried)
+        _warn_unwritable(error)
+    chosen = next(each for each in query.configs if each.key == best.key)
+    return query.answer(chosen, "tuned", tried)
 
 
-def _none_ran(question: _Question, tried: Sequence[Tried]) -> Choice:
+def _none_ran(query: _Query, tried: Sequence[Tried]) -> Choice:
     reasons = "\n".join(f"  {each.label}: {each.skipped}" for each in tried)
-    if all(each.skipped.startswith(_NO_MEMORY) for each in tried):  # which to measure takes more than to run once
-        choice = _makeshift(question, capturing=False)
+    if all(each.skipped.startswith(_NO_MEMORY) for each in tried):  # timing takes more memory than one run
+        choice = _without_timing(query, capturing=False)
         _warn(
-            f"{question.identity} could not be tuned for {question.bucket} on {question.device}, as there is too little "
+            f"{query.identity} could not be tuned for {query.bucket} on {query.device}, as there is too little "
             f"free memory: it runs with {choice.config.label}. Run `opkit tune` while nothing else does.\n{reasons}"
         )
         return choice
     raise KernelError(
-        f"{question.identity}: none of its {len(tried)} configurations can run for {question.bucket} on "
-        f"{question.device}. Add a smaller one to configs=.\n{reasons}"
+        f"{query.identity}: none of its {len(tried)} configurations can run for {query.bucket} on "
+        f"{query.device}. Add a smaller one to configs=.\n{reasons}"
     )
 
 
-def _tried(question: _Question, measure: Measure, steps: Steps) -> Iterator[Tried]:
-    for number, each in enumerate(question.configs):
+def _tried(query: _Query, measure: Measure, steps: Steps) -> Iterator[Tried]:
+    for number, each in enumerate(query.configs):
         steps.step(number)
-        yield _attempt(question, each, measure)
+        yield _attempt(query, each, measure)
 
 
-def _attempt(question: _Question, each: Config, measure: Measure) -> Tried:
+def _attempt(query: _Query, each: Config, measure: Measure) -> Tried:
     try:
         ms = float(measure(each))
     except Exception as error:
         reason = skip_reason(error)
         if not reason:
             raise KernelError(
-                f"{question.identity}: the configuration {each.label} failed while it was timed for {question.bucket}: "
+                f"{query.identity}: the configuration {each.label} failed while it was timed for {query.bucket}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return Tried(each.to_json(), None, reason)
@@ -314,7 +313,7 @@ def _attempt(question: _Question, each: Config, measure: Measure) -> Tried:
 
 
 def skip_reason(error: BaseException) -> str:
-    """Return why a configuration that failed so is passed over; empty where the failure speaks against more than it.
+    """Return the reason to skip a configuration that failed with this error; "" where the error concerns more than it.
 
     >>> skip_reason(MemoryError("64 GiB")), skip_reason(ValueError("no"))
     ('out of memory: 64 GiB', '')

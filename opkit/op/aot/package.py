@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
-from opkit.kernels.aot import package, portable
-from opkit.kernels.aot.package import CUDA, Library
-from opkit.kernels.cc import build_request, compilation
+from opkit.kernels import aot_loading, aot_package
+from opkit.kernels.aot_package import CUDA, Library, TritonBinary
+from opkit.kernels.cc import compilation
 from opkit.kernels.cc import isa as isas
-from opkit.kernels.cc.commands import Request
+from opkit.kernels.cc.build_plan import Request
+from opkit.kernels.cc.native import build_request
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton.shipping import TritonBinary
 from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private
@@ -78,9 +78,7 @@ class _LibraryBuild:
     def request(self, programs: Sequence[Words]) -> Request:
         isa = "baseline" if self.isa == CUDA else self.isa
         function = self.function
-        return build_request.request(
-            function.native, function.bound, function.__name__, isa, self.flags, _extra(programs)
-        )
+        return build_request(function.native, function.bound, function.__name__, isa, self.flags, _extra(programs))
 
 
 def _named(function: NativeFunction) -> tuple[str, str]:
@@ -117,12 +115,12 @@ def build(
     folder = output or _folder(module)
     items = [item for function in functions for item in _items(function, chosen)]
     programs = _programs(functions) if with_programs else {}
-    libraries, notes = _libraries(items, programs, portable.root(module) or folder.parent, jobs)
+    libraries, notes = _libraries(items, programs, aot_loading.root(module) or folder.parent, jobs)
     compiled = building.build(_kernels(module), architectures, jobs)
     if not functions and compiled == building.Built():
         raise _nothing(module)
     tuned = _tuning(folder, triton_functions(module)) if with_tuning else 0
-    manifest = package.write(folder, libraries, compiled.binaries)
+    manifest = aot_package.write(folder, libraries, compiled.binaries)
     counts = {_named(function): len(listed) for function, (listed, _) in programs.items()}
     reasons = tuple(reason for _, reason in programs.values() if reason)
     left_out = (*notes, *compiled.left_out)
@@ -187,7 +185,10 @@ def _package(module: str) -> str:
 
 
 def _folder(module: str) -> Path:
-    listed = (*portable.places(_package(module), package.FOLDER), *portable.places(module, package.FOLDER))
+    listed = (
+        *aot_loading.places(_package(module), aot_package.FOLDER),
+        *aot_loading.places(module, aot_package.FOLDER),
+    )
     if not listed:
         raise PackageError(f"{module} is no file, so it has no folder. Name one with --output.")
     return listed[0]
@@ -320,5 +321,5 @@ def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple
 
 def _library(item: _LibraryBuild, root: Path) -> Library:
     native, bound = item.function.native, item.function.bound
-    source, files = portable.identity(native, bound, root), portable.files(native, item.request(()), root)
+    source, files = aot_loading.identity(native, bound, root), aot_loading.source_files(native, item.request(()), root)
     return Library(*_named(item.function), item.isa, "", "", 0, source, files)

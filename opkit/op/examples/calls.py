@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from opkit.errors import ArgumentError
-from opkit.kernels.binding.facts import Argument
-from opkit.kernels.binding.slots import ANY_DTYPE
+from opkit.kernels.binding import ANY_DTYPE
+from opkit.kernels.facts import Argument
 from opkit.op.core import Operator
 from opkit.op.examples.arguments import ExampleCall, TensorSpec, make_all, named_dtype, parse_arguments
 from opkit.op.examples.values import EXAMPLE_SIZES, SCALARS, example_shape

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from opkit.errors import OpkitError
-from opkit.kernels.binding.facts import Facts
+from opkit.kernels.facts import Facts
 from opkit.op.core import Operator
 from opkit.op.layout import program as p
 from opkit.op.layout import symbolic_run

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opkit.errors import ArgumentTypeError, KernelError, OpkitError, OutputError, RuleError
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.layout import program as p
@@ -87,7 +87,7 @@ def check_passable(operator: Operator) -> None:
 
 
 def kind_of(argument: Any) -> str:
-    """Return the kind of a schema argument, one of ``opkit.kernels.binding.facts.KINDS``."""
+    """Return the kind of a schema argument, one of ``opkit.kernels.facts.KINDS``."""
     return _KINDS.get(declared_type(argument), "ignored")
 
 

@@ -130,7 +130,7 @@ def run(words: Sequence[int], kinds: Sequence[str], values: Sequence[Any]) -> li
 
     Args:
         words: the program.
-        kinds: the kind of each schema argument, as in ``opkit.kernels.binding.facts.KINDS``.
+        kinds: the kind of each schema argument, as in ``opkit.kernels.facts.KINDS``.
         values: the value of each schema argument, defaults filled in.
     """
     try:

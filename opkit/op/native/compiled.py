@@ -23,7 +23,7 @@ import torch
 from opkit import config
 from opkit.errors import KernelError
 from opkit.kernels import bridge
-from opkit.kernels.binding.facts import Facts
+from opkit.kernels.facts import Facts
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import forced_kernels

@@ -13,14 +13,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
-from opkit.kernels.aot import package
-from opkit.kernels.binding.binding import Bound, bind
-from opkit.kernels.binding.facts import Facts
-from opkit.kernels.binding.slots import ANY_DTYPE, Slot
-from opkit.kernels.cc import build_request, compilation, runs
-from opkit.kernels.cc.commands import Request
+from opkit.kernels import aot_loading
+from opkit.kernels.binding import ANY_DTYPE, Bound, Slot, bind
+from opkit.kernels.cc import compilation, runs
+from opkit.kernels.cc.build_plan import Request
 from opkit.kernels.cc.dtypes import DTYPES
-from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.cc.native import NativeKernel, build_request
+from opkit.kernels.facts import Facts
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
@@ -108,7 +107,7 @@ class NativeFunction(CompiledFunction):
 
     def request(self) -> Request:
         """Return the request to the compiler."""
-        return build_request.request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
+        return build_request(self.native, self.bound, self.__name__, flags=_cuda_flags(self.native))
 
     def ready(self) -> bool:
         """Build and load the kernel; False, with one warning, where this machine has no compiler for it."""
@@ -128,7 +127,7 @@ class NativeFunction(CompiledFunction):
         from opkit import _core
 
         module = getattr(self.operator.function, "__module__", "")
-        built = package.load(module, self.native, self.bound, self.__name__)
+        built = aot_loading.load(module, self.native, self.bound, self.__name__)
         return built or _core.KernelLibrary(str(self.build()))
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Run a debug build of a kernel in a child process, under the sanitizers (``opkit.kernels.sanitize.sanitizer``)."""
+"""Run a debug build of a kernel in a child process, under the sanitizers (``opkit.kernels.sanitizer``)."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -15,10 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.binding import Bound
-from opkit.kernels.binding.slots import Slot
-from opkit.kernels.sanitize import sanitizer
-from opkit.kernels.sanitize.sanitizer import DebugBuffer, TensorValue, Value
+from opkit.kernels import sanitizer
+from opkit.kernels.binding import Bound, Slot
+from opkit.kernels.sanitizer import DebugBuffer, TensorValue, Value
 from opkit.op.core import Operator
 from opkit.op.layout.outputs import allocate_outputs, operands, sizes_of
 from opkit.op.layout.program import dtype_number

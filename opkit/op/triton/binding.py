@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.binding.facts import Facts
-from opkit.kernels.triton.headers import HeaderParameter
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.symbols import Element
+from opkit.kernels.facts import Facts
+from opkit.kernels.triton.named import Element, Named
+from opkit.kernels.triton.parsing import HeaderParameter
 from opkit.op.triton.evaluation import EVERYTHING, Formula, KernelNames, Source, formula, measured, ordered
 from opkit.op.triton.kernel import Descriptor, TritonKernel
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from opkit.errors import OpkitError, PackageError
+from opkit.kernels.aot_package import TritonBinary
 from opkit.kernels.cc.progress import Progress
-from opkit.kernels.triton import compiling, forms, targets
-from opkit.kernels.triton.shipping import TritonBinary
+from opkit.kernels.triton import compiling, specialisation, targets
 from opkit.kernels.tuning import records
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.op.core import Operator
@@ -116,7 +116,7 @@ def _items(launch: ExampleLaunch, target: str, chosen_by_user: bool) -> Iterator
         request = request_for(values, config, target)
         label = f"{launch.label}, {launch.call}{'' if config is None else f', {config.label}'}, {target}"
         yield _Item(values.bound, label, group, request)
-        for relaxed in forms.relaxed(request):
+        for relaxed in specialisation.relaxed(request):
             yield _Item(values.bound, f"{label}, for more sizes and addresses", group, relaxed, relaxed=True)
 
 
@@ -166,7 +166,7 @@ def _check(done: Sequence[tuple[_Item, compiling.Binary | OpkitError]]) -> None:
 
 
 def _entry(item: _Item, built: compiling.Binary) -> tuple[TritonBinary, bytes]:
-    form, bound = forms.form_of(item.request), item.bound
+    form, bound = specialisation.form_of(item.request), item.bound
     return TritonBinary(bound.facts.operator, bound.name, records.triton_version(), form, built.to_json()), built.image
 
 

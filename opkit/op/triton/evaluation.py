@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opkit.errors import DeclarationError, KernelError
-from opkit.kernels.binding.facts import Facts
-from opkit.kernels.binding.names import measure, output_numbers
+from opkit.kernels.facts import Facts, measure, targets
 
 _SCALARS = {"int": "SCALAR", "float": "SCALAR", "bool": "SCALAR", "dtype": "SCALAR", "str": "STRING"}
 _LISTS = ("ints", "floats", "bools")
@@ -54,7 +53,7 @@ class KernelNames:
     def __init__(self, facts: Facts, outputs: Sequence[str] = ()) -> None:
         self.facts = facts
         self.sizes = facts.sizes
-        self._targets = _targets(facts, outputs)
+        self._targets = targets(facts, outputs)
 
     def find(self, name: str) -> Source | None:
         """Return what ``name`` means; None where nothing has it."""
@@ -66,39 +65,33 @@ class KernelNames:
 
     def tensors(self) -> dict[str, int]:
         """Return the numbers of the tensors among arguments and outputs."""
-        return {name: number for name, (number, kind) in self._targets.items() if kind == "tensor"}
+        return {name: target.number for name, target in self._targets.items() if target.kind == "tensor"}
 
     def _target(self, name: str) -> Source | None:
-        number, kind = self._targets.get(name, (0, ""))
-        if kind == "tensor":
-            return Source(name, "TENSOR", "tensor", number)
-        if kind in _SCALARS:
-            optional = kind != "str" and number < len(self.facts.arguments) and self.facts.arguments[number].optional
-            return Source(name, "SCALAR_POINTER" if optional else _SCALARS[kind], kind, number)
-        return Source(name, "VALUES", kind, number) if kind in _LISTS else None
+        target = self._targets.get(name)
+        if target is None:
+            return None
+        if target.kind == "tensor":
+            return Source(name, "TENSOR", "tensor", target.number)
+        if target.kind in _SCALARS:
+            optional = target.optional and target.kind != "str"
+            return Source(name, "SCALAR_POINTER" if optional else _SCALARS[target.kind], target.kind, target.number)
+        return Source(name, "VALUES", target.kind, target.number) if target.kind in _LISTS else None
 
     def _size(self, name: str) -> Source | None:
         return Source(name, "NAMED_SIZE", "int", 0, self.sizes.index(name)) if name in self.sizes else None
 
     def _measure(self, name: str) -> Source | None:
         argument, origin, dimension = measure(name) or ("", "", 0)
-        number, kind = self._targets.get(argument, (0, ""))
-        if not kind or (kind != "tensor") != (origin == "LENGTH"):
+        target = self._targets.get(argument)
+        if target is None or (target.kind != "tensor") != (origin == "LENGTH"):
             return None
-        return Source(name, origin, "int", number, dimension)
+        return Source(name, origin, "int", target.number, dimension)
 
     def _pointer(self, name: str) -> Source | None:
         bare = name.removesuffix("_ptr")
         found = self._target(bare) if bare != name else None
         return found if found is not None and found.kind == "tensor" else None
-
-
-def _targets(facts: Facts, names: Sequence[str]) -> Mapping[str, tuple[int, str]]:
-    targets = {argument.name: (number, argument.kind) for number, argument in enumerate(facts.arguments)}
-    for name, number in output_numbers(facts, names).items():
-        alias = facts.outputs[number].alias
-        targets[name] = (len(facts.arguments) + number if alias is None else alias, "tensor")
-    return targets
 
 
 _MAX_RESULTS = 4096

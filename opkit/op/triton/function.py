@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Facts
+from opkit.kernels.facts import Facts
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.kernels.tuning.record_format import Identity
 from opkit.op import kernel_kinds, torch_compile

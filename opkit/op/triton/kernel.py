@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.errors import DeclarationError
-from opkit.kernels.triton.headers import Header, HeaderParameter
 from opkit.kernels.triton.named import Named, loaded
+from opkit.kernels.triton.parsing import Header, HeaderParameter
 from opkit.kernels.tuning.configs import Config
 
 
@@ -120,7 +120,7 @@ def tensor_descriptor(
         block: the block's sizes: a tuple, or a function of named values that returns one.
         shape: describe the contiguous tensor as one of this shape: a tuple or a function; by default as it is.
         layout: for Gluon, the layout of a block in shared memory; one of Gluon's, or of opkit's
-            (:class:`~opkit.kernels.triton.symbols.Layout`), which needs no import of Gluon.
+            (:class:`~opkit.kernels.triton.named.Layout`), which needs no import of Gluon.
         padding: what is read outside of the tensor: "zero" or "nan".
 
     >>> import opkit

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from opkit.errors import ArgumentTypeError, DeclarationError, KernelError
-from opkit.kernels.binding.facts import Argument, Facts
+from opkit.kernels.facts import Argument, Facts
 from opkit.op import torch_private as private
 from opkit.op.layout import program as layout_program
 from opkit.op.layout.outputs import fills, unfilled

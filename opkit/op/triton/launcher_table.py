@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument
+from opkit.kernels.facts import Argument
 from opkit.kernels.tuning import records, tuning
-from opkit.kernels.tuning.buckets import bucket_of
 from opkit.kernels.tuning.configs import Config, prune
 from opkit.kernels.tuning.observation import Choice, add_launcher
-from opkit.kernels.tuning.record_format import Identity
+from opkit.kernels.tuning.record_format import Identity, bucket_of
 from opkit.op.layout import program as p
 from opkit.op.trace.contract_hash import contract_hash
 from opkit.op.triton.binding import BoundKernel

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.errors import KernelError
-from opkit.kernels.triton.symbols import resolved
+from opkit.kernels.triton.named import resolved
 from opkit.kernels.tuning.configs import Config
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import capturing

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opkit.errors import ArgumentError, KernelError, OpkitError
-from opkit.kernels.triton import compiling, resources, targets
+from opkit.kernels.triton import binaries, compiling, targets
 from opkit.op.core import Operator
 from opkit.op.examples import calls as example_calls
 from opkit.op.examples.arguments import ExampleCall
@@ -165,7 +165,7 @@ def _filled(row: Compiled, bound: BoundKernel, request: Callable[[], compiling.C
     if only and targets.canonical(row.target) not in map(targets.canonical, only):
         return dataclasses.replace(row, skipped=f"the kernel is for {', '.join(only)}")
     try:
-        found = resources.of(compiling.build(request()))
+        found = binaries.resources_of(compiling.build(request()))
     except OpkitError as error:
         return dataclasses.replace(row, error=str(error))
     return dataclasses.replace(

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from opkit.errors import KernelError, ResourceError
-from opkit.kernels.triton import compiling, packaged, signatures, targets
+from opkit.kernels import aot_loading
+from opkit.kernels.aot_loading import WantedBinary
+from opkit.kernels.triton import compiling, specialisation, targets
 from opkit.kernels.triton.binaries import Binary, Param
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.packaged import Wanted
-from opkit.kernels.triton.symbols import Layout, written_out
+from opkit.kernels.triton.named import Layout, Named, written_out
 from opkit.op.triton.binding import BoundKernel
 from opkit.op.triton.evaluation import as_grid, exact
 
@@ -43,7 +43,7 @@ class Variants:
         self.bound = bound
         self.machine = machine
         self.module = module
-        self._signature = signatures.parameters(bound.kernel.function)
+        self._signature = specialisation.parameters(bound.kernel.function)
         self._tensors = [i for i, source in enumerate(bound.sources) if source.kind == "tensor"]
         self._runtime = [bound.runtime[p.name] for p in self._signature if p.name in bound.runtime]
         settled = [p for p in self._signature if p.name not in bound.runtime and p.name not in bound.descriptors]
@@ -96,7 +96,7 @@ class Variants:
     ) -> compiling.CompileRequest:
         """Return the compile request of a call with these values."""
         kinds = {parameter.name: self._kind(parameter.name, values, named) for parameter in self._signature}
-        classes = signatures.specialise(self._signature, kinds)
+        classes = specialisation.specialise(self._signature, kinds)
         wide = self._wide(values)
         signature = {name: "i64" if wide and kind == "i32" else kind for name, kind in classes.signature.items()}
         options = {name: named[name] for name in self.bound.options if name in named}
@@ -110,16 +110,16 @@ class Variants:
         if number is None:
             return self._descriptor(name, values, named) if name in self.bound.descriptors else named[name]
         value = values[number]
-        return signatures.Pointer(value.dtype, value.address % _ALIGNMENT == 0) if type(value) is Memory else value
+        return specialisation.Pointer(value.dtype, value.address % _ALIGNMENT == 0) if type(value) is Memory else value
 
     def _descriptor(self, name: str, values: Sequence[Any], named: Mapping[str, Any]) -> Any:
         declared = self.bound.descriptors[name]
-        element = signatures.element_type(values[source_of(self.bound, name)].dtype)
+        element = specialisation.element_type(values[source_of(self.bound, name)].dtype)
         block = [int(size) for size in named.get(f"{name}.block", declared.block)]
         layout = "" if declared.layout is None else f",{declared.layout!r}"
         written = f"tensordesc<{element}{block}{layout}>"
         settled = not isinstance(declared.layout, Layout) or isinstance(self.bound.kernel.function, Named)
-        return signatures.Typed(written if settled else written_out(written))
+        return specialisation.Typed(written if settled else written_out(written))
 
     def _variant(self, values: Sequence[Any], named: Mapping[str, Any], device: int, chunked: bool) -> CompiledVariant:
         request = self.request(values, named, self.machine.target(device), chunked)
@@ -127,12 +127,14 @@ class Variants:
         if only and targets.canonical(request.target) not in map(targets.canonical, only):
             raise KernelError(f"{self.bound.where}: it is for {', '.join(only)}, and this GPU is {request.target}.")
         max_shared = self.machine.shared(device)
-        found = packaged.find(Wanted(self.module, self.bound.facts.operator, self.bound.name, max_shared), request)
+        found = aot_loading.find_binary(
+            WantedBinary(self.module, self.bound.facts.operator, self.bound.name, max_shared), request
+        )
         return self._compiled(request, device, max_shared) if found is None else self._loaded(found, chunked)
 
     def _loaded(self, found: compiling.Binary, chunked: bool) -> CompiledVariant:
         """Return the variant of a binary of the operator's package, which may serve several classes of values."""
-        key = id(found), chunked  # packaged.find caches what it found
+        key = id(found), chunked  # find_binary caches what it found
         if key not in self._from_package:
             self._from_package[key] = CompiledVariant(self.bound, self.machine, found, chunked)
         return self._from_package[key]

@@ -13,7 +13,7 @@ from opkit.attn.gpu import blocks
 from opkit.attn.gpu.decode import launches as decoding
 from opkit.attn.gpu.portable import backward, forward
 from opkit.attn.masks.program import BAND
-from opkit.kernels.triton import compiling, layout
+from opkit.kernels.triton import binaries, compiling
 from opkit.kernels.tuning import tuning
 from opkit.op.triton import variants
 from opkit.op.triton.launcher_table import Launching
@@ -102,7 +102,7 @@ class Gpu:
     def build(self, request):
         self.refuse(request)
         self.compiled.append(request)
-        params = layout.params(request.signature, (), request.offsets)
+        params = binaries.params(request.signature, (), request.offsets)
         name = " ".join([f"k{len(self.compiled) - 1}", *(str(param.size) for param in params)])
         return compiling.Binary(
             b"image\0", "cubin", name, 128, 0, (1, 1, 1), False, False, 0, 1, 0, 1, params, (), request.target

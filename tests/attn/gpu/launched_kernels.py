@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_gpu import imported
 
 from opkit import config
-from opkit.kernels.triton import compiling, layout
+from opkit.kernels.triton import binaries, compiling
 from opkit.op.triton import variants
 
 _fixtures = imported("opkit_fake_driver_of_hopper", Path(__file__).parents[2] / "kernels" / "conftest.py")
@@ -37,14 +37,14 @@ class Gpu:
     def build(self, request):
         kinds = {name: kind for name, kind in request.signature.items() if kind.startswith("tensordesc")}
         metas = [described(kind) for kind in kinds.values()]
-        params = layout.params(request.signature, metas, request.offsets)
+        params = binaries.params(request.signature, metas, request.offsets)
         name = f"{SHORT.get(request.function.name, request.function.name)}{len(self.requests)}"
         self.requests.append(request)
         self.params[name] = params
         sizes = " ".join(str(param.size) for param in params)
         return compiling.Binary(
             b"image", "cubin", f"{name} {sizes}", 128, 0, (1, 1, 1), False, False, 0, 1, 0, 1, params,
-            layout.maps(list(kinds), metas), request.target,
+            binaries.maps(list(kinds), metas), request.target,
         )  # fmt: skip
 
     def launched(self):

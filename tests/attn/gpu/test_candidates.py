@@ -9,7 +9,7 @@ from opkit.attn import gradients, reference
 from opkit.attn.gpu import arguments, blocks, kernels, search
 from opkit.attn.gpu.decode import decoding, plan
 from opkit.attn.masks.program import BIAS_DENSE
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import Interpreter
@@ -121,7 +121,7 @@ def test_candidates_compile(target, shared, monkeypatch):
     for size in blocks.candidates(kernel, d, d, 2, shared, 0):
         monkeypatch.setattr(arguments, "tiles_of", lambda *_, size=size: search.Tiles(None, lambda _: size))
         (launch,) = [each for each in _launches(d) if each.bound.kernel.name == kernel.name]
-        taken = resources.of(compiling.build(request_for(launch, None, target)))
+        taken = binaries.resources_of(compiling.build(request_for(launch, None, target)))
         assert taken.shared <= shared
         assert taken.registers >= 64, (size, taken)  # what multiplies has no fewer
 
@@ -151,4 +151,4 @@ def test_changes_of_a_division_compile(monkeypatch):
         found[str(request)] = request
     assert len(found) > 4
     for request in found.values():
-        assert resources.of(compiling.build(request)).shared <= a100.shared
+        assert binaries.resources_of(compiling.build(request)).shared <= a100.shared

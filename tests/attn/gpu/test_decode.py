@@ -14,7 +14,7 @@ from opkit.attn.calls import Call
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 
@@ -273,7 +273,7 @@ COMPILED = {
 def test_compiles_without_spills(name, target, monkeypatch):
     shape, options = COMPILED[name]
     for values in recorded(target, monkeypatch, *shape, **options):
-        found = resources.of(compiling.build(request_for(values, None, target)))
+        found = binaries.resources_of(compiling.build(request_for(values, None, target)))
         assert found.spills == 0, (values.bound.name, found)
         assert found.shared <= GPUS[target].shared
 

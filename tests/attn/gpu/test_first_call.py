@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import opkit.attn
-from opkit.kernels.triton import signatures
+import opkit.attn.gpu
+from opkit.kernels.triton import specialisation
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.kernel import is_gluon, location, module_of, name_of, parameters_of
 
@@ -40,7 +41,7 @@ def test_there_are_kernels_of_each_kind():
 
 
 READ = {
-    "its signature": signatures.parameters, "its parameters": parameters_of, "its language": is_gluon,
+    "its signature": specialisation.parameters, "its parameters": parameters_of, "its language": is_gluon,
     "where it is": location, "its name": name_of, "its module": module_of,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import opkit
 from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 
@@ -254,7 +254,7 @@ def test_compiles_without_spills(kv, target, monkeypatch):
     with recording() as found:
         paged.paged(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in call))
     for values in found:
-        made = resources.of(compiling.build(request_for(values, None, target)))
+        made = binaries.resources_of(compiling.build(request_for(values, None, target)))
         assert made.spills == 0, (values.bound.name, made)
         assert made.shared <= GPUS[target].shared
 

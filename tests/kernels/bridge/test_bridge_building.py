@@ -11,10 +11,8 @@ import pytest
 
 from opkit import config
 from opkit.errors import CacheError, CompileError, ToolchainError
-from opkit.kernels import bridge
-from opkit.kernels.bridge import building
+from opkit.kernels import bridge, build_cache
 from opkit.kernels.cc import compilation
-from opkit.kernels.store import cache, storing
 from opkit.op.torch_private import torch_paths
 
 
@@ -23,7 +21,7 @@ def here(tmp_path, settings, monkeypatch) -> Path:
     """A build cache of the test's own."""
     settings(cache_dir=tmp_path / "cache")
     monkeypatch.setattr(compilation, "_verified", {})
-    monkeypatch.setattr(storing, "_instead", {})
+    monkeypatch.setattr(build_cache, "_instead", {})
     return tmp_path
 
 
@@ -38,12 +36,12 @@ def wrong(here) -> bridge.TorchPaths:
 
 def put(paths: bridge.TorchPaths, content: bytes) -> Path:
     """Store a file as the bridge to this torch, as if it had been built."""
-    key = compilation.key(building.request_for(paths))
+    key = compilation.key(bridge.request_for(paths))
     noted = {"label": "bridge", "sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    with storing.workspace(cache.root(), key) as folder:
+    with build_cache.workspace(build_cache.root(), key) as folder:
         (folder / "kernel.so").write_bytes(content)
-        (cache.root() / key[:2]).mkdir(mode=0o700, exist_ok=True)
-        return storing.store(cache.root(), key, folder / "kernel.so", noted)
+        (build_cache.root() / key[:2]).mkdir(mode=0o700, exist_ok=True)
+        return build_cache.store(build_cache.root(), key, folder / "kernel.so", noted)
 
 
 def test_it_is_built_once_into_the_build_cache(built):
@@ -53,7 +51,9 @@ def test_it_is_built_once_into_the_build_cache(built):
         patch.setattr(compilation, "_make", None)
         assert bridge.build(torch_paths()) == built[1]
         assert bridge.status(torch_paths()) == bridge.Status("built")
-        assert [entry.path for entry in cache.entries() if entry.label.startswith("bridge to torch")] == [built[1]]
+        assert [entry.path for entry in build_cache.entries() if entry.label.startswith("bridge to torch")] == [
+            built[1]
+        ]
 
 
 def test_a_library_that_is_not_there_is_never_built(wrong, caplog):
@@ -61,7 +61,7 @@ def test_a_library_that_is_not_there_is_never_built(wrong, caplog):
         assert bridge.load(wrong, 0) is None
     assert "Run `opkit bridge` once" in caplog.text
     assert bridge.status(wrong) == bridge.Status("absent")
-    assert not cache.root().exists()
+    assert not build_cache.root().exists()
 
 
 def test_a_compiler_that_fails_says_why(wrong):
@@ -71,12 +71,12 @@ def test_a_compiler_that_fails_says_why(wrong):
 
 
 def test_the_key_covers_what_decides(wrong):
-    keys = {compilation.key(building.request_for(wrong))}
+    keys = {compilation.key(bridge.request_for(wrong))}
     folder = Path("/other")
     changes = {"version": "2", "git_version": "b", "include_dir": folder, "library_dir": folder, "cxx11_abi": False}
     for change, value in changes.items():
         other = dataclasses.replace(wrong, **{change: value})
-        keys.add(compilation.key(building.request_for(other)))
+        keys.add(compilation.key(bridge.request_for(other)))
     assert len(keys) == 6
 
 
@@ -119,4 +119,4 @@ def test_switched_off(wrong, here, settings):
     put(wrong, b"no library")
     settings(cache_dir=here / "cache", bridge=0)
     assert bridge.status(wrong) == bridge.Status("off", "OPKIT_BRIDGE=0")
-    assert building.cached(wrong) is None
+    assert bridge.cached(wrong) is None

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from packing import Gpu, Package, named
 
-from opkit.kernels.triton import compiling, packaged
+from opkit.kernels import aot_loading
+from opkit.kernels.triton import compiling
 from opkit.kernels.tuning import tuning
 from opkit.op.triton import variants
 
@@ -24,7 +25,7 @@ def settings(settings, tmp_path):
 @pytest.fixture
 def gpu(fake, monkeypatch):
     made = Gpu()
-    build, opened = compiling.build, packaged._opened
+    build, opened = compiling.build, aot_loading._opened_binary
 
     def built(request):
         made.compiled.append(request)
@@ -36,7 +37,7 @@ def gpu(fake, monkeypatch):
 
     monkeypatch.setitem(variants.MACHINES, "cpu", made.machine(fake.driver))
     monkeypatch.setattr(compiling, "build", built)
-    monkeypatch.setattr(packaged, "_opened", found)
+    monkeypatch.setattr(aot_loading, "_opened_binary", found)
     return made
 
 

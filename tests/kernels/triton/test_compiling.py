@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from opkit.errors import ArgumentError, CompileError, KernelError
-from opkit.kernels.triton import compiling, resources
+from opkit.kernels.triton import binaries, compiling
 from opkit.kernels.triton.compiling import Binary, CompileRequest, Param, build, identity, lowered
 
 pytestmark = pytest.mark.usefixtures("triton_cache")
@@ -145,7 +145,7 @@ def test_every_scalar_type_takes_the_bytes_that_it_is_passed_as(target):
     request = CompileRequest(every, EVERY, {}, target=target)
     binary = build(request)
     assert [param.size for param in binary.params] == [8, 1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 8, 8, 8]
-    assert resources.parameter_sizes(binary) == [param.size for param in binary.params]
+    assert binaries.parameter_sizes(binary) == [param.size for param in binary.params]
     if target != "gfx942":
         assert ptx_sizes(request) == [param.size for param in binary.params]
 
@@ -391,6 +391,6 @@ def test_a_request_must_fit_its_function():
 
 
 def test_other_rules_of_another_release_are_found(monkeypatch):
-    monkeypatch.setattr(compiling.layout, "params", lambda *given: (Param("ptr", "x"),))
+    monkeypatch.setattr(compiling.binaries, "params", lambda *given: (Param("ptr", "x"),))
     with pytest.raises(KernelError, match=r"scale: .* \[8, 8, 4, 4, 8, 8\] bytes where opkit passes \[8\]"):
         build(dataclasses.replace(SCALE, options={"num_warps": 2}))

@@ -1,4 +1,4 @@
-"""Triton functions that are named: what files say of them, how binaries are noted, and what is found without Triton."""
+"""Triton functions and constants by name, and what is found in the cache without Triton."""
 
 import json
 import os
@@ -12,10 +12,11 @@ import pytest
 import triton
 from triton import knobs
 from triton._C import libtriton
+from triton.experimental.gluon import language as gl
 
 import opkit
-from opkit.errors import DeclarationError
-from opkit.kernels.triton import compiling, environment, headers, origins, signatures, statements, stored
+from opkit.errors import DeclarationError, KernelError
+from opkit.kernels.triton import compiling, environment, named, parsing, specialisation, stored
 from opkit.kernels.triton.compiling import CompileRequest
 from opkit.kernels.triton.named import Named
 
@@ -61,9 +62,9 @@ def forget():
     """As in a new process."""
 
     def forgotten():
-        for cached in (statements.file_of, headers.read, headers._file, environment.compiler):
+        for cached in (parsing.file_of, parsing.read_header, parsing._file_of, environment.installed_triton):
             cached.cache_clear()
-        origins._files.clear()
+        environment._files.clear()
 
     forgotten()
     yield forgotten
@@ -84,7 +85,7 @@ def package(tmp_path, monkeypatch, forget):
     yield Package(folder, forget)
     for module in [each for each in sys.modules if each.partition(".")[0] == name]:
         del sys.modules[module]
-        origins._imported_here.pop(module, None)
+        environment._imported_here.pop(module, None)
 
 
 class Package:
@@ -114,10 +115,10 @@ class Package:
 
 def test_parameters_are_read_as_triton_has_them(package):
     header = package.function.header
-    read = signatures.parameters(package.function)
+    read = specialisation.parameters(package.function)
     assert self_imports(package) == []
     function = package.function.loaded()
-    assert read == signatures.parameters(function)
+    assert read == specialisation.parameters(function)
     assert [each.default for each in header.parameters] == [each.default for each in function.params]
     assert (header.file, header.line) == (function.fn.__code__.co_filename, function.fn.__code__.co_firstlineno)
     assert header.gluon is False
@@ -262,7 +263,7 @@ def test_another_triton_is_another_key(package, monkeypatch, tmp_path, change):
 
 def test_triton_is_found_without_importing_it():
     status = os.stat(libtriton.__file__)
-    assert environment.compiler() == (triton.__version__, (status.st_size, status.st_mtime_ns))
+    assert environment.installed_triton() == (triton.__version__, (status.st_size, status.st_mtime_ns))
 
 
 def test_what_triton_is_told_while_it_is_imported_counts(package, monkeypatch):
@@ -295,7 +296,7 @@ def test_an_unknown_library_may_be_anything(package):
 def test_a_module_written_after_it_was_imported(package, monkeypatch):
     __import__(f"{package.folder.name}.constants")
     assert package.function.origin is None  # it was written while this process ran
-    monkeypatch.setattr(origins, "_STARTED", (package.folder / "constants.py").stat().st_mtime_ns)
+    monkeypatch.setattr(environment, "_STARTED", (package.folder / "constants.py").stat().st_mtime_ns)
     assert package.function.origin is not None
 
 
@@ -320,7 +321,7 @@ def test_a_comment_costs_no_compilation(compiled, package):
     package("constants", "SHIFT", "SHIFT")
     (package.folder / "constants.py").write_text(CONSTANTS + "# nothing\n")
     package.forget()
-    origins._imported_here.clear()
+    environment._imported_here.clear()
     for name in self_imports(package):
         del sys.modules[name]
     compiling.build(package.request())
@@ -374,3 +375,27 @@ def test_a_second_process_finds_it_without_triton(package, tmp_path):
     other = built()
     assert other[0] != first[0]
     assert other[1] is True
+
+
+def test_a_layout_is_written_out_as_gluon_writes_it():
+    fields = {"swizzle_byte_width": 128, "element_bitwidth": 16, "rank": 4}
+    layout, own = named.Layout("NVMMASharedLayout", **fields), gl.NVMMASharedLayout(**fields)
+    assert named.resolved(layout) == own
+    for given in (layout, own):
+        assert named.written_out(f"tensordesc<bf16[1, 64],{given!r}>") == f"tensordesc<bf16[1, 64],{own!r}>"
+    assert layout == named.Layout("NVMMASharedLayout", **fields)
+    assert layout != named.Layout("NVMMASharedLayout", **{**fields, "rank": 2})
+    assert named.written_out("tensordesc<bf16[1, 64]>") == "tensordesc<bf16[1, 64]>"
+
+
+def test_a_layout_that_gluon_does_not_have():
+    with pytest.raises(KernelError, match=r"Gluon has no layout SharedMemory\(rank=4\)"):
+        named.Layout("SharedMemory", rank=4).resolved()
+    with pytest.raises(KernelError, match="AssertionError"):
+        named.Layout("NVMMASharedLayout", swizzle_byte_width=7, element_bitwidth=16).resolved()
+
+
+def test_element_types():
+    assert named.resolved(named.Element("bfloat16")) is triton.language.bfloat16
+    assert named.Element("bfloat16") != named.Element("float16")
+    assert compiling.value_text(named.Element("bfloat16")) != compiling.value_text(named.Element("float16"))

@@ -7,7 +7,7 @@ import torch
 from packing import CONFIGS, OPTIONS, check
 
 from opkit.errors import PackageError
-from opkit.kernels.aot import package as manifests
+from opkit.kernels import aot_package as manifests
 from opkit.kernels.triton.binaries import Binary, Param
 from opkit.kernels.tuning import records
 from opkit.kernels.tuning.record_format import Tried
@@ -129,5 +129,7 @@ def test_what_is_read_back_is_what_was_built(pack):
     pack.build()
     for each in manifests.read(pack.built).binaries:
         image = (pack.built / each.file).read_bytes()
-        assert isinstance(each.binary(image), Binary)
-        assert each.binary(image).params[:4] == (*(Param("ptr", n) for n in ("x", "y", "out")), Param("i32", "n"))
+        assert Binary.from_json(each.launch, image).params[:4] == (
+            *(Param("ptr", n) for n in ("x", "y", "out")),
+            Param("i32", "n"),
+        )

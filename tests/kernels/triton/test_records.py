@@ -10,9 +10,8 @@ import pytest
 
 from opkit.errors import ArgumentError
 from opkit.kernels.tuning import record_format, records
-from opkit.kernels.tuning.buckets import bucket_of, distance
 from opkit.kernels.tuning.configs import Config
-from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry
+from opkit.kernels.tuning.record_format import Identity, Record, Tried, TuningEntry, bucket_of, distance
 
 RMS = Identity("demo::rms_norm", "_fwd", "abc")
 SMALL, LARGE, SKIPPED = (Config({"BLOCK": block}, {"num_warps": 4}) for block in (64, 256, 4096))
@@ -182,7 +181,7 @@ def test_the_cache_goes_before_a_package(tmp_path):
 
 
 def test_the_folders_of_a_package():
-    assert [path.parts[-2:] for path in records.packaged("opkit.kernels.store.cache")] == [("_opkit", "tuning")] * 3
+    assert [path.parts[-2:] for path in records.packaged("opkit.kernels.cc.scanner")] == [("_opkit", "tuning")] * 3
     assert records.packaged("no.such.module") == ()
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import opkit
-from opkit.kernels.triton import compiling, layout
+from opkit.kernels.triton import binaries, compiling
 from opkit.kernels.triton.binaries import Binary
 from opkit.op.triton import variants
 
@@ -60,7 +60,7 @@ class Machine:
     def build(self, request: compiling.CompileRequest) -> Binary:
         """In place of the compiler: a kernel of the name "k<number>" and its parameters' sizes."""
         compiling._check(request)
-        params = layout.params(request.signature, (), request.offsets)
+        params = binaries.params(request.signature, (), request.offsets)
         name = " ".join([f"k{len(self.requests)}", *(str(param.size) for param in params)])
         self.requests.append(request)
         self.binaries.append(
@@ -120,7 +120,7 @@ class Device:
 
     def build(self, request: compiling.CompileRequest) -> compiling.Binary:
         self.requests.append(request)
-        params = layout.params(request.signature, (), request.offsets)
+        params = binaries.params(request.signature, (), request.offsets)
         name = " ".join([request.function.fn.__name__, *(str(param.size) for param in params)])
         return compiling.Binary(
             b"image\0", "cubin", name, 128, self.shared, (1, 1, 1), False, False, 0, 1, 0, 1, params, (), request.target

@@ -7,10 +7,11 @@ import triton.language as tl
 
 import opkit
 from opkit.errors import KernelError
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.facts import Argument, Facts, Output, Shape
+from opkit.op.layout.outputs import sizes_of
 from opkit.op.triton.binding import bind
 from opkit.op.triton.evaluation import TensorInfo
-from opkit.op.triton.python import Values, checked, launch_of, packed, shown, sizes_of
+from opkit.op.triton.python import Values, checked, launch_of, packed, shown
 
 
 def facts(*arguments):

@@ -6,7 +6,7 @@ import triton.language as tl
 
 import opkit
 from opkit.errors import DeclarationError
-from opkit.kernels.binding.facts import Argument, Facts, Output, Shape
+from opkit.kernels.facts import Argument, Facts, Output, Shape
 from opkit.op.triton.binding import bind
 
 NORM = Facts(

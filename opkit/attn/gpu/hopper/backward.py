@@ -33,8 +33,7 @@ from opkit.attn.gpu.hopper.forward import (
 from opkit.attn.gpu.plans import Shape, Words
 from opkit.attn.masks.program import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.symbols import Layout
+from opkit.kernels.triton.named import Layout, Named
 from opkit.op import torch_private as private
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.triton.declare import triton_kernel

@@ -19,8 +19,7 @@ from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
 from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
-from opkit.kernels.triton.named import Named
-from opkit.kernels.triton.symbols import Layout
+from opkit.kernels.triton.named import Layout, Named
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 from opkit.op.triton.declare import triton_kernel

@@ -1,1 +1,0 @@
-"""Run one call of a kernel in a child process, under the address and undefined-behaviour sanitizers."""

@@ -1,1 +1,0 @@
-"""Store files in the cache directory: the build cache, and atomic writes and locks for every other cache."""
