@@ -16,8 +16,8 @@ from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 
 
 @dataclasses.dataclass(frozen=True)

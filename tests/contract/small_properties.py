@@ -4,8 +4,8 @@ import types
 
 import torch
 
-from opkit.contract import budget, run, search
 from opkit.contract import properties as table
+from opkit.contract import run, search
 from opkit.contract.prop import NotApplicable, Property, Remark, Violation
 
 

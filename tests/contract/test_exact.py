@@ -3,7 +3,7 @@
 import torch
 
 from opkit.contract.calls.cases import Case, TensorCase
-from opkit.contract.compare.exact import expected
+from opkit.contract.compare.reference import expected
 from opkit.contract.subject import subject_of
 from opkit.testing import tensor
 

@@ -8,8 +8,7 @@ import small_properties as small
 
 import opkit
 from opkit.contract.calls.cases import Case
-from opkit.contract.report.page import page
-from opkit.contract.report.report import Failure, Passed, Report, Skipped
+from opkit.contract.report.report import Failure, Passed, Report, Skipped, as_html
 from opkit.testing import tensor
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -75,14 +74,14 @@ def test_text_is_escaped():
             (Skipped(bad, bad, bad, bad),),
         )
     ] * 2
-    parsed = Parsed(page(reports, {bad: bad}))
+    parsed = Parsed(as_html(reports, {bad: bad}))
     assert [tag for tag, _ in parsed.elements].count("script") == 1
     assert parsed.text.count(bad) >= 20
     assert bad in {attributes.get("title") for _, attributes in parsed.elements}
 
 
 def test_links_lead_to_operators():
-    elements = Parsed(page([Report("a", passed=(Passed("numbers.x", 1),)), Report("b")])).elements
+    elements = Parsed(as_html([Report("a", passed=(Passed("numbers.x", 1),)), Report("b")])).elements
     anchors = [attributes["href"].removeprefix("#") for tag, attributes in elements if tag == "a"]
     ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
     assert anchors == [each for each in ids if "failure" not in each]
@@ -100,11 +99,11 @@ def test_it_is_readable_in_the_dark_and_on_a_phone(text):
 def test_titles_say_how_it_went():
     bad = Report("b", (Failure("n.x", "m", None, ""),))
     held = Report("a", passed=(Passed("n.x", 1),), skipped=(Skipped("n.y", "there is no reference"),))
-    assert "<h1>a holds: 1 of 2 properties checked, 1 skipped</h1>" in page([held])
-    assert '<span class="good">holds</span> <span class="quiet">1 of 2 properties checked, 1 skipped</span>' in page(
+    assert "<h1>a holds: 1 of 2 properties checked, 1 skipped</h1>" in as_html([held])
+    assert '<span class="good">holds</span> <span class="quiet">1 of 2 properties checked, 1 skipped</span>' in as_html(
         [held]
     )
-    assert "<h1>1 of 2 operators break their contract</h1>" in page([Report("a"), bad])
-    assert "<h1>2 operators checked</h1>" in page([Report("a"), Report("b")])
-    assert '<span class="quiet">not checked</span>' in page([Report("a")])
-    assert page([])
+    assert "<h1>1 of 2 operators break their contract</h1>" in as_html([Report("a"), bad])
+    assert "<h1>2 operators checked</h1>" in as_html([Report("a"), Report("b")])
+    assert '<span class="quiet">not checked</span>' in as_html([Report("a")])
+    assert as_html([])

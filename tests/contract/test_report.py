@@ -8,8 +8,7 @@ import torch
 
 import opkit
 from opkit.contract.calls.cases import Case, TensorCase
-from opkit.contract.report.report import Failure, Passed, Report, Skipped
-from opkit.contract.report.report_json import as_json
+from opkit.contract.report.report import Failure, Passed, Report, Skipped, as_json
 from opkit.errors import ContractError
 from opkit.testing import tensor
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from opkit.contract.compare.tolerance import Goal, allowed, wrong
+from opkit.contract.compare.reference import Goal, allowed, wrong
 
 
 def test_one_rounding_is_allowed_and_a_hundred_are_not():

@@ -17,11 +17,11 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, resized
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.module_state import state_of
-from opkit.contract.observed.outcome import leaves
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import leaves
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes, graphs
+from opkit.contract.traced.graphs import state_of
 
 _LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last")
 _LARGEST = 33

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.fills import ORDINARY
-from opkit.contract.calls.layouts import LAYOUTS
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import CallOutcome, described
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation, drawn, swept
-from opkit.contract.subject import Subject
+from opkit.contract.calls.tensors import LAYOUTS, ORDINARY
+from opkit.contract.compare.outcome import CallOutcome, described
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation, swept_and_drawn
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes, symbols
 
 _EVERY_DEVICE = "CompositeExplicitAutograd"  # the dispatch key of a kernel that runs on every device
@@ -250,7 +249,7 @@ def _no_own_fake(subject: Subject) -> str:
     return "" if fakes.has_own_fake(subject) else "it is no opaque operator: torch's own fakes of its operations run"
 
 
-_property = functools.partial(Property, cases=drawn(_DRAWN), first=swept(_DRAWN, sizes=_SIZES), share=0.3, cost=0.001)
+_property = functools.partial(Property, **swept_and_drawn(_DRAWN, sizes=_SIZES), share=0.3, cost=0.001)
 
 PROPERTIES = (
     _property(

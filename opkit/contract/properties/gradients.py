@@ -9,25 +9,34 @@ from collections.abc import Sequence
 
 import torch
 
+from opkit.contract import prop
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.layouts import INCOMING
-from opkit.contract.observed.outcome import bits
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.calls.tensors import INCOMING
+from opkit.contract.compare.outcome import bits
+from opkit.contract.prop import NotApplicable, Property, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 
 
 def needs_reference(subject: Subject) -> str:
     """Return why gradients cannot be compared with the reference's, or ""."""
-    return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
+    return d.no_candidates(subject) or prop.needs_reference(subject)
 
 
-def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # if not, ``numbers`` reports it
+def comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:
+    """Return whether results have equal shapes; if not, ``numbers`` reports it."""
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
-def _both(subject: Subject, case: Case) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
+def traced_both(
+    subject: Subject, case: Case
+) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
+    """Return the operator's graph, the reference's, its gradients in the case's dtypes and in float64, and the inputs' numbers.
+
+    Raises:
+        NotApplicable: one of them has no gradient.
+    """
     numbers = d.candidates(subject, case)
     reference, narrow, wide = d.expected(subject, case, numbers)
     if not reference.attached:
@@ -50,8 +59,8 @@ def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Seque
 
 @d.steady
 def _reference(subject: Subject, case: Case) -> None:
-    ours, reference, narrow, wide, numbers = _both(subject, case)
-    if not _comparable(ours, reference):
+    ours, reference, narrow, wide, numbers = traced_both(subject, case)
+    if not comparable(ours, reference):
         return
     got = _backward(subject, case, ours, numbers)
     scale = d.magnitude(d.incoming(ours))
@@ -64,8 +73,8 @@ def _reference(subject: Subject, case: Case) -> None:
 
 @d.steady
 def _lost(subject: Subject, case: Case) -> None:
-    ours, reference, _, wide, numbers = _both(subject, case)
-    if not _comparable(ours, reference):
+    ours, reference, _, wide, numbers = traced_both(subject, case)
+    if not comparable(ours, reference):
         return
     scale = d.magnitude(d.incoming(reference))
     try:

@@ -13,13 +13,12 @@ from typing import Any, cast
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import leaves
-from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import is_random, observe
+from opkit.contract.compare.outcome import leaves
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.properties.gradients_higher import direction, inner, size
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.directions import direction, inner, size
 
 _BATCHES = (3, 1, 2, 0)
 _MAX_DIMS = 9

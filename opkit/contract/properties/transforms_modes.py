@@ -13,11 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.prop import CallRefused, Property, Remark, Violation
+from opkit.contract.compare.calls import observe
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.prop import Property, Remark, Violation
 from opkit.contract.properties.transforms import transform_property
-from opkit.contract.subject import Subject
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
 from opkit.op.rules import autocast

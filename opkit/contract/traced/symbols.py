@@ -15,9 +15,9 @@ from hypothesis.strategies import SearchStrategy
 from opkit.contract.calls.cases import Call, Case
 from opkit.contract.calls.resizing import at_least_two, other_sizes
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import CallOutcome, described
-from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import CallOutcome, described
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes
 
 LAYOUTS = ("contiguous", "offset", "transposed", "strided", "padded", "channels_last", "expanded")

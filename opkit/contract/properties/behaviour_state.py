@@ -1,4 +1,4 @@
-"""This module has a table of a process's global state, which an operator could change: how to read and restore each item."""
+"""The group ``behaviour``: calls and the state of the process: settings, random generators, the environment."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,13 +18,15 @@ import numpy as np
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.observed.randomness import ever_random, is_random
-from opkit.contract.prop import CallRefused, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import beyond_rounding, difference, ever_random, is_random, observe, seed_torch
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.properties.behaviour import behaviour_property
+from opkit.contract.subject import CallRefused, Subject
 
 _SMALLEST_NORMAL = sys.float_info.min
+_DRAW = "Draw from torch's own generator: torch.rand, Tensor.bernoulli_, or a seed from torch.randint."
+_SEEDS = (1, 2, 3, 4, 5)
 _ODD_SEED = 0x5EED0DD
 
 
@@ -150,7 +152,7 @@ def _watched(items: tuple[StateItem, ...]) -> Generator[None]:
         )
 
 
-def leaves_state(subject: Subject, case: Case) -> None:
+def _leaves_state(subject: Subject, case: Case) -> None:
     """Check that a call changes no global state.
 
     Raises:
@@ -243,7 +245,7 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Case], bool]], ...] = (
 _MAY_REFUSE = ("deterministic mode", "torch.inference_mode()")
 
 
-def ignores_state(subject: Subject, case: Case) -> None:
+def _ignores_state(subject: Subject, case: Case) -> None:
     """Check that results are the same under any of torch's settings.
 
     Raises:
@@ -290,3 +292,55 @@ def _on_default_device(subject: Subject, case: Case, expected: CallOutcome) -> N
         raise Remark("it creates tensors on the default device: if the arguments are on another, it raises") from None
     if any(a.device != b.device for a, b in zip(ours.tensors(), expected.tensors(), strict=False)):
         raise Remark("its results are on the default device, which need not be the arguments'")
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------------
+
+
+def _random(subject: Subject, case: Case) -> None:
+    """Check that random results come from torch's generator, and advance it.
+
+    Raises:
+        Violation: they do not.
+        NotApplicable: there are none.
+    """
+    if not ever_random(subject):
+        raise NotApplicable("its results do not depend on torch's random numbers")
+    if not is_random(subject, case):
+        return
+    first = observe(subject, case, seed=0).detached()
+    again = observe(subject, case, seed=0)
+    if found := difference(again, first):
+        raise Violation(f"torch.manual_seed(0) before each of two calls does not make them equal: {found}. {_DRAW}")
+    if not any(difference(observe(subject, case, seed=seed), first) for seed in _SEEDS):
+        return  # too few elements to tell
+    seed_torch(subject, 0)
+    following = subject.call(case.make(subject.device)).detached()
+    if not any(difference(subject.call(case.make(subject.device)), following) for _ in _SEEDS):
+        raise Violation(
+            f"calls one after another return the same random numbers: they do not advance the generator. {_DRAW}"
+        )
+
+
+PROPERTIES = (
+    behaviour_property(
+        "behaviour.global_state",
+        rule="A call leaves torch's settings, random generators, the environment and the floating-point mode as they were.",
+        defect="torch.set_num_threads, set_default_dtype or manual_seed inside; numpy's generator; a mode that is never left",
+        check=_leaves_state,
+        cost=0.0005,
+    ),
+    behaviour_property(
+        "behaviour.random",
+        rule="Random results are torch.manual_seed's to the bit, and differ for other seeds and from call to call.",
+        defect="a fixed seed, a generator of its own, a generator that is read and not advanced",
+        check=_random,
+        share=0.4,
+    ),
+    behaviour_property(
+        "behaviour.settings",
+        rule="Results do not depend on the default dtype, the grad mode, deterministic mode or how denormals are treated.",
+        defect="torch.zeros(n) without a dtype; a branch on torch.is_grad_enabled()",
+        check=_ignores_state,
+    ),
+)
