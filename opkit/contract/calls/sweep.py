@@ -66,16 +66,26 @@ def _listed(strategy: Any) -> list[Any] | None:
     return list(elements) if plain else None  # pyright: ignore[reportArgumentType]
 
 
+def quiet_settings(count: int, **more: Any) -> hypothesis.settings:
+    """Return Hypothesis's settings for ``count`` examples: without database, deadline, health checks and output."""
+    usual: dict[str, Any] = {
+        "max_examples": count,
+        "database": None,
+        "deadline": None,
+        "print_blob": False,
+        "suppress_health_check": list(hypothesis.HealthCheck),
+        "verbosity": hypothesis.Verbosity.quiet,
+    }
+    return hypothesis.settings(**usual | more)
+
+
 @functools.lru_cache(maxsize=512)
 def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
     """Return some values of a strategy, the simplest first; the same ones every time."""
     found: list[Any] = []
 
     @hypothesis.seed(0)
-    @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
-        phases=[hypothesis.Phase.generate], print_blob=False,
-    )  # fmt: skip
+    @quiet_settings(_EXAMPLES, phases=[hypothesis.Phase.generate])
     @hypothesis.given(strategy)
     def collect(value: Any) -> None:
         found.append(value)

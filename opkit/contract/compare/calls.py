@@ -15,6 +15,7 @@ import torch
 from hypothesis import errors as hypothesis_errors
 
 from opkit.contract.calls.cases import Call, Case, TensorCase, distinct, owners
+from opkit.contract.calls.sweep import quiet_settings
 from opkit.contract.compare.outcome import CallOutcome, first_difference, plain, same_bits
 from opkit.contract.subject import CallRefused, Subject
 
@@ -223,10 +224,7 @@ def _search(subject: Subject) -> bool:
     found = False
 
     @hypothesis.seed(0)
-    @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, phases=[hypothesis.Phase.generate],
-        suppress_health_check=[*hypothesis.HealthCheck.__members__.values()], verbosity=hypothesis.Verbosity.quiet,
-    )  # fmt: skip
+    @quiet_settings(_EXAMPLES, phases=[hypothesis.Phase.generate])
     @hypothesis.given(subject.spec.cases())
     def look(case: Case) -> None:
         nonlocal found

@@ -1,7 +1,7 @@
 """All properties of the contract, in groups; a group has one module or several.
 
-Each module has a table ``PROPERTIES``. A row says only what differs from the defaults of its group, which are the arguments of
-the ``functools.partial`` above the group's first table. Adding a property touches one module and its test.
+Each module has a table ``PROPERTIES``. A row says only what differs from the defaults of its group, which stand above the
+group's first table. Adding a property touches one module and its test.
 """
 
 from opkit.contract.prop import Property

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import json
 import time
+from collections.abc import Generator
 from typing import Any
 from unittest import mock
 
@@ -74,13 +76,20 @@ def _reorders(subject: Subject, case: Case) -> bool:
     """Return whether threads make rounding differ: on a GPU unless torch forbids it, on a CPU if one thread never differs."""
     if torch.device(subject.device).type != "cpu":
         return not torch.are_deterministic_algorithms_enabled()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         first = observe(subject, case).detached()
         return not any(difference(observe(subject, case), first) for _ in range(2 * _REPEATS))
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Generator[None]:
+    """Let torch compute with this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _expect_unchanged(first: CallOutcome, copy: CallOutcome) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -14,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import torch
 from hypothesis import strategies as st
@@ -25,7 +24,7 @@ from opkit.contract.calls.specs import LARGE, Drawing
 from opkit.contract.compare.calls import beyond_rounding, is_random, observe
 from opkit.contract.compare.outcome import CallOutcome, same_bits
 from opkit.contract.prop import Violation
-from opkit.contract.properties.behaviour import behaviour_property
+from opkit.contract.properties.behaviour import behaviour_property, threads
 from opkit.contract.subject import CallRefused, Subject
 from opkit.op.native.function import NativeFunction
 
@@ -55,28 +54,18 @@ def _elements(case: Case) -> int:
     return sum(math.prod(tensor.shape) for tensor in case.tensors())
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Generator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _thread_counts(subject: Subject, case: Case) -> None:
     """Check that results are the same with any number of torch's threads, up to the order of sums.
 
     Raises:
         Violation: they differ by more.
     """
-    with _threads(1):
+    with threads(1):
         alone = observe(subject, case).detached()
     if is_random(subject, case):
         return  # the distribution of random numbers over threads may differ
     for count in _COUNTS:
-        with _threads(count):
+        with threads(count):
             outcomes = [observe(subject, case).detached() for _ in range(_REPEATS)]
         for outcome in outcomes:
             if found := beyond_rounding(subject, case, outcome, alone):

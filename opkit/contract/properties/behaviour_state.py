@@ -160,7 +160,7 @@ def _leaves_state(subject: Subject, case: Case) -> None:
     """
     call = case.make(subject.device)
     _move_generators(subject)
-    with _watched((*_strict(), _TORCH_SEED)):
+    with _watched((*(item for item in STATE if not item.settles), _TORCH_SEED)):
         state = _generator()
         subject.call(call)
         drew = _generator() != state
@@ -179,10 +179,6 @@ def _move_generators(subject: Subject) -> None:
     seed_torch(subject, _ODD_SEED)
 
 
-def _strict() -> tuple[StateItem, ...]:
-    return tuple(item for item in STATE if not item.settles)
-
-
 @contextlib.contextmanager
 def preserved() -> Generator[None]:
     """Restore the global state afterwards."""
@@ -196,51 +192,25 @@ def preserved() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _default_dtype() -> Generator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _changed(name: str, change: Callable[[Any], Any]) -> Generator[None]:
+    """Change an item of the state; ``change`` returns the new value for the old one."""
+    item = next(each for each in STATE if each.name == name)
+    old = item.get()
+    item.put(change(old))
     try:
         yield
     finally:
-        torch.set_default_dtype(old)
+        item.put(old)
 
 
-@contextlib.contextmanager
-def _deterministic_mode() -> Generator[None]:
-    old = _deterministic()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(old[0], warn_only=old[1])
-
-
-@contextlib.contextmanager
-def _flushing() -> Generator[None]:
-    old = _flushes()
-    torch.set_flush_denormal(not old)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(old)
-
-
-def _has_floats(case: Case) -> bool:
-    """Return whether there are floating arguments: without one, results may have the default dtype."""
-    return case.dtype is not None
-
-
-def _any(case: Case) -> bool:
-    return True
-
-
-_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Case], bool]], ...] = (
-    ("the default dtype float64", _default_dtype, _has_floats),
-    ("torch.no_grad()", torch.no_grad, _any),
-    ("torch.inference_mode()", torch.inference_mode, _any),
-    ("deterministic mode", _deterministic_mode, _any),
-    ("denormals flushed to zero", _flushing, _any),
-    ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), _any),
+_FLOAT64 = "the default dtype float64"
+_SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    (_FLOAT64, lambda: _changed("the default dtype", lambda _: torch.float64)),
+    ("torch.no_grad()", torch.no_grad),
+    ("torch.inference_mode()", torch.inference_mode),
+    ("deterministic mode", lambda: _changed("deterministic mode", lambda _: (True, True))),
+    ("denormals flushed to zero", lambda: _changed("flushing of denormals to zero", lambda old: not old)),
+    ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True, check_nan=False)),
 )
 _MAY_REFUSE = ("deterministic mode", "torch.inference_mode()")
 
@@ -253,8 +223,8 @@ def _ignores_state(subject: Subject, case: Case) -> None:
         Remark: they follow the default device.
     """
     expected = observe(subject, case).detached()
-    for name, setting, applies in _SETTINGS:
-        if applies(case):
+    for name, setting in _SETTINGS:
+        if name != _FLOAT64 or case.dtype is not None:  # without floating arguments, results may have the default dtype
             _under(subject, case, expected, name, setting)
     if subject.device == "cpu":
         _on_default_device(subject, case, expected)
@@ -277,7 +247,7 @@ def _under(subject: Subject, case: Case, expected: CallOutcome, name: str, setti
 
 
 _ADVICE = {
-    "the default dtype float64": "Give every tensor that is created inside a dtype: torch.zeros(n, dtype=x.dtype).",
+    _FLOAT64: "Give every tensor that is created inside a dtype: torch.zeros(n, dtype=x.dtype).",
     "deterministic mode": "In this mode torch.empty is filled with NaN: perhaps memory is read before it is written.",
 }
 

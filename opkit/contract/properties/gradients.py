@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -57,7 +57,6 @@ def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Seque
         raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
 
 
-@d.steady
 def _reference(subject: Subject, case: Case) -> None:
     ours, reference, narrow, wide, numbers = traced_both(subject, case)
     if not comparable(ours, reference):
@@ -71,7 +70,6 @@ def _reference(subject: Subject, case: Case) -> None:
             raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
 
 
-@d.steady
 def _lost(subject: Subject, case: Case) -> None:
     ours, reference, _, wide, numbers = traced_both(subject, case)
     if not comparable(ours, reference):
@@ -104,7 +102,6 @@ def _lost_message(
 # ---- against itself ----------------------------------------------------------------------------------------------------
 
 
-@d.steady
 def _subsets(subject: Subject, case: Case) -> None:
     _, numbers, everything, grads = d.supported(subject, case)
     scale = d.magnitude(grads)
@@ -141,7 +138,6 @@ def _named(numbers: Sequence[int]) -> str:
     return f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-@d.steady
 def _incoming(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     for name, (fewest, layout) in INCOMING.items():
@@ -151,7 +147,6 @@ def _incoming(subject: Subject, case: Case) -> None:
         _equal(subject, case, numbers, got, wanted, grads, f"where the incoming gradient is {name}", "contiguous")
 
 
-@d.steady
 def _linear(subject: Subject, case: Case) -> None:
     graph, numbers, first, grads = d.supported(subject, case)
     if graph.rounds:
@@ -195,7 +190,6 @@ def _additive(
             )
 
 
-@d.steady
 def _undefined(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     if len(graph.attached) < 2:
@@ -234,7 +228,6 @@ def _equal(
             )
 
 
-@d.steady
 def _pure(subject: Subject, case: Case) -> None:
     _, numbers, _, grads = d.supported(subject, case)
     graph = d.trace(subject, case, numbers)
@@ -260,7 +253,6 @@ def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[
     return [*arguments, *results, *((f"the gradient that comes in for result {n}", g) for n, g in enumerate(grads))]
 
 
-@d.steady
 def _saved(subject: Subject, case: Case) -> None:
     graph, numbers, plain, grads = d.supported(subject, case)
     _interleaved(subject, case, numbers, plain, grads)
@@ -316,9 +308,11 @@ def _overwrite(tensor: torch.Tensor) -> None:
         tensor.copy_(tensor.flatten()[-1].expand(tensor.shape).clone())
 
 
-gradient_property = functools.partial(
-    Property, cases=d.smooth_cases(), skip=d.no_candidates, share=0.4, cost=0.0015, backward=True
-)
+def gradient_property(name: str, *, check: Callable[[Subject, Case], None], **row: Any) -> Property:
+    """Return a property with the defaults of the group; its violations count only if equal calls give equal results."""
+    usual = {"cases": d.smooth_cases(), "skip": d.no_candidates, "share": 0.4, "cost": 0.0015, "backward": True}
+    return Property(name, check=d.steady(check), **usual | row)
+
 
 PROPERTIES: tuple[Property, ...] = (
     gradient_property(

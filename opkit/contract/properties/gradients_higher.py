@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -26,7 +27,6 @@ _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 # ---- finite differences ------------------------------------------------------------------------------------------------
 
 
-@d.steady
 def _finite(subject: Subject, case: Case) -> None:
     wide = widened(subject, case)
     graph, numbers, got, grads = d.supported(subject, wide)
@@ -95,7 +95,6 @@ def _leaves(graph: AutogradGraph) -> list[torch.Tensor]:
     return [g.detach().requires_grad_() for g in d.incoming(graph)]
 
 
-@d.steady
 def _second(subject: Subject, case: Case) -> None:
     graph, numbers, _, _ = d.supported(subject, case)
     if not graph.attached:
@@ -168,7 +167,6 @@ def _pulled(moved: AutogradGraph, grads: Sequence[torch.Tensor], weights: Sequen
 # ---- forward mode ------------------------------------------------------------------------------------------------------
 
 
-@d.steady
 def _forward(subject: Subject, case: Case) -> None:
     graph, numbers, got, grads = d.supported(subject, case)
     if not graph.attached:
@@ -342,29 +340,27 @@ def along(
     return moved
 
 
+_property = functools.partial(gradient_property, cases=d.smooth_cases(elements=64), cost=0.004)
+
 PROPERTIES: tuple[Property, ...] = (
-    gradient_property(
+    _property(
         "gradients.finite",
         rule="Gradients are those of the function that is computed: finite differences in float64 agree.",
         defect="a backward of another formula than the forward, also where there is no reference to say so",
         check=_finite,
         cases=d.smooth_cases(elements=64, dtypes=(torch.float64,)),
-        cost=0.004,
     ),
-    gradient_property(
+    _property(
         "gradients.second",
         rule="An operator that can be differentiated twice has the right second derivatives.",
         defect="intermediate values saved without a graph, a detach in the backward: second derivatives silently lose terms",
         check=_second,
-        cases=d.smooth_cases(elements=64),
-        cost=0.004,
     ),
-    gradient_property(
+    _property(
         "gradients.forward",
         rule="Forward mode, where there is one, agrees with the backward.",
         defect="a jvp of another formula, or a tangent that is lost",
         check=_forward,
-        cases=d.smooth_cases(elements=64),
         cost=0.002,
     ),
 )

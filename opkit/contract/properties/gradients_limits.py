@@ -68,7 +68,6 @@ def _frames(error: BaseException) -> Iterator[types.TracebackType]:
         trace = trace.tb_next
 
 
-@d.steady
 def _accepts(subject: Subject, case: Case) -> None:
     everything = d.candidates(subject, case)
     d.trace(subject, case, ())
@@ -110,7 +109,6 @@ def _message(numbers: Sequence[int], step: str, error: BaseException) -> str:
 # ---- where no gradient is recorded ---------------------------------------------------------------------------------------
 
 
-@d.steady
 def _no_grad(subject: Subject, case: Case) -> None:
     numbers = d.candidates(subject, case)
     plain = d.trace(subject, case, ())
@@ -171,7 +169,6 @@ def _incoming(graph: AutogradGraph) -> list[torch.Tensor]:
     return [each.abs() for each in d.incoming(graph)]
 
 
-@d.steady
 def _check(subject: Subject, case: Case) -> None:
     if case.dtype not in _NARROW:
         return
@@ -243,7 +240,6 @@ def _beyond(
 # ---- equal numbers, and those at the limits of their dtype ---------------------------------------------------------------
 
 
-@d.steady
 def _ties(subject: Subject, case: Case) -> None:
     ours, reference, narrow, wide, numbers = traced_both(subject, case)
     if not comparable(ours, reference):

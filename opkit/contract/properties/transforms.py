@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
@@ -288,15 +287,18 @@ def _functionalize(subject: Subject, case: Case) -> None:
         )
 
 
-transform_property = functools.partial(Property, cases=d.smooth_cases(), share=0.3, cost=0.002, backward=True)
+def transform_property(name: str, *, check: Callable[[Subject, Case], None], **row: Any) -> Property:
+    """Return a property with the defaults of the group; its violations count only if equal calls give equal results."""
+    usual = {"cases": d.smooth_cases(elements=64), "share": 0.3, "cost": 0.002, "backward": True}
+    return Property(name, check=d.steady(check), **usual | row)
+
 
 PROPERTIES: tuple[Property, ...] = (
     transform_property(
         "transforms.vmap",
         rule="torch.vmap gives what a loop gives, whichever arguments are mapped, and in whichever dimension.",
         defect="a batching rule that forgets in_dims, an unmapped argument, or where the mapped dimension ends up",
-        check=d.steady(_vmap),
-        cases=d.smooth_cases(elements=64),
+        check=_vmap,
         share=0.5,
         cost=0.006,
     ),
@@ -304,8 +306,7 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.functional",
         rule="torch.func's vjp, grad, jacrev and jacfwd agree with the backward.",
         defect="a setup_context or a jvp that is wrong where a transform calls it",
-        check=d.steady(_functional),
-        cases=d.smooth_cases(elements=64),
+        check=_functional,
         cost=0.006,
         skip=d.no_candidates,
     ),
@@ -313,7 +314,8 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.functionalize",
         rule="Functionalization changes neither results nor what is written to arguments.",
         defect="a mutation that the schema does not declare, and functionalization loses",
-        check=d.steady(_functionalize),
+        check=_functionalize,
+        cases=d.smooth_cases(),
         share=0.4,
     ),
 )
