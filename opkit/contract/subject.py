@@ -194,8 +194,9 @@ def _read_signature(function: Any) -> Signature | None:
         found = None if isinstance(body, torch._ops.OpOverload) else signature.read(inspect.unwrap(body))
     except (DefinitionError, TypeError, ValueError):
         return None
-    annotated = found is not None and all(p.kind != "other" or not p.required for p in found.parameters)
-    return found if annotated and found.parameters else None
+    if found is None or not found.parameters:
+        return None
+    return found if all(p.kind != "other" or not p.required for p in found.parameters) else None
 
 
 def _of_parameter(name: str, parameter: OperatorParameter) -> Any:

@@ -62,7 +62,11 @@ def _accepts(subject: Subject, case: Case) -> None:
         subject.run(case)
     except CallRefused as refusal:
         if fake is not None:
-            raise Remark(_kernel_alone(refusal)) from refusal
+            raise Remark(
+                f"the kernel refuses arguments with {type(refusal.error).__name__} that the fake implementation accepts: a "
+                "program compiles and fails when it runs. That is right if the kernel checks values; check sizes and dtypes in "
+                "both."
+            ) from refusal
         raise
     if refused is not None and fakes.has_own_fake(subject):
         raise Violation(
@@ -71,13 +75,6 @@ def _accepts(subject: Subject, case: Case) -> None:
         )
     if refused is not None:
         raise NotApplicable(f"what it calls does not run on fake tensors: {fakes.shortened(refused.error)}")
-
-
-def _kernel_alone(refusal: CallRefused) -> str:
-    return (
-        f"the kernel refuses arguments with {type(refusal.error).__name__} that the fake implementation accepts: a program "
-        "compiles and fails when it runs. That is right if the kernel checks values; check sizes and dtypes in both."
-    )
 
 
 def _shapes(subject: Subject, case: Case) -> None:
@@ -110,10 +107,6 @@ def _value(name: str, real: Any, fake: Any) -> str:
     return "" if same else f"{name} is {described(real)}, and {described(fake)} by the fake implementation"
 
 
-def _known_shape(real: torch.Tensor, fake: torch.Tensor) -> bool:
-    return not any(map(symbols.unknown, (*fake.shape, *fake.stride()))) and real.shape == fake.shape
-
-
 def _list(numbers: Any) -> str:
     return f"[{', '.join(map(str, numbers))}]"
 
@@ -121,7 +114,9 @@ def _list(numbers: Any) -> str:
 def _strides(subject: Subject, case: Case) -> None:
     remarks: list[str] = []
     for name, real, fake in _paired(*fakes.both(subject, case)):
-        if not _tensors(real, fake) or real.layout != torch.strided or not _known_shape(real, fake):
+        if not _tensors(real, fake) or real.layout != torch.strided:
+            continue
+        if any(map(symbols.unknown, (*fake.shape, *fake.stride()))) or real.shape != fake.shape:
             continue
         differ = [dim for dim in range(real.dim()) if real.stride(dim) != fake.stride(dim)]
         message = f"{name} {described(real)} has strides {_list(real.stride())}, and {_list(fake.stride())} by the fake"

@@ -136,7 +136,8 @@ def _integers(subject: Subject, case: Case) -> None:
     if any(not tensor.differentiable and tensor.dtype != torch.bool for tensor in case.tensors()):
         compare(subject, case)
         if _accepts_any_integer(subject, case):
-            compare(subject, case.map(_at_the_ends))
+            ends = case.map(lambda _, each: dataclasses.replace(each, fill="edges") if _unbounded(each) else each)
+            compare(subject, ends)
 
 
 def _accepts_any_integer(subject: Subject, case: Case) -> bool:
@@ -154,10 +155,6 @@ def _accepts_any_integer(subject: Subject, case: Case) -> bool:
 
 def _unbounded(tensor: TensorCase) -> bool:
     return not tensor.differentiable and tensor.dtype != torch.bool and tensor.low is None and tensor.high is None
-
-
-def _at_the_ends(number: int, tensor: TensorCase) -> TensorCase:
-    return dataclasses.replace(tensor, fill="edges") if _unbounded(tensor) else tensor
 
 
 def _has_scalars(subject: Subject) -> str:

@@ -82,14 +82,12 @@ def candidates(subject: Subject, case: Case) -> tuple[int, ...]:
         if wanted and tensor.differentiable and tensor.same_as is None
     )
     if not found:
-        if all(item.optional or not _may_have_gradient(item) for item in subject.spec.tensors()):
+        promising = [item for item in subject.spec.tensors() if item.differentiable and not item.optional]
+        dtypes = [dtype for item in promising for dtype in item.dtypes or (torch.float32,)]
+        if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
             raise NotApplicable("no argument is floating-point and declared differentiable")
         raise CallRefused(ValueError("no argument of this call is floating-point"))
     return found
-
-
-def _may_have_gradient(item: TensorArgument) -> bool:
-    return item.differentiable and any(d.is_floating_point or d.is_complex for d in item.dtypes or (torch.float32,))
 
 
 def _promised(spec: Any, value: Any, wanted: bool = True) -> Iterator[tuple[TensorCase, bool]]:
