@@ -126,7 +126,9 @@ class Crashes:
 
 
 def _never() -> Violation:
-    return Violation(f"the call did not return: one had {_PATIENCE:g} s, and others less once it was clear")
+    return Violation(
+        f"the call did not return: one was ended after {_PATIENCE:g} s, and others sooner once it was clear"
+    )
 
 
 def _returns_here(subject: Subject, case: Case) -> bool:

@@ -84,9 +84,9 @@ def _vmap(subject: Subject, case: Case) -> None:
     function = flat(subject, call, tensors)
     samples = _samples(subject, case, 4)
     with _quiet():
-        for turn, dims in enumerate(_combinations(tensors)):
-            count = 3 if turn == 0 else _BATCHES[turn % len(_BATCHES)]
-            _mapped(function, samples[: max(count, 1)], dims, count, turn % 2)
+        for number, dims in enumerate(_combinations(tensors)):
+            count = 3 if number == 0 else _BATCHES[number % len(_BATCHES)]
+            _mapped(function, samples[: max(count, 1)], dims, count, number % 2)
         _nested(function, samples)
         _per_sample(function, samples)
 
