@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from opkit import errors as errors
-from opkit.contract.checking import check as check
+from opkit.contract import check as check
 from opkit.kernels.aot_package import runtime_library as runtime_library
 from opkit.kernels.cc.native import c_kernel as c_kernel
 from opkit.kernels.cc.native import cpp_kernel as cpp_kernel

@@ -120,7 +120,7 @@ def _check_all(listing: Listing, options: dict[str, Any], budget: float | None, 
     Raises:
         ArgumentError: an operator that the user named cannot be checked.
     """
-    from opkit.contract.report.bar import bar
+    from opkit.contract.report.report import bar
 
     results = _Results(not_checked=dict(listing.left_out))
     end = None if budget is None else time.monotonic() + budget
@@ -142,8 +142,7 @@ def _progress_of_part(
 
 
 def _check_one(target: CheckTarget, options: dict[str, Any], named: bool, results: _Results) -> None:
-    from opkit.contract import packages
-    from opkit.contract.checking import check
+    from opkit.contract import check, packages
     from opkit.contract.run import Interrupted
 
     try:
@@ -178,11 +177,10 @@ def _write_files(
     results: _Results, repro: Path | None, json: Path | None, html: Path | None
 ) -> dict[tuple[str, str], Path]:
     """Write the requested files. Return where the script of each operator's failed property is."""
-    from opkit.contract.report.page import page
-    from opkit.contract.report.report_json import as_json
+    from opkit.contract.report.report import as_html, as_json
 
     with terminal.bad_input(OSError):
-        for path, render in ((json, as_json), (html, page)):
+        for path, render in ((json, as_json), (html, as_html)):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(render(results.reports, results.not_checked), encoding="utf-8")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from opkit.contract import checking
+from opkit.contract import check
 from opkit.errors import ArgumentError
 from opkit.op import registry
 from opkit.op import torch_private as private
@@ -28,7 +28,7 @@ from opkit.op.operator import CustomOp
 DECLARATION = "OPKIT_CHECKS"
 """The name of the dict in which a module says how its operators are checked."""
 
-_OPTIONS = frozenset(inspect.signature(checking.check).parameters) - {"op", "progress"}
+_OPTIONS = frozenset(inspect.signature(check).parameters) - {"op", "progress"}
 _OPERATORS = (CustomOp, private.CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _SOURCE = re.compile(r"^debug: registered at (.*):\d+$", re.MULTILINE)
 _MAX_ERROR = 200  # characters of what a module raised

@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hypothesis.strategies import SearchStrategy
+
+from opkit.contract.calls.cases import Case
+from opkit.contract.calls.specs import Drawing
 from opkit.contract.calls.sweep import Sweep
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
-    from opkit.contract.calls.cases import Case
-    from opkit.contract.calls.specs import Drawing
-    from opkit.contract.subject import Subject
+from opkit.contract.subject import Subject
 
 
 class Violation(Exception):
     """The operator breaks the property on this case. The message says what was observed and what was expected."""
-
-
-class CallRefused(Exception):
-    """The operator raised. ``numbers.accepts`` checks whether it may; other properties pass over the case.
-
-    ``error`` is the exception that it raised.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.error = error
 
 
 class Remark(Exception):
@@ -47,6 +34,11 @@ def always(subject: Subject) -> str:
     return ""
 
 
+def needs_reference(subject: Subject) -> str:
+    """Return why a property that compares with the reference does not apply, or ""."""
+    return "" if subject.reference is not None else "there is no reference"
+
+
 def plain_cases(subject: Subject) -> SearchStrategy[Case]:
     """Draw contiguous arguments with ordinary numbers."""
     return subject.spec.cases()
@@ -60,6 +52,11 @@ def drawn(how: Drawing) -> Callable[[Subject], SearchStrategy[Case]]:
 def swept(how: Drawing, **sizes: Any) -> Callable[[Subject], Sweep]:
     """Return a property's ``first``: the fixed list of cases that ``how`` describes."""
     return lambda subject: Sweep(subject.spec, how, **sizes)
+
+
+def swept_and_drawn(how: Drawing, **sizes: Any) -> dict[str, Any]:
+    """Return a property's ``first`` and ``cases``."""
+    return {"first": swept(how, **sizes), "cases": drawn(how)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""This module checks all properties of one operator: it chooses their order and their time, and builds the report."""
+"""This module checks all properties of one operator: it chooses their order, divides the time among them, and reports."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,10 @@ import torch
 
 from opkit import config
 from opkit.contract import properties as table
-from opkit.contract.budget import Budget
-from opkit.contract.observed import global_state
 from opkit.contract.processes import fork_pool
 from opkit.contract.prop import Property
-from opkit.contract.report.bar import progress_of
-from opkit.contract.report.report import Failure, Passed, Progress, Report, Skipped
+from opkit.contract.properties import behaviour_state
+from opkit.contract.report.report import Failure, Passed, Progress, Report, Skipped, progress_of
 from opkit.contract.report.repro import script
 from opkit.contract.search import SearchResult, search, warm_up
 from opkit.contract.subject import Subject, subject_of
@@ -37,6 +36,9 @@ _UNSAFE = {  # checked first, in child processes; where one fails, nothing calls
 }
 _OUT_OF_TIME = "out of time"
 _MAX_SHOWN = 5
+_COMPILES = "compile"
+_COMPILER = "torch._inductor.compile_fx"
+_IMPORTING = 3.0  # seconds, once in a process, before anything is compiled
 
 
 class Interrupted(KeyboardInterrupt):
@@ -179,7 +181,7 @@ def _check_in_parallel(
 @contextlib.contextmanager
 def _global_state_restored() -> Generator[None]:
     """Restore torch's global state afterwards, whatever the check changes."""
-    with global_state.preserved(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with behaviour_state.preserved(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         yield
 
 
@@ -228,3 +230,47 @@ def _reasons(refused: Mapping[str, str]) -> tuple[str, ...]:
     for case, error in refused.items():
         first.setdefault(error, case)
     return tuple(f"{case}: {error}" for error, case in list(first.items())[:_MAX_SHOWN])
+
+
+# ---- the time of properties ----------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """The seconds that are left, and the expected seconds of a property's cases."""
+
+    def __init__(self, seconds: float | None, max_examples: int) -> None:
+        self._end = time.monotonic() + (float("inf") if seconds is None else seconds)
+        self._max_examples = max_examples
+        self._cases = 0
+        self._excess = 0.0
+
+    def left(self) -> float:
+        """Return the seconds until the end."""
+        return self._end - time.monotonic()
+
+    def spent(self, prop: Property, result: SearchResult) -> None:
+        """Record the time of a property's cases, to learn by how much this operator is slower than others."""
+        cases = len(result.tried)
+        self._cases += cases
+        self._excess += cases * max(0.0, result.case_seconds - prop.cost)
+
+    def case(self, prop: Property) -> float:
+        """Return the expected seconds of one case: the property's cost, what this operator adds, and imports."""
+        slow = self._excess / self._cases if self._cases else 0.0
+        cold = _IMPORTING if prop.group == _COMPILES and _COMPILER not in sys.modules else 0.0
+        return prop.cost + slow + cold
+
+    def need(self, prop: Property) -> float:
+        """Return the expected seconds of all cases of a property."""
+        return self.case(prop) * max(prop.least, round(self._max_examples * prop.share))
+
+    def share(self, rest: Sequence[Property]) -> float:
+        """Return the seconds for the first of ``rest``: its part by need of what is left; 0 if no case would end in time."""
+        left = self.left()
+        possible = [prop for prop in rest if self.case(prop) <= left]
+        if left == float("inf"):
+            return left
+        if rest[0] not in possible:
+            return 0.0
+        total = sum(map(self.need, possible)) or 1.0
+        return left * max(self.need(rest[0]) / total, 1 / (2 * len(possible)))

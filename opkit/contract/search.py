@@ -8,7 +8,6 @@ import dataclasses
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 from hypothesis import errors as hypothesis_errors
@@ -16,8 +15,9 @@ from hypothesis import strategies
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.calls.sweep import quiet_settings
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _explore(
     """Run Hypothesis. Return whether time ran out."""
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(**_settings(count, database))
+    @_settings(count, database)
     @hypothesis.given(prop.cases(subject))
     def attempt(case: Case) -> None:
         clock.check(prop, subject, case)
@@ -181,7 +181,7 @@ def _explore(
 def warm_up() -> None:
     """Draw once: at its first draw Hypothesis reads the sources of local modules, for which no property has time."""
 
-    @hypothesis.settings(**_settings(1, None))
+    @_settings(1, None)
     @hypothesis.given(strategies.integers(0, 1))
     def nothing(drawn: int) -> None:
         pass
@@ -212,15 +212,11 @@ def _check(prop: Property, subject: Subject, case: Case, log: _Log) -> None:
         raise Violation(found)
 
 
-def _settings(count: int, database: Path | None) -> dict[str, Any]:
-    return {
-        "max_examples": count,
-        "database": None if database is None else DirectoryBasedExampleDatabase(database),
-        "deadline": None,
-        "derandomize": False,
-        "phases": [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],  # which traces lines
-        "print_blob": False,
-        "report_multiple_bugs": False,
-        "suppress_health_check": list(hypothesis.HealthCheck),
-        "verbosity": hypothesis.Verbosity.quiet,
-    }
+def _settings(count: int, database: Path | None) -> hypothesis.settings:
+    return quiet_settings(
+        count,
+        database=None if database is None else DirectoryBasedExampleDatabase(database),
+        derandomize=False,
+        phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],  # which traces lines
+        report_multiple_bugs=False,
+    )

@@ -7,19 +7,46 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from opkit.contract.calls import inference
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.specs import ArgumentSpecs
-from opkit.contract.observed.outcome import CallOutcome, leaves
-from opkit.contract.prop import CallRefused
-from opkit.errors import ArgumentError
+from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument, tensor
+from opkit.contract.compare.outcome import CallOutcome, leaves
+from opkit.errors import ArgumentError, DefinitionError
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
+from opkit.op.schema import signature
+from opkit.op.schema.codecs import EnumCodec
+from opkit.op.schema.patterns import TensorPattern
+from opkit.op.schema.signature import OperatorParameter, Signature
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_OTHERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_SCALARS: dict[str, Any] = {
+    "int": st.integers(0, 3),
+    "float": st.sampled_from([0.5, 1.0, 2.0, 0.25]),
+    "bool": st.booleans(),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+    "device": torch.device("cpu"),
+}
+
+
+class CallRefused(Exception):
+    """The operator raised. ``numbers.accepts`` checks whether it may; other properties pass over the case.
+
+    ``error`` is the exception that it raised.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +168,88 @@ def _only_overload(packet: Any) -> Any:
     raise ArgumentError(f"{packet} has several overloads: {', '.join(names)}. Check each, as in {packet}.{names[0]}.")
 
 
+# ---- specs from annotations or a schema ----------------------------------------------------------------------------------
+
+
 def _infer_spec(name: str, function: Any, overload: Any, operator: CustomOp[Any, Any] | None) -> ArgumentSpecs:
-    if operator is not None:
-        return inference.from_signature(name, operator._operator.signature)
+    found = operator._operator.signature if operator is not None else _read_signature(function)
+    if found is not None:
+        return _specs((p.name, p.keyword_only, _of_parameter(name, p)) for p in found.parameters)
+    if overload is not None:  # tensors of equal shapes in every floating dtype, and defaults
+        return _specs((a.name, a.kwarg_only, _of_argument(name, a)) for a in overload._schema.arguments)
+    raise ArgumentError(f"{name}: nothing says what its arguments are. Give args=, as in args=(tensor('n'), 2.0).")
+
+
+def _specs(arguments: Iterable[tuple[str, bool, Any]]) -> ArgumentSpecs:
+    """Return specs for arguments, each with a name, whether it is passed by name only, and its spec."""
+    known = [*arguments]
+    positional = tuple(spec for _, by_name, spec in known if not by_name)
+    return ArgumentSpecs(positional, tuple((name, spec) for name, by_name, spec in known if by_name))
+
+
+def _read_signature(function: Any) -> Signature | None:
+    """Return the signature that a Python function's annotations declare; None if they are not those of an operator."""
     body = getattr(function, "_init_fn", function)
-    spec = inference.from_function(name, body) if not isinstance(body, torch._ops.OpOverload) else None
-    if spec is None and overload is not None:
-        return inference.from_schema(name, overload._schema)
-    if spec is None:
-        raise ArgumentError(f"{name}: nothing says what its arguments are. Give args=, as in args=(tensor('n'), 2.0).")
-    return spec
+    try:
+        found = None if isinstance(body, torch._ops.OpOverload) else signature.read(inspect.unwrap(body))
+    except (DefinitionError, TypeError, ValueError):
+        return None
+    if found is None or not found.parameters:
+        return None
+    return found if all(p.kind != "other" or not p.required for p in found.parameters) else None
+
+
+def _of_parameter(name: str, parameter: OperatorParameter) -> Any:
+    if parameter.kind == "tensor":
+        return _tensor(parameter.pattern, parameter.optional)
+    if parameter.kind == "tensors":
+        return [_tensor(parameter.pattern, False)] * 2
+    if parameter.choices:
+        return st.sampled_from(parameter.choices)
+    if not parameter.required:
+        return _near(parameter.default)
+    if parameter.optional:
+        return None
+    if isinstance(parameter.codec, EnumCodec):
+        return st.sampled_from([*parameter.codec.kind])
+    return _scalar(name, parameter.name, parameter.kind, str(parameter.annotation))
+
+
+def _of_argument(name: str, argument: Any) -> Any:
+    kind = str(argument.type)
+    if kind in ("Tensor", "Optional[Tensor]"):
+        return _tensor(None, kind != "Tensor")
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return [_tensor(None, False)] * 2
+    if argument.has_default_value():
+        return _near(argument.default_value)
+    if kind.startswith("Optional"):
+        return None
+    return _scalar(name, argument.name, kind.lower(), kind)
+
+
+def _tensor(pattern: TensorPattern | None, optional: bool) -> TensorArgument:
+    if pattern is None:
+        return tensor("*shape", _FLOATING, optional=optional)  # tensors without annotations have equal shapes
+    known = pattern.dtypes
+    dtypes = tuple(d for d in _FLOATING if known is None or d in known) or tuple(
+        d for d in _OTHERS if d in (known or ())
+    )
+    return TensorArgument(pattern=pattern, dtypes=dtypes or (pattern.example_dtype(),), optional=optional)
+
+
+def _near(default: Any) -> Any:
+    """Return a default and values near it: both truth values, and half and double a positive float."""
+    if isinstance(default, bool):
+        return st.sampled_from([default, not default])
+    if isinstance(default, float) and 0 < default < float("inf"):
+        return st.sampled_from([default, default / 2, default * 2])
+    return default
+
+
+def _scalar(name: str, argument: str, kind: str, annotation: str) -> Any:
+    if kind not in _SCALARS:
+        raise ArgumentError(
+            f"{name}: no value can be drawn for {argument} ({annotation}). Give args= with a Hypothesis strategy, or a value."
+        )
+    return _SCALARS[kind]

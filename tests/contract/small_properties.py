@@ -4,8 +4,8 @@ import types
 
 import torch
 
-from opkit.contract import budget, run, search
 from opkit.contract import properties as table
+from opkit.contract import run, search
 from opkit.contract.prop import NotApplicable, Property, Remark, Violation
 
 
@@ -32,7 +32,7 @@ class Clock:
 
     def __init__(self, monkeypatch, *others):
         self.now = 0.0
-        for module in (budget, run, search, *others):
+        for module in (run, search, *others):
             monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
     def takes(self, seconds, then=lambda subject, case: None):

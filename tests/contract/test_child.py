@@ -13,7 +13,8 @@ import torch
 from opkit.contract.calls.cases import Case, TensorCase
 from opkit.contract.processes import child, crashes
 from opkit.contract.processes.child import ChildEnded, Worker, in_child
-from opkit.contract.prop import CallRefused, Violation
+from opkit.contract.prop import Violation
+from opkit.contract.subject import CallRefused
 from opkit.testing import tensor
 
 CASE = Case((TensorCase((2,)),))

@@ -12,7 +12,8 @@ import torch
 
 import opkit
 from opkit.contract.processes import child, fork_pool
-from opkit.contract.prop import CallRefused, Remark, Violation
+from opkit.contract.prop import Remark, Violation
+from opkit.contract.subject import CallRefused
 from opkit.testing import tensor
 
 pytestmark = pytest.mark.skipif(not child.available(), reason="processes are forked on Linux")

@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from opkit.contract.calls.fills import fill
-from opkit.contract.calls.layouts import layout_of
+from opkit.contract.calls.tensors import fill, layout_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +155,21 @@ class Case:
         return f"({', '.join([*map(_shown, self.args), *named])})"
 
 
+@dataclasses.dataclass(frozen=True)
+class History(Case):
+    """A call, and other calls of the same operator that are made before it is repeated.
+
+    >>> print(History((TensorCase((2,)),), between=(Case((TensorCase((3,)),)),)))
+    (float32[2]) around calls of (float32[3])
+    """
+
+    between: tuple[Case, ...] = ()
+
+    def __str__(self) -> str:
+        others = " and ".join(map(str, self.between))
+        return f"{super().__str__()} around calls of {others}" if others else super().__str__()
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -175,3 +190,97 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):  # a constant of the spec
         return f"a constant {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return str(value) if isinstance(value, TensorCase) else repr(value)
+
+
+# ---- the names of tensors ------------------------------------------------------------------------------------------------
+
+
+def places(case: Case) -> list[str]:
+    """Return the place of each tensor of the case among the arguments, in the order of :meth:`Case.tensors`.
+
+    >>> places(Case((TensorCase((2,)), [TensorCase((2,)), 1.0])))
+    ['argument 0', 'argument 1[0]']
+    """
+    positional = [place for number, value in enumerate(case.args) for place in _within(f"argument {number}", value)]
+    return positional + [place for name, value in case.kwargs for place in _within(f"argument {name}", value)]
+
+
+def owners(case: Case, schema: Any) -> list[str]:
+    """Return the name of the schema argument to which each tensor of the case belongs."""
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    found = [name for name, value in zip(names, case.args, strict=False) for _ in _within("", value)]
+    return found + [name for name, value in case.kwargs for _ in _within("", value)]
+
+
+def _within(place: str, value: Any) -> Iterator[str]:
+    if isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            yield from _within(f"{place}[{number}]", item)
+    elif isinstance(value, (TensorCase, torch.Tensor)):
+        yield place
+
+
+def distinct(call: Call) -> list[tuple[int, torch.Tensor]]:
+    """Return the tensors of a call with their numbers; one that is passed twice occurs once."""
+    seen: dict[int, tuple[int, torch.Tensor]] = {}
+    for number, tensor in enumerate(call.tensors()):
+        seen.setdefault(id(tensor), (number, tensor))
+    return [*seen.values()]
+
+
+# ---- JSON, for the pipe to a child process -------------------------------------------------------------------------------
+
+
+class NotSerializable(Exception):
+    """A value of the case cannot be written as JSON."""
+
+
+def to_json(case: Case) -> str:
+    """Return the case as one line of JSON.
+
+    Raises:
+        NotSerializable: it has a value that is no number, string, dtype, device, tensor, list or tuple.
+    """
+    return json.dumps(_encode((case.args, case.kwargs)))
+
+
+def from_json(text: str) -> Case:
+    """Return the case that :func:`to_json` wrote.
+
+    >>> from_json(to_json(Case((TensorCase((2,)), 0.5)))) == Case((TensorCase((2,)), 0.5))
+    True
+    """
+    return Case(*_decode(json.loads(text)))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda items: tuple(map(_decode, items)),
+    "list": lambda items: [*map(_decode, items)],
+    "float": float,
+    "complex": complex,
+    "dtype": lambda name: getattr(torch, name),
+    "device": torch.device,
+    "tensor": lambda fields: TensorCase(**{name: _decode(value) for name, value in fields}),
+    "plain": lambda value: value,
+}
+
+
+def _encode(value: Any) -> list[Any]:
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [*map(_encode, cast("list[Any]", value))]]
+    if isinstance(value, TensorCase):
+        return ["tensor", [[f.name, _encode(getattr(value, f.name))] for f in dataclasses.fields(value)]]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
+    if type(value) in (float, complex):  # repr is exact, and spells infinities
+        return [type(value).__name__, repr(value)]
+    if value is None or type(value) in (bool, int, str):
+        return ["plain", value]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    raise NotSerializable(f"{type(value).__name__}: {value!r}")
+
+
+def _decode(encoded: list[Any]) -> Any:
+    kind, value = encoded
+    return _DECODERS[kind](value)

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hypothesis.strategies import SearchStrategy
+
 from opkit.contract.calls.cases import Case, TensorCase
-from opkit.contract.calls.specs import ArgumentSpecs, TensorArgument
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing, TensorArgument
+from opkit.contract.subject import Subject
 from opkit.op.schema import patterns
 from opkit.op.schema.patterns import PatternDim
 
@@ -55,6 +58,11 @@ def resized(spec: ArgumentSpecs, case: Case, change: Change) -> Case:
 def at_least_two(spec: ArgumentSpecs, case: Case) -> Case:
     """Return the case with no named size of 0 or 1, on which compilers specialize."""
     return resized(spec, case, lambda _, size: size if size > 1 else size + 2)
+
+
+def drawn_above_one(how: Drawing) -> Callable[[Subject], SearchStrategy[Case]]:
+    """Return a property's ``cases``: those that ``how`` describes, with no named size of 0 or 1."""
+    return lambda subject: subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
 
 def other_sizes(spec: ArgumentSpecs, case: Case) -> list[Case]:

@@ -66,16 +66,26 @@ def _listed(strategy: Any) -> list[Any] | None:
     return list(elements) if plain else None  # pyright: ignore[reportArgumentType]
 
 
+def quiet_settings(count: int, **more: Any) -> hypothesis.settings:
+    """Return Hypothesis's settings for ``count`` examples: without database, deadline, health checks and output."""
+    usual: dict[str, Any] = {
+        "max_examples": count,
+        "database": None,
+        "deadline": None,
+        "print_blob": False,
+        "suppress_health_check": list(hypothesis.HealthCheck),
+        "verbosity": hypothesis.Verbosity.quiet,
+    }
+    return hypothesis.settings(**usual | more)
+
+
 @functools.lru_cache(maxsize=512)
 def examples(strategy: st.SearchStrategy[Any]) -> list[Any]:
     """Return some values of a strategy, the simplest first; the same ones every time."""
     found: list[Any] = []
 
     @hypothesis.seed(0)
-    @hypothesis.settings(
-        max_examples=_EXAMPLES, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
-        phases=[hypothesis.Phase.generate], print_blob=False,
-    )  # fmt: skip
+    @quiet_settings(_EXAMPLES, phases=[hypothesis.Phase.generate])
     @hypothesis.given(strategy)
     def collect(value: Any) -> None:
         found.append(value)
@@ -112,7 +122,7 @@ class Sweep:
     Attributes:
         spec: the specs of the arguments.
         how: the parts of the call that the sweep varies.
-        sizes: boundary sizes that each dimension takes in turn.
+        sizes: boundary sizes that each dimension takes, one after another.
     """
 
     spec: ArgumentSpecs
@@ -154,15 +164,15 @@ class Sweep:
             label: _GENERIC[at % len(_GENERIC)] if label[0] == "size" else (2,) for at, label in enumerate(names)
         }
         ones: Row = {label: 1 if label[0] == "size" else () for label in names}
-        for turn in range(max((len(self._labels[name]) for name in names), default=0)):
+        for step in range(max((len(self._labels[name]) for name in names), default=0)):
             for name in names:
-                if turn < len(self._labels[name]):
-                    row = {**generic, name: self._labels[name][turn]}
-                    yield from self._of_each_dtype(row) if turn == 0 else [row]
-            if turn < len(_ALONE) and len(names) > 1:
-                yield from ({**ones, name: _ALONE[turn] if name[0] == "size" else (_ALONE[turn],)} for name in names)
-            if turn < len(_GENERIC):
-                yield {label: _GENERIC[turn] if label[0] == "size" else (_GENERIC[turn],) for label in names}
+                if step < len(self._labels[name]):
+                    row = {**generic, name: self._labels[name][step]}
+                    yield from self._of_each_dtype(row) if step == 0 else [row]
+            if step < len(_ALONE) and len(names) > 1:
+                yield from ({**ones, name: _ALONE[step] if name[0] == "size" else (_ALONE[step],)} for name in names)
+            if step < len(_GENERIC):
+                yield {label: _GENERIC[step] if label[0] == "size" else (_GENERIC[step],) for label in names}
         while True:
             yield generic
 

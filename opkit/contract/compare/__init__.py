@@ -1,1 +1,1 @@
-"""Comparison with the reference: tolerances, and the choices that extreme numbers leave to correct kernels."""
+"""Outcomes of calls, their comparison with one another and with the reference, and tolerances."""

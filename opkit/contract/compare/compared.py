@@ -1,4 +1,4 @@
-"""This module pairs an operator's results with its reference's, and checks each pair."""
+"""This module pairs an operator's results with its reference's, and checks each pair, also where numbers are extreme."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from opkit.contract.calls.cases import Call, Case
-from opkit.contract.compare.exact import Expected, unit
-from opkit.contract.compare.tolerance import Goal, allowed, wrong
-from opkit.contract.observed.outcome import CallOutcome, described, same_bits, same_values
-from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.calls.cases import Case
+from opkit.contract.compare.outcome import CallOutcome, described, first_index, same_bits, same_values
+from opkit.contract.compare.reference import Expected, Goal, allowed, widened, wrong
+from opkit.contract.prop import Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 
 _RUNS = 8
-_ROUNDINGS = 16
+_SIGNS = ("signed_zeros", "special")
+_NEAR = 4  # a sum that comes this close to the largest number overflows in some order
+_ORDINARY = 3.0
+_MIN_NONZERO = 3  # so many nonzero numbers show that nothing is added up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Judge:
 
         def spread(outcomes: list[CallOutcome]) -> torch.Tensor | None:
             found = [pair.of(each) for each in outcomes if len(each.results) == len(self.wanted_results)]
-            gaps = [_gap(each, base) for each in found if isinstance(each, torch.Tensor) and each.shape == base.shape]
+            gaps = [gap(each, base) for each in found if isinstance(each, torch.Tensor) and each.shape == base.shape]
             return torch.stack(gaps).amax(0) if gaps else None
 
         half = own.dtype.is_floating_point and own.dtype.itemsize <= 2
         return Goal(
             own,
-            _wide(base),
+            in_float64(base),
             lambda: spread(self._disturbed),
             lambda: spread(self._moved) if half or self._is_narrow else None,
             self.floor,
@@ -159,7 +161,7 @@ class Judge:
         if not _numeric(got) or not _numeric(own):
             self._plain(pair)
             return
-        got, own = _tensor(got, own), _tensor(own, got)
+        got, own = as_tensor(got, own), as_tensor(own, got)
         if got.shape != own.shape:
             raise Violation(f"{pair.name} has shape {list(got.shape)}, and the reference's has {list(own.shape)}")
         self._numbers(dataclasses.replace(pair, got=got.detach(), own=own.detach()))
@@ -186,7 +188,7 @@ class Judge:
         """Return the mask without elements that agree with other correct results."""
         for other in self.alternates(pair):
             if isinstance(other, torch.Tensor) and other.shape == pair.own.shape:
-                bad = bad & wrong(pair.got, Goal(other, _wide(other), floor=self.floor, extreme=self.extreme))
+                bad = bad & wrong(pair.got, Goal(other, in_float64(other), floor=self.floor, extreme=self.extreme))
         excused = self.excused(pair)
         return bad if excused is None else bad & ~excused
 
@@ -202,8 +204,7 @@ class Judge:
                 raise Remark(f"{pair.name} has positions, and differs from the reference's where elements are equal")
 
     def _message(self, pair: ComparedPair, goal: Goal, bad: torch.Tensor) -> str:
-        at = int(bad.reshape(-1).nonzero()[0])
-        index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
+        at, index = first_index(bad, bad.shape)
         got, own, exact = (each.reshape(-1)[at].item() for each in (pair.got, goal.own, goal.exact))
         exactly = f" (exactly {exact!r})" if own != exact and self.wanted.exact is not None else ""
         floating = pair.got.dtype.is_floating_point
@@ -212,19 +213,21 @@ class Judge:
         return f"{pair.name} is {got!r} at {index}, and the reference's is {own!r}{exactly}{within}{count}"
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's numbers in float64 or complex128."""
     return tensor.detach().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
-def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.nan_to_num((_wide(one) - _wide(other)).abs(), 0.0, 0.0, 0.0)
+def gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each two elements; 0 where it is not finite."""
+    return torch.nan_to_num((in_float64(one) - in_float64(other)).abs(), 0.0, 0.0, 0.0)
 
 
 def _numeric(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, int, float, complex))
 
 
-def _tensor(value: Any, like: Any) -> torch.Tensor:
+def as_tensor(value: Any, like: Any) -> torch.Tensor:
     """Return a number as a tensor, in the other's dtype if that is a tensor of the same kind."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
@@ -233,62 +236,94 @@ def _tensor(value: Any, like: Any) -> torch.Tensor:
     return found.to(like.dtype) if suits else found
 
 
-def difference_from_contiguous(
-    subject: Subject, case: Case, pair: ComparedPair, plain: CallOutcome, before: Call
-) -> str:
-    """Describe a difference from the result of contiguous copies, ``plain``, beyond the order of sums, or return "".
-
-    Raises:
-        NotApplicable: the operator gives other results for the same arguments each time.
-        Remark: only positions of equal elements differ.
-    """
-    got, own = (_tensor(each, each).detach() for each in (pair.got, pair.own))
-    if same_bits(got, own) or not bool((bad := wrong(got, Goal(own, _wide(own), floor=_steps(own)))).any()):
-        return ""
-    again = pair.of(subject.call(before.map(torch.clone)))
-    if not same_values(again, pair.of(plain)):
-        raise NotApplicable("the operator gives other results for the same arguments each time")
-    runs = [pair.of(run) for seed in range(_RUNS) if (run := _nearby(subject, before, seed)) is not None]
-    gaps = [_gap(each, own) for each in runs if each.shape == own.shape]
-    spread = torch.stack(gaps).amax(0) if gaps else None
-    bad = wrong(got, Goal(own, _wide(own), spread=lambda: spread, floor=_steps(own)))
-    if _finite(before):  # a product that overflows in one order need not in another
-        bad = bad & got.isfinite() & own.isfinite()
-    if not bool(bad.any()):
-        return ""
-    Judge(subject, case, Expected(subject, case, plain, None)).ties(pair)
-    at = int(bad.reshape(-1).nonzero()[0])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(at), bad.shape)] if bad.dim() else []
-    one, other = (each.reshape(-1)[at].item() for each in (got, own))
-    return f"{one!r} at {index}, and {other!r} for contiguous copies ({int(bad.sum())} of {bad.numel()} elements)"
+# ---- extreme numbers: flushed denormals, overflow, invalid operations --------------------------------------------------
 
 
-def _finite(call: Call) -> bool:
-    """Return whether all floats among the arguments are finite."""
-    return all(bool(each.isfinite().all()) for each in call.tensors() if each.dtype.is_floating_point)
+def _of_changed(subject: Subject, case: Case, change: Callable[[torch.Tensor], torch.Tensor]) -> CallOutcome:
+    """Return the reference's results for changed floats."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return change(tensor) if tensor.dtype.is_floating_point else tensor
+
+    return subject.call(case.make(subject.device).map(changed), subject.reference)
 
 
-def _steps(result: torch.Tensor) -> float:
-    """Return the error of intermediate steps: another layout means other instructions, such as for exp; a real error is large."""
-    if not (result.dtype.is_floating_point or result.dtype.is_complex) or not result.numel():
-        return 0.0
-    largest = float(torch.nan_to_num(_wide(result).abs(), 0.0, 0.0, 0.0).amax())
-    return _ROUNDINGS * unit(result.dtype) * max(1.0, largest)
+def flushed(subject: Subject, case: Case) -> CallOutcome:
+    """Return the reference's results if denormal arguments are flushed to zero."""
+
+    def flush(tensor: torch.Tensor) -> torch.Tensor:
+        small = tensor.abs() < torch.finfo(tensor.dtype).smallest_normal
+        return torch.where(small, torch.zeros_like(tensor).copysign(tensor), tensor)
+
+    return _of_changed(subject, case, flush)
 
 
-def _nearby(subject: Subject, before: Call, seed: int) -> CallOutcome | None:
-    """Call the operator with arguments that are off by the roundings of a sum over the longest dimension."""
-    generator = torch.Generator().manual_seed(seed)
+def excused(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor | None:
+    """Return a mask of the elements at which correct kernels may differ, or None."""
+    got, own = pair.got, pair.own
+    if not got.dtype.is_floating_point:
+        return None
+    found = _invalid(subject, case, pair)
+    if got.numel() < max((t.make().numel() for t in case.tensors()), default=0):
+        found |= own.isinf() & got.isnan()  # infinity less infinity in a sum
+    odd = ~got.isfinite() | ~own.isfinite()
+    if bool(odd.any()) and _overflows(subject, case, pair):
+        found |= odd
+    return found
 
-    def off(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dtype.is_floating_point:
-            return tensor.clone()
-        length = max(tensor.shape, default=1)
-        size = unit(tensor.dtype) * (2 if tensor.dtype.itemsize <= 2 else 4 * length**0.5)
-        signs = torch.randint(2, tensor.shape, generator=generator).to(torch.float64) * 2 - 1
-        return (tensor.double() * (1 + size * signs.to(tensor.device))).to(tensor.dtype)
+
+def _invalid(subject: Subject, case: Case, pair: ComparedPair) -> torch.Tensor:
+    """Return where the reference gives NaN because of numbers that are infinite or too large to be squared: others need not."""
+
+    def calmed(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(tensor.abs() > torch.finfo(tensor.dtype).max ** 0.5, tensor.sign() * _ORDINARY, tensor)
 
     try:
-        return subject.call(before.map(off))
+        calm = pair.of(_of_changed(subject, case, calmed))
     except CallRefused:
-        return None
+        return torch.zeros_like(pair.got, dtype=torch.bool)
+    found = pair.own.isnan() & ~calm.isnan()
+    widest = pair.got.dtype == torch.float64  # for narrower dtypes the correct result is known
+    return found | (pair.got.isnan() & (calm != pair.own)) if widest else found
+
+
+def _overflows(subject: Subject, case: Case, pair: ComparedPair) -> bool:
+    """Return whether terms of one sign would overflow: then an overflow of these terms depends on their order."""
+    try:
+        largest = pair.of(_of_changed(subject, case, lambda t: widened(torch.where(t.isfinite(), t, 0.0).abs())))
+    except CallRefused:
+        return False
+    limit = torch.finfo(pair.own.dtype).max / _NEAR
+    return bool((largest.double().abs() > limit).any()) or bool((~largest.isfinite()).any())
+
+
+def zero_signs(subject: Subject, case: Case) -> None:
+    """Check the signs of zeros if an operator does nothing but change signs.
+
+    Raises:
+        Violation: one has another sign.
+    """
+    floats = [t for t in case.tensors() if t.fill in _SIGNS and t.dtype.is_floating_point]
+    scalars = [value for value in (*case.args, *dict(case.kwargs).values()) if isinstance(value, (int, float))]
+    if not floats or scalars or len(case.tensors()) > 1:  # 0 * b may be added to a
+        return
+    got, own = subject.run(case), subject.expect(case)
+    inputs = [t for t in case.make(subject.device).tensors() if t.dtype.is_floating_point]
+    for ours, theirs in zip(got.results, own.results, strict=False):
+        if _only_signs(ours, theirs, inputs) and bool((_negative_zero(ours) != _negative_zero(theirs)).any()):
+            raise Violation(
+                "a zero of the result has another sign than the reference's, and everything else is bitwise equal"
+            )
+
+
+def _only_signs(ours: Any, theirs: Any, inputs: list[torch.Tensor]) -> bool:
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
+        return False
+    if not bool((theirs != 0).sum() >= _MIN_NONZERO):
+        return False
+    only_signs = any(same_values(theirs.abs(), each.abs()) for each in inputs)
+    return only_signs and same_values(ours.abs(), theirs.abs())
+
+
+def _negative_zero(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor == 0) & tensor.signbit()

@@ -1,1 +1,1 @@
-"""Calls in other processes: those that crash or hang, first calls, and whole properties."""
+"""Other processes: calls that crash or hang, memory in which wrong accesses show, and whole properties in parallel."""

@@ -28,9 +28,9 @@ from typing import NoReturn
 
 import torch
 
-from opkit.contract.calls.cases import Case
-from opkit.contract.processes import wire
-from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
+from opkit.contract.calls.cases import Case, NotSerializable, from_json, to_json
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.subject import CallRefused
 
 SECONDS = 5.0
 """The limit for one call."""
@@ -108,8 +108,8 @@ class Worker:
         if fresh:
             return in_child(lambda: self.function(case), seconds)
         try:
-            line = wire.written(case)
-        except wire.NotSerializable:
+            line = to_json(case)
+        except NotSerializable:
             return in_child(lambda: self.function(case), seconds)
         if self._child is None or not self._child.send(line):
             self._child, self.count = ChildProcess(self._serve), 1
@@ -122,7 +122,7 @@ class Worker:
 
     def _serve(self, lines: Iterator[str], writer: int) -> None:
         for line in lines:
-            case = wire.read(line)
+            case = from_json(line)
             _write(writer, json.dumps(_outcome(lambda: self.function(case))))  # noqa: B023
 
 

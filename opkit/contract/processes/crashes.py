@@ -8,10 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from opkit.contract.memory import heap
-from opkit.contract.processes import child
+from opkit.contract.processes import child, guarded_memory
 from opkit.contract.processes.child import ChildEnded, Worker
-from opkit.contract.prop import CallRefused, NotApplicable, Violation
+from opkit.contract.prop import NotApplicable, Violation
+from opkit.contract.subject import CallRefused
 
 if TYPE_CHECKING:
     from opkit.contract.calls.cases import Case
@@ -59,7 +59,7 @@ class Crashes:
         """Call the operator in the child, read all results, and check the heap."""
         for _ in range(self._calls):
             self._subject.run(case).detached()
-        heap.inspect()
+        guarded_memory.inspect_heap()
 
     def _handle_crash(self, case: Case, ended: ChildEnded) -> None:
         if len(self._crashed) < _MAX_CRASHED:
@@ -126,7 +126,9 @@ class Crashes:
 
 
 def _never() -> Violation:
-    return Violation(f"the call did not return: one had {_PATIENCE:g} s, and others less once it was clear")
+    return Violation(
+        f"the call did not return: one was ended after {_PATIENCE:g} s, and others sooner once it was clear"
+    )
 
 
 def _returns_here(subject: Subject, case: Case) -> bool:

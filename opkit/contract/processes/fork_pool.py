@@ -21,12 +21,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opkit.contract.calls.cases import Case
-from opkit.contract.processes import child, wire
+from opkit.contract.calls.cases import Case, NotSerializable, from_json, to_json
+from opkit.contract.processes import child
 from opkit.contract.processes.child import ChildEnded, ChildProcess, Worker
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
 from opkit.contract.search import SearchResult
-from opkit.contract.subject import Subject
+from opkit.contract.subject import CallRefused, Subject
 
 Check = Callable[[Property, Sequence[Property]], SearchResult]
 
@@ -97,7 +97,7 @@ class ForkPool:
         prop, rest = self._properties[number], self._properties[number + 1 :: self._count]
         try:
             return _written(self._check(dataclasses.replace(prop, check=_recording(prop, latest)), rest))
-        except wire.NotSerializable:
+        except NotSerializable:
             return None
 
     def _ready_process(self, seconds: float) -> _PoolProcess | None:
@@ -187,8 +187,8 @@ class _LatestCase:
     def record(self, case: Case) -> None:
         """Record that this case starts now; the text of one that cannot be serialized is empty."""
         try:
-            text = wire.written(case).encode()
-        except wire.NotSerializable:
+            text = to_json(case).encode()
+        except NotSerializable:
             text = b""
         text = text if len(text) <= _SIZE else b""
         _HEAD.pack_into(self._memory, 0, self.started + 1, self.number, len(text))
@@ -197,7 +197,7 @@ class _LatestCase:
     def case(self) -> Case | None:
         """Return the latest case, or None without its text."""
         length = _HEAD.unpack_from(self._memory)[2]
-        return wire.read(self._memory[_HEAD.size : _HEAD.size + length].decode()) if length else None
+        return from_json(self._memory[_HEAD.size : _HEAD.size + length].decode()) if length else None
 
 
 def _recording(prop: Property, latest: _LatestCase) -> Callable[[Subject, Case], None]:
@@ -237,7 +237,7 @@ def _ends(worker: Worker, case: Case) -> bool:
 def _written(result: SearchResult) -> dict[str, Any]:
     fields: dict[str, Any] = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
     if result.failure is not None:
-        fields["failure"] = (wire.written(result.failure[0]), result.failure[1])
+        fields["failure"] = (to_json(result.failure[0]), result.failure[1])
     return fields
 
 
@@ -245,5 +245,5 @@ def _read(fields: dict[str, Any]) -> SearchResult:
     failure = fields.pop("failure")
     several = {name: tuple(fields.pop(name)) for name in ("tried", "remarks")}
     refused = tuple((case, why) for case, why in fields.pop("refused"))
-    shown = None if failure is None else (wire.read(failure[0]), str(failure[1]))
+    shown = None if failure is None else (from_json(failure[0]), str(failure[1]))
     return SearchResult(**several, refused=refused, failure=shown, **fields)

@@ -1,19 +1,20 @@
 """All properties of the contract, in groups; a group has one module or several.
 
-Each module has a table ``PROPERTIES``. A row says only what differs from the defaults of its group, which are the arguments of
-the ``functools.partial`` above the group's first table. Adding a property touches one module and its test.
+Each module has a table ``PROPERTIES``. A row says only what differs from the defaults of its group, which stand above the
+group's first table. Adding a property touches one module and its test.
 """
 
 from opkit.contract.prop import Property
 from opkit.contract.properties import (
     behaviour,
+    behaviour_parallel,
+    behaviour_state,
     compiled,
     compiled_unbacked,
     fake,
     gradients,
-    gradients_accepts,
-    gradients_dtypes,
     gradients_higher,
+    gradients_limits,
     layout,
     memory,
     numbers,
@@ -31,13 +32,14 @@ PROPERTIES: tuple[Property, ...] = (
     *layout.PROPERTIES,
     *fake.PROPERTIES,
     *gradients.PROPERTIES,
-    *gradients_dtypes.PROPERTIES,
-    *gradients_accepts.PROPERTIES,
+    *gradients_limits.PROPERTIES,
     *gradients_higher.PROPERTIES,
     *transforms.PROPERTIES,
     *transforms_modes.PROPERTIES,
     *compiled.PROPERTIES,
     *compiled_unbacked.PROPERTIES,
     *behaviour.PROPERTIES,
+    *behaviour_state.PROPERTIES,
+    *behaviour_parallel.PROPERTIES,
 )
 """All properties, in the order of the documentation."""

@@ -1,32 +1,41 @@
-"""The group ``behaviour``: results depend on the arguments' values alone, not on calls, threads, settings or addresses."""
+"""The group ``behaviour``: results depend on the arguments' values alone, not on calls before them, addresses or names."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import time
+from collections.abc import Generator
+from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from opkit.contract.calls.cases import Call, Case, TensorCase
-from opkit.contract.calls.histories import History, histories
+from opkit.contract.calls.cases import Call, Case, History, TensorCase
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.compare.rounding import beyond_rounding, difference, observe, quietly
-from opkit.contract.observed import concurrency, devices, elementwise, global_state, randomness
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.processes import fresh_process
-from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import beyond_rounding, difference, observe, quietly
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.processes import child
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation, drawn
+from opkit.contract.subject import CallRefused, Subject
 
 _REPEATS = 6
 _LATER = 100_000.5  # seconds: past midnight, and another number in any unit of the clock
 _SHIFTS = (1, 2, 3)
 _ROUNDS = 4
+_MAX_BETWEEN = 2
+_NOTE = "behaviour.first"
+_LONG = 10.0  # seconds: an operator that compiles in its first call would do so for every case
+_LONGEST = 30.0  # seconds for one case; a busy machine takes a while to import what the first one needs
+_NEARLY = 1e-2  # of the largest number: stale numbers are off by more, and a tuned kernel may round differently
 _NO_STATE = "A call must not leave state that reaches another call."
 
 
@@ -67,13 +76,20 @@ def _reorders(subject: Subject, case: Case) -> bool:
     """Return whether threads make rounding differ: on a GPU unless torch forbids it, on a CPU if one thread never differs."""
     if torch.device(subject.device).type != "cpu":
         return not torch.are_deterministic_algorithms_enabled()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         first = observe(subject, case).detached()
         return not any(difference(observe(subject, case), first) for _ in range(2 * _REPEATS))
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Generator[None]:
+    """Let torch compute with this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _expect_unchanged(first: CallOutcome, copy: CallOutcome) -> None:
@@ -103,6 +119,13 @@ def _outcome_or_none(subject: Subject, case: Case) -> CallOutcome | None:
         return observe(subject, case).detached()
     except CallRefused:
         return None
+
+
+def _histories(subject: Subject) -> SearchStrategy[Case]:
+    """Draw calls with one or two others between them: of any sizes, dtypes, flags and numbers."""
+    others = subject.spec.cases(Drawing(fills=("normal", "nan", "infinite", "large")))
+    both = st.tuples(subject.spec.cases(), st.lists(others, min_size=1, max_size=_MAX_BETWEEN))
+    return both.map(lambda drawn: History(drawn[0].args, drawn[0].kwargs, tuple(drawn[1])))
 
 
 def _listed(cases: tuple[Case, ...]) -> str:
@@ -186,28 +209,88 @@ def _keyword_arguments(subject: Subject, case: Case) -> None:
         raise Violation(f"with arguments passed by name, in another order, {found} otherwise.")
 
 
-_property = functools.partial(Property, share=0.3, cost=0.003)
+# ---- first calls ---------------------------------------------------------------------------------------------------------
 
-PROPERTIES: tuple[Property, ...] = (
-    _property(
+
+def _cannot_fork(subject: Subject) -> str:
+    """Return why the operator cannot be called in forked processes, or ""."""
+    if subject.device != "cpu":
+        return f"the device is {subject.device}, which does not survive a fork"
+    return "" if child.available() else "processes cannot be forked here"
+
+
+def _first(subject: Subject, case: Case) -> None:
+    """Check that a call returns the same whether it is the first or comes after one with other numbers.
+
+    Raises:
+        Violation: it does not.
+    """
+    if subject.notes.get("hangs in a child"):
+        raise NotApplicable("it does not return in a forked process")
+    worker = subject.notes.setdefault(_NOTE, child.Worker(lambda one: _compare_first(subject, one)))
+    started = time.monotonic()
+    try:
+        worker.check(case, _LONGEST)
+    except child.ChildEnded as ended:  # memory.crash reports that
+        raise CallRefused(ended) from ended
+    if time.monotonic() - started > _LONG:
+        raise NotApplicable("its first call takes long")
+
+
+def _compare_first(subject: Subject, case: Case) -> None:
+    """Compare the results of two children of this process, which has not called the operator."""
+    alone, after = (_results_in_child(subject, before, case) for before in ((), (case.reseeded(),)))
+    for number, (first, second) in enumerate(zip(alone, after, strict=True)):
+        if not _nearly_equal(first, second):
+            raise Violation(
+                f"in a process that has not called it before, result {number} begins {_few(first)}; where a call with other "
+                f"numbers came before, {_few(second)}. Do not cache by sizes alone what depends on numbers."
+            )
+
+
+def _results_in_child(subject: Subject, before: tuple[Case, ...], case: Case) -> list[list[Any]]:
+    def results() -> str:
+        for other in before:
+            quietly(subject, other)
+        return json.dumps([_numbers(tensor) for tensor in observe(subject, case).tensors()])
+
+    return json.loads(child.in_child(results))
+
+
+def _numbers(tensor: torch.Tensor) -> list[Any]:
+    plain = tensor.detach()
+    plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+    return (plain.double() if plain.is_floating_point() else plain).reshape(-1).tolist()
+
+
+def _nearly_equal(first: list[Any], second: list[Any]) -> bool:
+    if len(first) != len(second):
+        return False
+    largest = max((abs(value) for value in first if abs(value) < float("inf")), default=0.0)
+    exact = not any(isinstance(value, float) for value in first)
+    allowed = 0.0 if exact else _NEARLY * largest
+    return all(a == b or abs(a - b) <= allowed or (a != a and b != b) for a, b in zip(first, second, strict=True))
+
+
+def _few(numbers: list[Any]) -> str:
+    return f"[{', '.join(f'{value:.6g}' for value in numbers[:4])}]"
+
+
+behaviour_property = functools.partial(Property, share=0.3, cost=0.003)
+
+PROPERTIES = (
+    behaviour_property(
         "behaviour.first",
         rule="A call returns the same whether it is the first of its process or comes after one with other numbers.",
         defect="a table that the first call for a size fills from its numbers, and that all later ones read",
-        check=fresh_process.check_first,
+        check=_first,
         cases=drawn(Drawing(elements=256)),
         share=0.1,
         cost=0.0,  # it runs before any other property calls the operator in this process
-        skip=fresh_process.cannot_fork,
+        skip=_cannot_fork,
         forked=False,
     ),
-    _property(
-        "behaviour.global_state",
-        rule="A call leaves torch's settings, random generators, the environment and the floating-point mode as they were.",
-        defect="torch.set_num_threads, set_default_dtype or manual_seed inside; numpy's generator; a mode that is never left",
-        check=global_state.leaves_state,
-        cost=0.0005,
-    ),
-    _property(
+    behaviour_property(
         "behaviour.deterministic",
         rule="Calls with equal arguments return equal bits, and no later call changes what an earlier one returned.",
         defect="a counter, a first call that differs, memory left over from another call, a result that is an internal buffer",
@@ -216,16 +299,16 @@ PROPERTIES: tuple[Property, ...] = (
         share=1.0,
         forked=False,
     ),
-    _property(
+    behaviour_property(
         "behaviour.history",
         rule="What a call returns does not depend on which calls came before it.",
         defect="a workspace or table cached by too small a key: larger sizes, other dtypes, flags or NaN show in later results",
         check=_history,
-        cases=histories,
+        cases=_histories,
         share=0.6,
         cost=0.002,
     ),
-    _property(
+    behaviour_property(
         "behaviour.values",
         rule="What a call returns depends on the numbers in its arguments, not on their address or tensor.",
         defect="a cache keyed by data_ptr() or id(); loads that assume an alignment",
@@ -233,72 +316,11 @@ PROPERTIES: tuple[Property, ...] = (
         share=0.5,
         cost=0.002,
     ),
-    _property(
+    behaviour_property(
         "behaviour.arguments",
         rule="Arguments are not referenced after the call, and may be passed by name in any order.",
         defect="a list or a cache that grows with every call; a wrapper that mixes up names",
         check=_arguments,
         share=0.2,
-    ),
-    _property(
-        "behaviour.random",
-        rule="Random results are torch.manual_seed's to the bit, and differ for other seeds and from call to call.",
-        defect="a fixed seed, a generator of its own, a generator that is read and not advanced",
-        check=randomness.check_random,
-        share=0.4,
-    ),
-    _property(
-        "behaviour.settings",
-        rule="Results do not depend on the default dtype, the grad mode, deterministic mode or how denormals are treated.",
-        defect="torch.zeros(n) without a dtype; a branch on torch.is_grad_enabled()",
-        check=global_state.ignores_state,
-    ),
-    _property(
-        "behaviour.threads",
-        rule="Results are the same with any number of torch's threads, but for the rounding of sums in another order.",
-        defect="threads that write to the same element; a last part that is dropped where the work does not divide",
-        check=concurrency.check_thread_counts,
-        cases=concurrency.large_cases,
-        share=0.4,
-        cost=0.01,
-        forked=False,
-    ),
-    _property(
-        "behaviour.concurrent",
-        rule="Threads that call at the same time each get their own right results.",
-        defect="a static or global buffer; a cache without a lock",
-        check=concurrency.check_concurrent,
-        cases=concurrency.larger_cases,
-        cost=0.03,
-        skip=concurrency.not_interpreted,
-        forked=False,
-    ),
-    _property(
-        "behaviour.elementwise",
-        rule="A kernel that is declared elementwise gives for any part of the elements what it gives there for all.",
-        defect="an element's neighbours that are read, a sum or a position that is counted over the whole",
-        check=elementwise.check_parts,
-        share=0.5,
-        skip=elementwise.declares_nothing,
-    ),
-    _property(
-        "behaviour.streams",
-        rule="Work is launched on the current stream.",
-        defect="a launch on the default stream, which reads arguments before they are there",
-        check=devices.check_stream,
-        share=0.2,
-        cost=0.02,
-        skip=devices.needs_cuda,
-        forked=False,
-    ),
-    _property(
-        "behaviour.second_device",
-        rule="Tensors on a device that is not the current one give the same results, there.",
-        defect="a launch on the current device; a current device that stays changed",
-        check=devices.check_second_device,
-        share=0.2,
-        cost=0.02,
-        skip=devices.needs_second_device,
-        forked=False,
     ),
 )

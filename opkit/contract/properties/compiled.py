@@ -12,26 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.resizing import CHANGES, at_least_two, other_sizes, resized
+from opkit.contract.calls.resizing import CHANGES, drawn_above_one, other_sizes, resized
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.module_state import state_of
-from opkit.contract.observed.outcome import leaves
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import leaves
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes, graphs
+from opkit.contract.traced.graphs import state_of
 
 _LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last")
-_LARGEST = 33
+_DRAWN = Drawing(layouts=_LAYOUTS, largest=33, elements=2**11)
 _GUARDS = ("Guard failed", "Expected input at", "Runtime assertion failed")  # messages of torch's exported programs
 _MIN_SIZES = 4  # an operator that is compiled again at each of so many sizes is not dynamic
-
-
-def compile_cases(subject: Subject) -> SearchStrategy[Case]:
-    how = Drawing(layouts=_LAYOUTS, largest=_LARGEST, elements=2**11)
-    return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
 
 def _variants(subject: Subject, case: Case, dynamic: bool) -> Iterator[tuple[str, Case]]:
@@ -277,7 +271,7 @@ _RULE = (
     "compiled for."
 )
 
-compile_property = functools.partial(Property, cases=compile_cases, share=0.02, forked=False)
+compile_property = functools.partial(Property, cases=drawn_above_one(_DRAWN), share=0.02, forked=False)
 
 PROPERTIES = (
     compile_property(

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
-from hypothesis.strategies import SearchStrategy
 from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.resizing import at_least_two, resized
+from opkit.contract.calls.resizing import drawn_above_one, resized
 from opkit.contract.calls.specs import Drawing
 from opkit.contract.prop import NotApplicable, Remark, Violation
 from opkit.contract.properties.compiled import compile_property
@@ -23,10 +22,6 @@ from opkit.contract.subject import Subject
 from opkit.contract.traced import fakes, graphs
 
 _LARGEST = 4  # the unknown size is at most this; 0 and 1 are among its values
-
-
-def _cases(subject: Subject) -> SearchStrategy[Case]:
-    return subject.spec.cases(Drawing(largest=9, elements=256)).map(lambda case: at_least_two(subject.spec, case))
 
 
 def _unbacked(subject: Subject, case: Case) -> None:
@@ -132,7 +127,7 @@ PROPERTIES = (
         rule="A program compiled for a size that is known only when it runs gives what eager mode gives, for 0 and 1 as well.",
         defect="a fake implementation that branches on a size, or has a size of its own for tensors of no elements",
         check=_unbacked,
-        cases=_cases,
+        cases=drawn_above_one(Drawing(largest=9, elements=256)),
         cost=0.7,
         skip=_no_overload,
     ),

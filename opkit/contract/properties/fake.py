@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.fills import ORDINARY
-from opkit.contract.calls.layouts import LAYOUTS
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import CallOutcome, described
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation, drawn, swept
-from opkit.contract.subject import Subject
+from opkit.contract.calls.tensors import LAYOUTS, ORDINARY
+from opkit.contract.compare.outcome import CallOutcome, described
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation, swept_and_drawn
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes, symbols
 
 _EVERY_DEVICE = "CompositeExplicitAutograd"  # the dispatch key of a kernel that runs on every device
@@ -63,7 +62,11 @@ def _accepts(subject: Subject, case: Case) -> None:
         subject.run(case)
     except CallRefused as refusal:
         if fake is not None:
-            raise Remark(_kernel_alone(refusal)) from refusal
+            raise Remark(
+                f"the kernel refuses arguments with {type(refusal.error).__name__} that the fake implementation accepts: a "
+                "program compiles and fails when it runs. That is right if the kernel checks values; check sizes and dtypes in "
+                "both."
+            ) from refusal
         raise
     if refused is not None and fakes.has_own_fake(subject):
         raise Violation(
@@ -72,13 +75,6 @@ def _accepts(subject: Subject, case: Case) -> None:
         )
     if refused is not None:
         raise NotApplicable(f"what it calls does not run on fake tensors: {fakes.shortened(refused.error)}")
-
-
-def _kernel_alone(refusal: CallRefused) -> str:
-    return (
-        f"the kernel refuses arguments with {type(refusal.error).__name__} that the fake implementation accepts: a program "
-        "compiles and fails when it runs. That is right if the kernel checks values; check sizes and dtypes in both."
-    )
 
 
 def _shapes(subject: Subject, case: Case) -> None:
@@ -111,10 +107,6 @@ def _value(name: str, real: Any, fake: Any) -> str:
     return "" if same else f"{name} is {described(real)}, and {described(fake)} by the fake implementation"
 
 
-def _known_shape(real: torch.Tensor, fake: torch.Tensor) -> bool:
-    return not any(map(symbols.unknown, (*fake.shape, *fake.stride()))) and real.shape == fake.shape
-
-
 def _list(numbers: Any) -> str:
     return f"[{', '.join(map(str, numbers))}]"
 
@@ -122,7 +114,9 @@ def _list(numbers: Any) -> str:
 def _strides(subject: Subject, case: Case) -> None:
     remarks: list[str] = []
     for name, real, fake in _paired(*fakes.both(subject, case)):
-        if not _tensors(real, fake) or real.layout != torch.strided or not _known_shape(real, fake):
+        if not _tensors(real, fake) or real.layout != torch.strided:
+            continue
+        if any(map(symbols.unknown, (*fake.shape, *fake.stride()))) or real.shape != fake.shape:
             continue
         differ = [dim for dim in range(real.dim()) if real.stride(dim) != fake.stride(dim)]
         message = f"{name} {described(real)} has strides {_list(real.stride())}, and {_list(fake.stride())} by the fake"
@@ -250,7 +244,7 @@ def _no_own_fake(subject: Subject) -> str:
     return "" if fakes.has_own_fake(subject) else "it is no opaque operator: torch's own fakes of its operations run"
 
 
-_property = functools.partial(Property, cases=drawn(_DRAWN), first=swept(_DRAWN, sizes=_SIZES), share=0.3, cost=0.001)
+_property = functools.partial(Property, **swept_and_drawn(_DRAWN, sizes=_SIZES), share=0.3, cost=0.001)
 
 PROPERTIES = (
     _property(
@@ -323,7 +317,7 @@ PROPERTIES = (
         rule="Traced once with symbolic sizes, the fake implementation gives the kernel's sizes and strides at others too.",
         defect="a size that is burned in as a number, int() of a size, a wrong branch on a size, a fake that remembers",
         check=symbols.check_symbolic,
-        cases=symbols.cases,
+        cases=symbols.CASES,
         share=0.12,
         cost=0.02,
         first=None,

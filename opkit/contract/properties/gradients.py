@@ -4,30 +4,39 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from opkit.contract import prop
 from opkit.contract.calls.cases import Case
-from opkit.contract.calls.layouts import INCOMING
-from opkit.contract.observed.outcome import bits
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.calls.tensors import INCOMING
+from opkit.contract.compare.outcome import bits
+from opkit.contract.prop import NotApplicable, Property, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import AutogradGraph, Gradients
 
 
 def needs_reference(subject: Subject) -> str:
     """Return why gradients cannot be compared with the reference's, or ""."""
-    return d.no_candidates(subject) or ("" if subject.reference is not None else "there is no reference")
+    return d.no_candidates(subject) or prop.needs_reference(subject)
 
 
-def _comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:  # if not, ``numbers`` reports it
+def comparable(ours: AutogradGraph, reference: AutogradGraph) -> bool:
+    """Return whether results have equal shapes; if not, ``numbers`` reports it."""
     return [o.shape for o in ours.outputs] == [o.shape for o in reference.outputs]
 
 
-def _both(subject: Subject, case: Case) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
+def traced_both(
+    subject: Subject, case: Case
+) -> tuple[AutogradGraph, AutogradGraph, Gradients, Gradients, tuple[int, ...]]:
+    """Return the operator's graph, the reference's, its gradients in the case's dtypes and in float64, and the inputs' numbers.
+
+    Raises:
+        NotApplicable: one of them has no gradient.
+    """
     numbers = d.candidates(subject, case)
     reference, narrow, wide = d.expected(subject, case, numbers)
     if not reference.attached:
@@ -48,10 +57,9 @@ def _backward(subject: Subject, case: Case, graph: AutogradGraph, numbers: Seque
         raise Violation(f"the backward raises {type(error).__name__}: {error}") from error
 
 
-@d.steady
 def _reference(subject: Subject, case: Case) -> None:
-    ours, reference, narrow, wide, numbers = _both(subject, case)
-    if not _comparable(ours, reference):
+    ours, reference, narrow, wide, numbers = traced_both(subject, case)
+    if not comparable(ours, reference):
         return
     got = _backward(subject, case, ours, numbers)
     scale = d.magnitude(d.incoming(ours))
@@ -62,10 +70,9 @@ def _reference(subject: Subject, case: Case) -> None:
             raise Violation(f"the gradient of {d.argument(subject, case, number)} is not the reference's: {wrong}")
 
 
-@d.steady
 def _lost(subject: Subject, case: Case) -> None:
-    ours, reference, _, wide, numbers = _both(subject, case)
-    if not _comparable(ours, reference):
+    ours, reference, _, wide, numbers = traced_both(subject, case)
+    if not comparable(ours, reference):
         return
     scale = d.magnitude(d.incoming(reference))
     try:
@@ -95,7 +102,6 @@ def _lost_message(
 # ---- against itself ----------------------------------------------------------------------------------------------------
 
 
-@d.steady
 def _subsets(subject: Subject, case: Case) -> None:
     _, numbers, everything, grads = d.supported(subject, case)
     scale = d.magnitude(grads)
@@ -132,7 +138,6 @@ def _named(numbers: Sequence[int]) -> str:
     return f"tensor{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-@d.steady
 def _incoming(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     for name, (fewest, layout) in INCOMING.items():
@@ -142,7 +147,6 @@ def _incoming(subject: Subject, case: Case) -> None:
         _equal(subject, case, numbers, got, wanted, grads, f"where the incoming gradient is {name}", "contiguous")
 
 
-@d.steady
 def _linear(subject: Subject, case: Case) -> None:
     graph, numbers, first, grads = d.supported(subject, case)
     if graph.rounds:
@@ -186,7 +190,6 @@ def _additive(
             )
 
 
-@d.steady
 def _undefined(subject: Subject, case: Case) -> None:
     graph, numbers, _, grads = d.supported(subject, case)
     if len(graph.attached) < 2:
@@ -225,7 +228,6 @@ def _equal(
             )
 
 
-@d.steady
 def _pure(subject: Subject, case: Case) -> None:
     _, numbers, _, grads = d.supported(subject, case)
     graph = d.trace(subject, case, numbers)
@@ -251,7 +253,6 @@ def _watched(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> list[tuple[
     return [*arguments, *results, *((f"the gradient that comes in for result {n}", g) for n, g in enumerate(grads))]
 
 
-@d.steady
 def _saved(subject: Subject, case: Case) -> None:
     graph, numbers, plain, grads = d.supported(subject, case)
     _interleaved(subject, case, numbers, plain, grads)
@@ -307,9 +308,11 @@ def _overwrite(tensor: torch.Tensor) -> None:
         tensor.copy_(tensor.flatten()[-1].expand(tensor.shape).clone())
 
 
-gradient_property = functools.partial(
-    Property, cases=d.smooth_cases(), skip=d.no_candidates, share=0.4, cost=0.0015, backward=True
-)
+def gradient_property(name: str, *, check: Callable[[Subject, Case], None], **row: Any) -> Property:
+    """Return a property with the defaults of the group; its violations count only if equal calls give equal results."""
+    usual = {"cases": d.smooth_cases(), "skip": d.no_candidates, "share": 0.4, "cost": 0.0015, "backward": True}
+    return Property(name, check=d.steady(check), **usual | row)
+
 
 PROPERTIES: tuple[Property, ...] = (
     gradient_property(

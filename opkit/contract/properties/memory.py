@@ -12,19 +12,17 @@ from collections.abc import Callable
 
 import torch
 
-from opkit.contract.calls.arguments import distinct, places
-from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.layouts import WRITABLE
-from opkit.contract.calls.sizes import LARGE
-from opkit.contract.calls.specs import ANYTHING, Drawing
-from opkit.contract.memory import allocator, guarded, heap, poison
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.observed.snapshots import may_write
+from opkit.contract.calls.cases import Call, Case, distinct, places
+from opkit.contract.calls.specs import ANYTHING, LARGE, Drawing
+from opkit.contract.calls.tensors import WRITABLE
+from opkit.contract.compare.calls import may_write
+from opkit.contract.compare.outcome import AROUND, FRESH, CallOutcome, dependence
+from opkit.contract.processes import guarded_memory as memory
 from opkit.contract.processes.child import ChildEnded, Worker, available
 from opkit.contract.processes.crashes import Crashes
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Violation, drawn
+from opkit.contract.prop import NotApplicable, Property, Violation, drawn
 from opkit.contract.properties import memory_gpu
-from opkit.contract.subject import Subject
+from opkit.contract.subject import CallRefused, Subject
 
 _PATIENCE = 60.0  # seconds: generous, since the first call may compile a kernel
 _REFERENCE_RUNS = 3  # of a reference on poisoned memory: it may get memory that is not fresh
@@ -56,71 +54,32 @@ def _either(cpu: Check, gpu: Check) -> Check:
     return lambda subject, case: (gpu if _on_gpu(subject) else cpu)(subject, case)
 
 
-def _check_in_child(subject: Subject, name: str, check: Callable[[Subject, Case], object], case: Case) -> None:
-    """Call ``check`` in a child process, which stays for the whole search.
+def _in_child(name: str, check: Check, explain: Callable[[Subject, Case, ChildEnded], str]) -> Check:
+    """Return a check that calls ``check`` in a child process, which stays for the whole search of the property ``name``.
 
-    Raises:
-        ChildEnded: it crashed.
+    Args:
+        name: the property.
+        check: runs in the child.
+        explain: describes the violation if the child ends.
     """
-    if "hangs in a child" in subject.notes:
-        raise NotApplicable("a call does not return in a child process: see memory.crash")
-    worker = subject.notes.setdefault(name, Worker(functools.partial(check, subject)))
-    try:
-        worker.check(case, _PATIENCE)
-    except ChildEnded as ended:
-        if ended.hung:
-            subject.notes["hangs in a child"] = True
-            raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
-        raise
+
+    def checked(subject: Subject, case: Case) -> None:
+        if "hangs in a child" in subject.notes:
+            raise NotApplicable("a call does not return in a child process: see memory.crash")
+        worker = subject.notes.setdefault(name, Worker(functools.partial(check, subject)))
+        try:
+            worker.check(case, _PATIENCE)
+        except ChildEnded as ended:
+            if ended.hung:
+                subject.notes["hangs in a child"] = True
+                raise NotApplicable(f"a call {ended} in a child process: see memory.crash") from ended
+            raise Violation(explain(subject, case, ended)) from ended
+
+    return checked
 
 
-def _crash(subject: Subject, case: Case) -> None:
-    crashes = subject.notes.setdefault("memory.crash", Crashes(subject))
-    crashes.check(case)
-
-
-def _run_guarded(subject: Subject, case: Case, only: int | None, at_end: bool, protection: int) -> None:
-    call = case.make()
-    chosen = {id(tensor) for number, tensor in distinct(call) if only is None or number == only}
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        return guarded.guarded(tensor, at_end, protection) if id(tensor) in chosen else tensor
-
-    subject.call(call.map(place)).detached()
-
-
-def _guard_both(subject: Subject, case: Case) -> None:
-    for at_end in (True, False):
-        _run_guarded(subject, case, None, at_end, guarded.NOTHING)
-
-
-def _guard(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.guard", _guard_both, case)
-    except ChildEnded as ended:
-        raise Violation(_overrun(subject, case) or f"the call {ended}") from ended
-
-
-def _overrun(subject: Subject, case: Case) -> str:
-    """Describe which argument's memory is left at which end, and whether by a read or a write."""
-    for number, _ in distinct(case.make()):
-        for at_end, where in ((True, "past the end"), (False, "before the beginning")):
-            if not _dies(subject, case, number, at_end, guarded.NOTHING):
-                continue
-            place = places(case)[number]
-            if _dies(subject, case, number, at_end, guarded.ANYTHING):
-                return f"the process ends where {place} is aligned to its elements and no further, as x[1:] is"
-            access = "writes" if _dies(subject, case, number, at_end, guarded.READ) else "reads"
-            return f"{access} {where} of {place}: the process ended at the protected page there"
-    return ""
-
-
-def _dies(subject: Subject, case: Case, only: int, at_end: bool, protection: int) -> bool:
-    return _ends(lambda each: _run_guarded(subject, each, only, at_end, protection), case)
-
-
-def _ends(function: Callable[[Case], object], case: Case) -> bool:
-    """Return whether a process ends that calls the function on the case."""
+def _dies(function: Callable[[Case], object], case: Case) -> bool:
+    """Return whether a process of its own ends by itself that calls the function on the case."""
     try:
         Worker(function).check(case, _PATIENCE, fresh=True)
     except ChildEnded as ended:
@@ -130,35 +89,76 @@ def _ends(function: Callable[[Case], object], case: Case) -> bool:
     return False
 
 
+def _crash(subject: Subject, case: Case) -> None:
+    subject.notes.setdefault("memory.crash", Crashes(subject)).check(case)
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------------
+
+
+def _run_guarded(subject: Subject, case: Case, only: int | None, at_end: bool, protection: int) -> None:
+    call = case.make()
+    chosen = {id(tensor) for number, tensor in distinct(call) if only is None or number == only}
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        return memory.guarded(tensor, at_end, protection) if id(tensor) in chosen else tensor
+
+    subject.call(call.map(place)).detached()
+
+
+def _guard(subject: Subject, case: Case) -> None:
+    for at_end in (True, False):
+        _run_guarded(subject, case, None, at_end, memory.NOTHING)
+
+
+def _overrun(subject: Subject, case: Case, ended: ChildEnded) -> str:
+    """Describe which argument's memory is left at which end, and whether by a read or a write."""
+
+    def dies(number: int, at_end: bool, protection: int) -> bool:
+        return _dies(lambda each: _run_guarded(subject, each, number, at_end, protection), case)
+
+    for number, _ in distinct(case.make()):
+        for at_end, where in ((True, "past the end"), (False, "before the beginning")):
+            if not dies(number, at_end, memory.NOTHING):
+                continue
+            place = places(case)[number]
+            if dies(number, at_end, memory.ANYTHING):
+                return f"the process ends where {place} is aligned to its elements and no further, as x[1:] is"
+            access = "writes" if dies(number, at_end, memory.READ) else "reads"
+            return f"{access} {where} of {place}: the process ended at the protected page there"
+    return f"the call {ended}"
+
+
 def _run_sealed(subject: Subject, case: Case, sealed: set[int]) -> None:
     call = case.make()
     chosen = {id(tensor) for number, tensor in distinct(call) if number in sealed}
-    subject.call(call.map(lambda tensor: guarded.sealed(tensor) if id(tensor) in chosen else tensor)).detached()
+    subject.call(call.map(lambda tensor: memory.sealed(tensor) if id(tensor) in chosen else tensor)).detached()
 
 
-def _read_only_in_child(subject: Subject, case: Case) -> None:
-    _run_sealed(subject, case, {number for number, _ in distinct(case.make())} - may_write(subject, case))
+def _only_read(subject: Subject, case: Case) -> set[int]:
+    return {number for number, _ in distinct(case.make())} - may_write(subject, case)
 
 
 def _read_only(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.read_only", _read_only_in_child, case)
-    except ChildEnded as ended:
-        for number in sorted({number for number, _ in distinct(case.make())} - may_write(subject, case)):
-            if _ends(functools.partial(_run_sealed, subject, sealed={number}), case):
-                reason = "it is not declared as written to, and the process ended where it could only be read"
-                raise Violation(f"{places(case)[number]} is written to, if for a moment: {reason}") from ended
-        raise Violation(f"the call {ended} where its arguments could only be read") from ended
+    _run_sealed(subject, case, _only_read(subject, case))
+
+
+def _written(subject: Subject, case: Case, ended: ChildEnded) -> str:
+    for number in sorted(_only_read(subject, case)):
+        if _dies(functools.partial(_run_sealed, subject, sealed={number}), case):
+            reason = "it is not declared as written to, and the process ended where it could only be read"
+            return f"{places(case)[number]} is written to, if for a moment: {reason}"
+    return f"the call {ended} where its arguments could only be read"
 
 
 def _unknown_writes(subject: Subject) -> str:
     known = subject.schema is not None or subject.reference is not None
-    return needs_child(subject) or guarded.missing() or ("" if known else "nothing says what it may write to")
+    return needs_child(subject) or memory.guard_missing() or ("" if known else "nothing says what it may write to")
 
 
 def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
     call = case.make()
-    copies = {id(tensor): guarded.watched(tensor, byte) for _, tensor in distinct(call)}
+    copies = {id(tensor): memory.watched(tensor, byte) for _, tensor in distinct(call)}
     outcome = subject.call(call.map(lambda tensor: copies[id(tensor)].tensor)).detached()
     for number, tensor in distinct(call):
         copy = copies[id(tensor)]
@@ -168,21 +168,17 @@ def _run_watched(subject: Subject, case: Case, byte: int) -> CallOutcome:
     return outcome
 
 
-def _red_zone_in_child(subject: Subject, case: Case) -> None:
-    found = poison.dependence(case, poison.AROUND, lambda byte: _run_watched(subject, case, byte))
+def _red_zone(subject: Subject, case: Case) -> None:
+    found = dependence(case, AROUND, lambda byte: _run_watched(subject, case, byte))
     if found:
         raise Violation(f"reads memory next to its arguments: with other bytes there, {found}")
 
 
-def _red_zone(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.red_zone", _red_zone_in_child, case)
-    except ChildEnded as ended:
-        raise Violation(f"the call {ended} once the memory next to its arguments held other bytes") from ended
+# ---- allocated memory ----------------------------------------------------------------------------------------------------
 
 
-def _allocations_in_child(subject: Subject, case: Case) -> None:
-    call, guard = case.make(), allocator.guard()
+def _allocations(subject: Subject, case: Case) -> None:
+    call, guard = case.make(), memory.guard()
     guard.begin()
     try:
         outcome = subject.call(call)  # nothing is freed before the child ends
@@ -194,71 +190,49 @@ def _allocations_in_child(subject: Subject, case: Case) -> None:
     del outcome
 
 
-def _allocations(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.allocations", _allocations_in_child, case)
-    except ChildEnded as ended:
-        if _lives(subject, case):
-            raise Violation(
-                "reads or writes past an end of a result or a workspace: the process ended at the protected page there"
-            ) from ended
-        raise Violation(f"the call {ended}") from ended
-
-
-def _lives(subject: Subject, case: Case) -> bool:
+def _overrun_block(subject: Subject, case: Case, ended: ChildEnded) -> str:
     try:
         Worker(lambda each: subject.run(each).detached()).check(case, _PATIENCE, fresh=True)
     except ChildEnded:
-        return False
-    return True
+        return f"the call {ended}"
+    return "reads or writes past an end of a result or a workspace: the process ended at the protected page there"
 
 
 def _run_poisoned(run: Callable[[Call], CallOutcome], case: Case, byte: int) -> CallOutcome:
     call = case.make()
     torch.manual_seed(0)
-    with heap.poisoned(byte):
+    with memory.poisoned_heap(byte):
         return run(call).detached()
 
 
-def _uninitialized_in_child(subject: Subject, case: Case) -> None:
-    found = poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(subject.call, case, byte))
+def _uninitialized(subject: Subject, case: Case) -> None:
+    found = dependence(case, FRESH, lambda byte: _run_poisoned(subject.call, case, byte))
     if found and not _reference_depends(subject, case):
         raise Violation(f"results depend on what fresh memory held: {found}. Every element must be written.")
 
 
 def _reference_depends(subject: Subject, case: Case) -> bool:
     """Return whether the reference's results depend on fresh memory too, as torch.empty's do."""
-    reference = subject.reference
-    if reference is None:
+    if subject.reference is None:
         return False
     try:
-        run = functools.partial(subject.call, function=reference)
-        return any(
-            poison.dependence(case, poison.FRESH, lambda byte: _run_poisoned(run, case, byte))
-            for _ in range(_REFERENCE_RUNS)
-        )
+        run = functools.partial(subject.call, function=subject.reference)
+        return any(dependence(case, FRESH, lambda byte: _run_poisoned(run, case, byte)) for _ in range(_REFERENCE_RUNS))
     except CallRefused:
         return False
-
-
-def _uninitialized(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.uninitialized", _uninitialized_in_child, case)
-    except ChildEnded as ended:
-        raise Violation(f"the call {ended} once fresh memory held other bytes") from ended
 
 
 def _growth(subject: Subject, case: Case, calls: int) -> int:
     """Return the number of bytes by which the heap grows over so many calls."""
     gc.collect()
-    before = heap.used()
+    before = memory.heap_bytes()
     for _ in range(calls):
         subject.run(case)
     gc.collect()
-    return heap.used() - before
+    return memory.heap_bytes() - before
 
 
-def _leak_in_child(subject: Subject, case: Case) -> None:
+def _leak(subject: Subject, case: Case) -> None:
     started = time.monotonic()
     for _ in range(3):
         subject.run(case)
@@ -271,12 +245,15 @@ def _leak_in_child(subject: Subject, case: Case) -> None:
         raise Violation(f"{steady // (4 * calls)} bytes more are allocated after each call, for {6 * calls} calls")
 
 
-def _leak(subject: Subject, case: Case) -> None:
-    try:
-        _check_in_child(subject, "memory.leak", _leak_in_child, case)
-    except ChildEnded as ended:
-        raise Violation(f"one of many equal calls {ended}") from ended
-
+_red_zone_on_cpu = _in_child(
+    "memory.red_zone",
+    _red_zone,
+    lambda _, __, end: f"the call {end} once the memory next to its arguments held other bytes",
+)
+_uninitialized_on_cpu = _in_child(
+    "memory.uninitialized", _uninitialized, lambda _, __, end: f"the call {end} once fresh memory held other bytes"
+)
+_leak_on_cpu = _in_child("memory.leak", _leak, lambda _, __, end: f"one of many equal calls {end}")
 
 _property = functools.partial(Property, cases=drawn(ANYTHING), cost=0.003)
 
@@ -295,14 +272,14 @@ PROPERTIES = (
         "memory.guard",
         rule="No argument is read or written past either of its ends.",
         defect="a vector tail that reads whole vectors, a bound that is off by one, strides that are ignored",
-        check=_guard,
-        skip=_needs(guarded.missing),
+        check=_in_child("memory.guard", _guard, _overrun),
+        skip=_needs(memory.guard_missing),
     ),
     _property(
         "memory.read_only",
         rule="An argument that is not declared as written to is not written to, not even for a moment.",
         defect="a kernel that changes its input and restores it: another thread that reads it meanwhile gets wrong numbers",
-        check=_read_only,
+        check=_in_child("memory.read_only", _read_only, _written),
         share=0.5,
         skip=_unknown_writes,
     ),
@@ -310,36 +287,36 @@ PROPERTIES = (
         "memory.red_zone",
         rule="Memory next to an argument, and between its elements, is not written, and results do not depend on it.",
         defect="a kernel that takes a strided tensor for a contiguous one, or writes one element too many",
-        check=_either(_red_zone, memory_gpu.red_zone),
+        check=_either(_red_zone_on_cpu, memory_gpu.red_zone),
         cost=0.005,
-        skip=_needs(guarded.missing, gpu=True),
+        skip=_needs(memory.guard_missing, gpu=True),
     ),
     _property(
         "memory.allocations",
         rule="No result and no workspace is read or written past either of its ends.",
         defect="a kernel that writes whole vectors to a result, or one element too many",
-        check=_allocations,
+        check=_in_child("memory.allocations", _allocations, _overrun_block),
         cases=drawn(_WRITABLE),
-        skip=_needs(allocator.missing),
+        skip=_needs(memory.allocator_missing),
     ),
     _property(
         "memory.uninitialized",
         rule="Results do not depend on what fresh memory held.",
         defect="a result of torch.empty that is not all written, a sum that does not begin at zero",
-        check=_either(_uninitialized, memory_gpu.uninitialized),
+        check=_either(_uninitialized_on_cpu, memory_gpu.uninitialized),
         cases=drawn(_WRITABLE),
         cost=0.006,
-        skip=_needs(heap.missing, gpu=True),
+        skip=_needs(memory.heap_missing, gpu=True),
     ),
     _property(
         "memory.leak",
         rule="Calls do not allocate more than they give back.",
         defect="a workspace that is not freed, a cache that grows with each call, a reference that is never dropped",
-        check=_either(_leak, memory_gpu.leak),
+        check=_either(_leak_on_cpu, memory_gpu.leak),
         cases=drawn(_WRITABLE),
         share=0.2,
         least=4,
         cost=0.03,
-        skip=_needs(heap.missing, gpu=True),
+        skip=_needs(memory.heap_missing, gpu=True),
     ),
 )

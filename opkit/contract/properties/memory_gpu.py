@@ -14,10 +14,9 @@ from collections.abc import Callable
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.memory import poison
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.prop import CallRefused, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import FRESH, CallOutcome, dependence
+from opkit.contract.prop import Violation
+from opkit.contract.subject import CallRefused, Subject
 
 _MARGIN = 256  # elements before and after each argument
 _MARGIN_VALUES = (1, 3, 2)  # as indices, these do not end the process if a tensor has four elements
@@ -38,7 +37,7 @@ def red_zone(subject: Subject, case: Case) -> None:
     Raises:
         Violation: they are not.
     """
-    found = poison.dependence(case, _MARGIN_VALUES, functools.partial(_run_with_margin, subject, case))
+    found = dependence(case, _MARGIN_VALUES, functools.partial(_run_with_margin, subject, case))
     if found:
         raise Violation(f"reads memory next to its arguments: with other numbers there, {found}")
 
@@ -77,7 +76,7 @@ def uninitialized(subject: Subject, case: Case) -> None:
     Raises:
         Violation: they do, and the reference's do not.
     """
-    found = poison.dependence(case, poison.FRESH, functools.partial(_poisoned, subject.run, subject, case))
+    found = dependence(case, FRESH, functools.partial(_poisoned, subject.run, subject, case))
     if found and not _reference_depends(subject, case):
         raise Violation(f"results depend on what fresh memory held: {found}. Every element must be written.")
 
@@ -87,7 +86,7 @@ def _reference_depends(subject: Subject, case: Case) -> bool:
         return False
     try:
         run = functools.partial(_poisoned, subject.expect, subject, case)
-        return bool(poison.dependence(case, poison.FRESH, run))
+        return bool(dependence(case, FRESH, run))
     except CallRefused:
         return False
 

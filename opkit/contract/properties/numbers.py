@@ -15,14 +15,13 @@ import torch
 from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
-from opkit.contract.calls.fills import EXTREME, NUMERIC, ORDINARY
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.compare.compared import ComparedPair, Judge, pairs
-from opkit.contract.compare.exact import Expected, expected
-from opkit.contract.compare.special import excused, flushed, zero_signs
-from opkit.contract.observed.outcome import CallOutcome, described
-from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn, swept
-from opkit.contract.subject import Subject
+from opkit.contract.calls.tensors import EXTREME, NUMERIC, ORDINARY
+from opkit.contract.compare.compared import ComparedPair, Judge, excused, flushed, pairs, zero_signs
+from opkit.contract.compare.outcome import CallOutcome, described
+from opkit.contract.compare.reference import Expected, expected
+from opkit.contract.prop import Property, Remark, Violation, drawn, needs_reference, swept, swept_and_drawn
+from opkit.contract.subject import CallRefused, Subject
 from opkit.errors import OpkitError
 from opkit.op.dispatch import planning
 from opkit.op.operator import use_kernel
@@ -38,11 +37,6 @@ _MISTAKE = re.compile(  # messages of Python and torch for a call with wrong arg
 )
 _NONE_ACCEPTED = 20  # calls: an operator that accepts none of so many accepts none
 _FLUSHED = ("denormal", "special", "tiny")
-
-
-def needs_reference(subject: Subject) -> str:
-    """Return why a property that compares with the reference does not apply, or ""."""
-    return "" if subject.reference is not None else "there is no reference"
 
 
 def _wanted(found: Expected, got: CallOutcome) -> CallOutcome:
@@ -142,7 +136,8 @@ def _integers(subject: Subject, case: Case) -> None:
     if any(not tensor.differentiable and tensor.dtype != torch.bool for tensor in case.tensors()):
         compare(subject, case)
         if _accepts_any_integer(subject, case):
-            compare(subject, case.map(_at_the_ends))
+            ends = case.map(lambda _, each: dataclasses.replace(each, fill="edges") if _unbounded(each) else each)
+            compare(subject, ends)
 
 
 def _accepts_any_integer(subject: Subject, case: Case) -> bool:
@@ -160,10 +155,6 @@ def _accepts_any_integer(subject: Subject, case: Case) -> bool:
 
 def _unbounded(tensor: TensorCase) -> bool:
     return not tensor.differentiable and tensor.dtype != torch.bool and tensor.low is None and tensor.high is None
-
-
-def _at_the_ends(number: int, tensor: TensorCase) -> TensorCase:
-    return dataclasses.replace(tensor, fill="edges") if _unbounded(tensor) else tensor
 
 
 def _has_scalars(subject: Subject) -> str:
@@ -244,16 +235,14 @@ PROPERTIES = (
         rule="Results have the dtypes of the reference's, for every dtype and mixture of dtypes.",
         defect="float32 results from 16-bit arguments, a result in the dtype of the wrong argument",
         check=_dtypes,
-        cases=drawn(_FEW),
-        first=swept(_FEW, sizes=_ENDS),
+        **swept_and_drawn(_FEW, sizes=_ENDS),
     ),
     _property(
         "numbers.reference",
         rule="Results, and arguments that are written to, are the reference's in float64, to what rounding explains.",
         defect="a wrong formula, a dropped term, swapped operands, a wrong tail, a sum in too narrow a dtype",
         check=_reference,
-        cases=drawn(_NUMERIC),
-        first=swept(_NUMERIC),
+        **swept_and_drawn(_NUMERIC),
         share=0.5,
         cost=0.002,
     ),
@@ -262,8 +251,7 @@ PROPERTIES = (
         rule="Tensors of no elements and of no dimensions are right too: a sum of nothing is 0.",
         defect="uninitialised results where a loop does not run, a wrong shape, a division by a size of zero",
         check=_empty,
-        cases=drawn(_NOTHING),
-        first=swept(_NOTHING, sizes=_NONE),
+        **swept_and_drawn(_NOTHING, sizes=_NONE),
     ),
     _property(
         "numbers.integers",
@@ -281,8 +269,7 @@ PROPERTIES = (
         rule="Every value of an argument that is no tensor counts, and optional tensors may be left out.",
         defect="a flag that is ignored, a default in the place of the argument, a special case at 0 or 1",
         check=_reference,
-        cases=drawn(_FEW),
-        first=swept(_FEW, sizes=_ENDS),
+        **swept_and_drawn(_FEW, sizes=_ENDS),
         skip=_has_scalars,
         share=0.4,
         cost=0.002,
@@ -292,8 +279,7 @@ PROPERTIES = (
         rule="Every kernel for the device is correct for the calls that it accepts, not only the one that opkit selects.",
         defect="a kernel for rare calls that was never run, or one that another kernel always precedes",
         check=_kernels,
-        cases=drawn(_NUMERIC),
-        first=swept(_NUMERIC),
+        **swept_and_drawn(_NUMERIC),
         skip=_has_kernels,
         cost=0.004,
         share=1.0,
@@ -303,8 +289,7 @@ PROPERTIES = (
         rule="NaN, infinities, signed zeros, denormals, huge and tiny numbers come out as the reference's do.",
         defect="a lost NaN, an overflow on the way to a result that is none, a softmax without its maximum",
         check=_extreme,
-        cases=drawn(_FORGOTTEN),
-        first=swept(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
+        **swept_and_drawn(_FORGOTTEN, sizes=(3, 1, 2, 17, 33, 64, 8)),
         share=0.5,
         cost=0.003,
     ),

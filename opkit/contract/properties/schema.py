@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from opkit.contract.calls.arguments import distinct, owners, places
-from opkit.contract.calls.cases import Call, Case
+from opkit.contract.calls.cases import Call, Case, distinct, owners, places
 from opkit.contract.calls.specs import ANYTHING
-from opkit.contract.observed.outcome import CallOutcome, described, leaves
-from opkit.contract.observed.snapshots import TensorSnapshot, may_write, snapshots
-from opkit.contract.prop import CallRefused, Property, Remark, Violation, drawn
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import TensorSnapshot, may_write, snapshots
+from opkit.contract.compare.outcome import CallOutcome, described, leaves
+from opkit.contract.prop import Property, Remark, Violation, drawn
+from opkit.contract.subject import CallRefused, Subject
 from opkit.errors import AliasError, MutationError, MutationUnknownError, OutputError
 
 _MARGIN = 8  # elements of memory on either side of a view

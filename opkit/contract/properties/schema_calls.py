@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.memory.poison import difference
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import CallRefused, Property, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import is_random
+from opkit.contract.compare.outcome import CallOutcome, bitwise_difference
+from opkit.contract.prop import Property, Violation
+from opkit.contract.subject import CallRefused, Subject
 
 
 def _names(subject: Subject) -> list[tuple[str, Any, bool]]:
@@ -64,8 +63,8 @@ def _defaults(subject: Subject, case: Case) -> None:
 
 def _agree(subject: Subject, one: Case, other: Case, how: str) -> None:
     first = _seeded(subject, one)
-    found = difference(one, first, _seeded(subject, other))
-    if found and not difference(one, first, _seeded(subject, one)):
+    found = bitwise_difference(one, first, _seeded(subject, other))
+    if found and not bitwise_difference(one, first, _seeded(subject, one)):
         raise Violation(f"the same call {how}, gives other results: {found}")
 
 
@@ -76,7 +75,7 @@ def _seeded(subject: Subject, case: Case) -> CallOutcome:
 
 def _overloads(subject: Subject, case: Case) -> None:
     ours = _seeded(subject, case)
-    if is_random(subject, case) or difference(case, ours, _seeded(subject, case)):
+    if is_random(subject, case) or bitwise_difference(case, ours, _seeded(subject, case)):
         return  # overloads may draw in different orders
     for name in subject.target.overloads():
         overload = getattr(subject.target, name)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
@@ -13,13 +12,12 @@ from typing import Any, cast
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import leaves
-from opkit.contract.observed.randomness import is_random
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import is_random, observe
+from opkit.contract.compare.outcome import leaves
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.properties.gradients_higher import direction, inner, size
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
-from opkit.contract.traced.directions import direction, inner, size
 
 _BATCHES = (3, 1, 2, 0)
 _MAX_DIMS = 9
@@ -86,9 +84,9 @@ def _vmap(subject: Subject, case: Case) -> None:
     function = flat(subject, call, tensors)
     samples = _samples(subject, case, 4)
     with _quiet():
-        for turn, dims in enumerate(_combinations(tensors)):
-            count = 3 if turn == 0 else _BATCHES[turn % len(_BATCHES)]
-            _mapped(function, samples[: max(count, 1)], dims, count, turn % 2)
+        for number, dims in enumerate(_combinations(tensors)):
+            count = 3 if number == 0 else _BATCHES[number % len(_BATCHES)]
+            _mapped(function, samples[: max(count, 1)], dims, count, number % 2)
         _nested(function, samples)
         _per_sample(function, samples)
 
@@ -289,15 +287,18 @@ def _functionalize(subject: Subject, case: Case) -> None:
         )
 
 
-transform_property = functools.partial(Property, cases=d.smooth_cases(), share=0.3, cost=0.002, backward=True)
+def transform_property(name: str, *, check: Callable[[Subject, Case], None], **row: Any) -> Property:
+    """Return a property with the defaults of the group; its violations count only if equal calls give equal results."""
+    usual = {"cases": d.smooth_cases(elements=64), "share": 0.3, "cost": 0.002, "backward": True}
+    return Property(name, check=d.steady(check), **usual | row)
+
 
 PROPERTIES: tuple[Property, ...] = (
     transform_property(
         "transforms.vmap",
         rule="torch.vmap gives what a loop gives, whichever arguments are mapped, and in whichever dimension.",
         defect="a batching rule that forgets in_dims, an unmapped argument, or where the mapped dimension ends up",
-        check=d.steady(_vmap),
-        cases=d.smooth_cases(elements=64),
+        check=_vmap,
         share=0.5,
         cost=0.006,
     ),
@@ -305,8 +306,7 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.functional",
         rule="torch.func's vjp, grad, jacrev and jacfwd agree with the backward.",
         defect="a setup_context or a jvp that is wrong where a transform calls it",
-        check=d.steady(_functional),
-        cases=d.smooth_cases(elements=64),
+        check=_functional,
         cost=0.006,
         skip=d.no_candidates,
     ),
@@ -314,7 +314,8 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.functionalize",
         rule="Functionalization changes neither results nor what is written to arguments.",
         defect="a mutation that the schema does not declare, and functionalization loses",
-        check=d.steady(_functionalize),
+        check=_functionalize,
+        cases=d.smooth_cases(),
         share=0.4,
     ),
 )

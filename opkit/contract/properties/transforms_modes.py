@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.compare.rounding import observe
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.prop import CallRefused, Property, Remark, Violation
+from opkit.contract.compare.calls import observe
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.prop import Property, Remark, Violation
 from opkit.contract.properties.transforms import transform_property
-from opkit.contract.subject import Subject
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
 from opkit.op import torch_private as private
 from opkit.op.rules import transforms
@@ -75,27 +76,9 @@ def _compare(found: CallOutcome, wanted: CallOutcome, where: str, whose: str) ->
 # ---- modes -------------------------------------------------------------------------------------------------------------
 
 
-def _identity_dispatch() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class IdentityDispatchMode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    return IdentityDispatchMode()
-
-
-def _identity_function() -> Any:
-    class IdentityFunctionMode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    return IdentityFunctionMode()
-
-
 MODES: dict[str, Callable[[], Any]] = {
-    "a TorchDispatchMode that changes nothing": _identity_dispatch,
-    "a TorchFunctionMode that changes nothing": _identity_function,
+    "a TorchDispatchMode that changes nothing": BaseTorchDispatchMode,
+    "a TorchFunctionMode that changes nothing": torch.overrides.BaseTorchFunctionMode,
 }
 
 
@@ -192,7 +175,7 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.autocast",
         rule="Under autocast arguments are cast as declared, nothing breaks, and a disabled autocast changes nothing.",
         defect="a declared dtype that the kernel does not see; an operator that raises under autocast",
-        check=d.steady(_autocast),
+        check=_autocast,
         cases=d.smooth_cases(dtypes=(torch.float32, torch.float64)),
         share=0.4,
     ),
@@ -200,14 +183,14 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.modes",
         rule="Dispatch and function modes that change nothing change no result.",
         defect="a fast path that computes something else than the dispatcher's kernel",
-        check=d.steady(_modes),
+        check=_modes,
+        cases=d.smooth_cases(),
     ),
     transform_property(
         "transforms.subclasses",
         rule="A tensor subclass counts as the tensor that it wraps, or is refused: its own memory is not read.",
         defect="a Python function before the operator that takes data_ptr(), or makes a plain tensor of the subclass's storage",
-        check=d.steady(_subclasses),
-        cases=d.smooth_cases(elements=64),
+        check=_subclasses,
         share=0.2,
         skip=d.no_candidates,
     ),
@@ -215,8 +198,7 @@ PROPERTIES: tuple[Property, ...] = (
         "transforms.checkpoint",
         rule="Gradients are the same in a checkpoint, and where hooks store copies of saved tensors.",
         defect="state stored outside save_for_backward, which a second forward overwrites",
-        check=d.steady(_checkpoint),
-        cases=d.smooth_cases(elements=64),
+        check=_checkpoint,
         cost=0.003,
         skip=d.no_candidates,
     ),

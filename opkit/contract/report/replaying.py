@@ -17,8 +17,8 @@ import torch
 
 from opkit.contract import properties as table
 from opkit.contract.calls.cases import Case
-from opkit.contract.prop import CallRefused, NotApplicable, Property, Remark, Violation
-from opkit.contract.subject import Subject, subject_of
+from opkit.contract.prop import NotApplicable, Property, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject, subject_of
 from opkit.errors import ArgumentError
 
 _REPEATS = {"behaviour": 20}  # a dependence on earlier calls or on other threads does not show at once

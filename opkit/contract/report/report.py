@@ -1,20 +1,28 @@
-"""The report of a check: the properties that fail, hold and were skipped, as objects and as text."""
+"""The report of a check: the properties that fail, hold and were skipped, as objects, text and JSON; the progress bar."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opkit.contract.calls.cases import Case
+from opkit.contract.report.page import page
 from opkit.errors import ContractError
 
 Progress = Callable[[str, float], None]
+
+FORMAT = 1
+"""The version of the JSON: it is raised where a field changes its meaning or goes away; new fields may appear without."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +183,12 @@ class Report:
     def __str__(self) -> str:
         examples = _count(self.examples, "example", "examples")
         first = f"{self.name}: {self.verdict()} ({examples}, {self.seconds:.1f} s)"
-        return "\n".join([first, *self._failed(), *self._held(), *self._not_checked()])
+        failed = [f"FAIL {failure}" for failure in self.failures]
+        skipped = [
+            f"skipped: {', '.join(each.property for each in members)}: {reason}"
+            for reason, members in self.skipped_by_reason().items()
+        ]
+        return "\n".join([first, *failed, *self._held(), *skipped])
 
     def verdict(self) -> str:
         """Say in one line how many properties were checked and how many of these hold.
@@ -195,19 +208,11 @@ class Report:
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as an HTML page: for each property what was tried, what failed and how to reproduce it."""
-        from opkit.contract.report.page import page  # the page's text is needed here alone
-
-        Path(path).write_text(page([self]), encoding="utf-8")
+        Path(path).write_text(as_html([self]), encoding="utf-8")
 
     def to_json(self, path: str | Path) -> None:
         """Write the report as JSON; docs/contract.md describes it."""
-        from opkit.contract.report.report_json import as_json
-
         Path(path).write_text(as_json([self]), encoding="utf-8")
-
-    def _failed(self) -> Iterator[str]:
-        for failure in self.failures:
-            yield f"FAIL {failure}"
 
     def _held(self) -> Iterator[str]:
         groups = Counter(passed.property.split(".")[0] for passed in self.passed)
@@ -218,10 +223,6 @@ class Report:
         for passed in self.passed:
             for remark in passed.remarks:
                 yield f"remark: {passed.property}: {remark}"
-
-    def _not_checked(self) -> Iterator[str]:
-        for reason, skipped in self.skipped_by_reason().items():
-            yield f"skipped: {', '.join(each.property for each in skipped)}: {reason}"
 
 
 def _called(name: str) -> str:
@@ -234,3 +235,92 @@ def _called(name: str) -> str:
 
 def _count(number: int, one: str, more: str) -> str:
     return f"{number:,} {one if number == 1 else more}"
+
+
+# ---- JSON and HTML ----------------------------------------------------------------------------------------------------
+
+
+def as_json(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None) -> str:
+    """Return one JSON document for several operators; ``not_checked`` gives the reasons why others were not checked."""
+    document = {
+        "format": FORMAT,
+        "ok": all(report.ok for report in reports),
+        "torch": str(torch.__version__),
+        "operators": [_operator_as_data(report, digits=3) for report in reports],
+        "not_checked": [{"name": name, "reason": reason} for name, reason in (not_checked or {}).items()],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def as_html(reports: Sequence[Report], not_checked: Mapping[str, str] | None = None) -> str:
+    """Return one HTML page for several operators; ``not_checked`` gives the reasons why others were not checked."""
+    return page(
+        [_operator_as_data(each, digits=6) | {"verdict": each.verdict()} for each in reports], not_checked or {}
+    )
+
+
+def _operator_as_data(report: Report, digits: int) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "ok": report.ok,
+        "examples": report.examples,
+        "seconds": round(report.seconds, digits),
+        "seed": report.seed,
+        "properties": [_entry_as_data(each, digits) for each in (*report.failures, *report.passed, *report.skipped)],
+    }
+
+
+def _entry_as_data(each: Failure | Passed | Skipped, digits: int) -> dict[str, Any]:
+    common = {
+        "property": each.property,
+        "status": {Failure: "failed", Passed: "passed", Skipped: "skipped"}[type(each)],
+        "rule": each.rule,
+        "defect": each.defect,
+        "tried": each.tried,
+        "seconds": round(each.seconds, digits),
+    }
+    if isinstance(each, Failure):
+        return common | {
+            "message": each.message,
+            "example": each.example,
+            "repro": each.repro,
+            "cut_short": each.cut_short,
+        }
+    if isinstance(each, Skipped):
+        return common | {"message": each.reason, "refusals": [*each.refusals]}
+    return common | {
+        "cut_short": each.cut_short,
+        "remarks": [*each.remarks],
+        "examples": [*each.examples],
+        "refused": each.refused,
+        "refusals": [*each.refusals],
+    }
+
+
+# ---- the progress bar ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress_of(wanted: Progress | bool | None, name: str) -> Generator[Progress]:
+    """Yield the function to call with a property's name and the share of the work that is done: the user's, a bar, or none."""
+    if callable(wanted):
+        yield wanted
+    elif wanted:
+        with bar() as shown:
+            yield lambda prop, done: shown(f"{name} {prop}", done)
+    else:
+        yield lambda prop, done: None
+
+
+@contextlib.contextmanager
+def bar() -> Generator[Progress]:
+    """Show a bar on stderr with a text and the share of the work that is done; show nothing if stderr is no terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("", total=1.0)
+        yield lambda text, done: shown.update(task, completed=done, description=escape(text))

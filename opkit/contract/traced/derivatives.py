@@ -16,9 +16,9 @@ from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
 from opkit.contract.calls.specs import Drawing, TensorArgument
-from opkit.contract.observed.outcome import same_bits
-from opkit.contract.prop import CallRefused, NotApplicable, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import first_index, same_bits
+from opkit.contract.prop import NotApplicable, Violation
+from opkit.contract.subject import CallRefused, Subject
 
 Gradients = list[torch.Tensor | None]
 
@@ -82,14 +82,12 @@ def candidates(subject: Subject, case: Case) -> tuple[int, ...]:
         if wanted and tensor.differentiable and tensor.same_as is None
     )
     if not found:
-        if all(item.optional or not _may_have_gradient(item) for item in subject.spec.tensors()):
+        promising = [item for item in subject.spec.tensors() if item.differentiable and not item.optional]
+        dtypes = [dtype for item in promising for dtype in item.dtypes or (torch.float32,)]
+        if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
             raise NotApplicable("no argument is floating-point and declared differentiable")
         raise CallRefused(ValueError("no argument of this call is floating-point"))
     return found
-
-
-def _may_have_gradient(item: TensorArgument) -> bool:
-    return item.differentiable and any(d.is_floating_point or d.is_complex for d in item.dtypes or (torch.float32,))
 
 
 def _promised(spec: Any, value: Any, wanted: bool = True) -> Iterator[tuple[TensorCase, bool]]:
@@ -187,9 +185,7 @@ def trace(
     """
     call, inputs = arguments_requiring_grad(subject, case, numbers, wide)
     torch.default_generator.manual_seed(0)  # equal calls draw equal numbers
-    outcome = subject.call(call, function)
-    outputs = tuple(leaf for leaf in outcome.tensors() if leaf.is_floating_point() or leaf.is_complex())
-    return AutogradGraph(call, inputs, outputs)
+    return AutogradGraph(call, inputs, subject.call(call, function).differentiable())
 
 
 def incoming(graph: AutogradGraph, seed: int = 0) -> list[torch.Tensor]:
@@ -344,8 +340,7 @@ def mismatch(
 
 def where(a: torch.Tensor, b: torch.Tensor, wrong: torch.Tensor) -> str:
     """Describe the first wrong element."""
-    at = int(wrong.reshape(-1).nonzero()[0])
-    index = [int(i) for i in torch.unravel_index(torch.tensor(at), a.shape)] if a.dim() else []
+    at, index = first_index(wrong, a.shape)
     got, wanted = a.reshape(-1)[at].item(), b.reshape(-1)[at].item()
     return f"at {index} it is {got:.7g}, expected {wanted:.7g} ({int(wrong.sum())} of {a.numel()} elements)"
 

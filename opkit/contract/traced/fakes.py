@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.prop import CallRefused, NotApplicable
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.prop import NotApplicable
+from opkit.contract.subject import CallRefused, Subject
 from opkit.op import torch_private as private
 
 Make = Callable[[Any, torch.Tensor, int], torch.Tensor]

@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case
-from opkit.contract.calls.resizing import at_least_two, other_sizes
+from opkit.contract.calls.resizing import drawn_above_one, other_sizes
 from opkit.contract.calls.specs import Drawing
-from opkit.contract.observed.outcome import CallOutcome, described
-from opkit.contract.prop import CallRefused, NotApplicable, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.outcome import CallOutcome, described
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import fakes
 
 LAYOUTS = ("contiguous", "offset", "transposed", "strided", "padded", "channels_last", "expanded")
-_LARGEST = 33
+CASES = drawn_above_one(Drawing(layouts=LAYOUTS, largest=33))
+"""Calls whose named sizes are above 1, since compilers specialize on 0 and 1."""
+
 _CONSTANT_AT = 3  # a size that is a constant at this many sizes is one at every size
 
 
@@ -35,12 +36,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def unknown(size: Any) -> bool:
     """Return whether a size is a symbol that has no value until the program runs."""
     return isinstance(size, torch.SymInt) and not size.node.has_hint()
-
-
-def cases(subject: Subject) -> SearchStrategy[Case]:
-    """Draw calls whose named sizes are above 1, since compilers specialize on 0 and 1."""
-    how = Drawing(layouts=LAYOUTS, largest=_LARGEST)
-    return subject.spec.cases(how).map(lambda case: at_least_two(subject.spec, case))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +64,14 @@ class SymbolicTrace:
         """Return whether guards, equalities and ranges hold."""
         import sympy
 
+        ranges = self.env.var_to_range
         guards = [evaluated(guard.expr, values) for guard in self.env.guards]
         equal = [evaluated(symbol - other, values) == 0 for symbol, other in self.env.replacements.items()]
-        return not any(guard == sympy.false for guard in guards) and all(equal) and self._in_range(values)
-
-    def _in_range(self, values: dict[Any, int]) -> bool:
-        ranges = self.env.var_to_range
-        return all(ranges[s].lower <= number <= ranges[s].upper for s, number in values.items() if s in ranges)
+        return (
+            not any(guard == sympy.false for guard in guards)
+            and all(equal)
+            and all(ranges[s].lower <= number <= ranges[s].upper for s, number in values.items() if s in ranges)
+        )
 
     def constants(self) -> set[tuple[int, int]]:
         """Return the sizes, by tensor and dimension, that were symbols before the run and are constants after it."""
@@ -122,17 +118,13 @@ def check_symbolic(subject: Subject, case: Case) -> None:
     real = subject.run(case)
     trace = _traced(subject, case, duck_shape=False)
     _compare(trace, real, case, case)
-    if _equal_sizes(case):  # otherwise no two sizes get the same symbol
+    large = [size for tensor in case.tensors() for size in tensor.shape if size > 1]
+    if len(set(large)) < len(large):  # otherwise no two sizes get the same symbol
         _compare(_traced(subject, case, duck_shape=True), real, case, case)
     others = [*_accepted(subject, other_sizes(subject.spec, case))]
     retraced = [_compare(trace, outcome, case, other) for other, outcome in others]
     if all(retraced) and trace.constants():
         _constant(subject, trace, [other for other, _ in others])
-
-
-def _equal_sizes(case: Case) -> bool:
-    large = [size for tensor in case.tensors() for size in tensor.shape if size > 1]
-    return len(set(large)) < len(large)
 
 
 def _accepted(subject: Subject, found: list[Case]) -> Iterator[tuple[Case, CallOutcome]]:

@@ -1,24 +1,113 @@
-"""This module has strategies for users' own Hypothesis tests: tensors, layouts, and whole calls with joint sizes."""
+"""This module has what users' own tests use: a pytest item for each property of an operator, and Hypothesis strategies."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from opkit.contract.calls.cases import Call, Case, TensorCase
-from opkit.contract.calls.fills import FILLS, ORDINARY
-from opkit.contract.calls.layouts import LAYOUTS, fits, layout_of
-from opkit.contract.calls.sizes import shapes
-from opkit.contract.calls.specs import ArgumentSpecs, Drawing
-from opkit.errors import ArgumentError
+from opkit.contract.calls.specs import ArgumentSpecs, Drawing, known_names, shapes
+from opkit.contract.calls.tensors import FILLS, LAYOUTS, ORDINARY, fits, layout_of
 
+if TYPE_CHECKING:
+    from opkit.contract.report.report import Report
+
+_ARGUMENT = "opkit_property"
+_CRASHES = "memory.crash"
+_METHOD = "test_contract"
 _SEEDS = 4
+
+
+def contract(
+    op: Any, *, properties: Iterable[str] | None = None, exclude: Iterable[str] = (), **options: Any
+) -> Callable[..., Any]:
+    """Return a test with one item for each property, such as ``test_scale[numbers.reference]``.
+
+    Assign it to a name, or decorate a function with it, whose body then runs first in each item, with its fixtures, or
+    a class, which gets a method ``test_contract``. Nothing of the operator runs until the items do.
+
+    Args:
+        op: the operator, as for :func:`opkit.check`.
+        properties: only these, or these groups.
+        exclude: none of these.
+        options: the other arguments of :func:`opkit.check`, such as ``args`` and ``reference``; a budget is for one property.
+
+    Raises:
+        ArgumentError: a property is unknown.
+        ImportError: pytest is not installed.
+
+    >>> from opkit.testing import tensor
+    >>> test_add = contract(torch.add, args=(tensor("n"), tensor("n")), reference=torch.add)  # doctest: +SKIP
+    """
+    import pytest
+
+    from opkit.contract import run
+
+    names = [prop.name for prop in run.chosen(properties, exclude)]
+    parametrized = pytest.mark.parametrize(_ARGUMENT, names, ids=names)
+    check_one = functools.partial(_check_one, op, options, {})
+
+    @parametrized
+    def test(opkit_property: Any) -> Any:
+        if isinstance(opkit_property, type):
+            return _on_class(opkit_property, parametrized, check_one)
+        if callable(opkit_property):
+            return parametrized(_on_function(opkit_property, check_one))
+        return check_one(opkit_property)
+
+    return test
+
+
+def _on_class(decorated: type, parametrized: Callable[..., Any], check_one: Callable[[str], None]) -> type:
+    def test_contract(self: Any, opkit_property: str) -> None:
+        check_one(opkit_property)
+
+    setattr(decorated, _METHOD, parametrized(test_contract))
+    return decorated
+
+
+def _on_function(decorated: Callable[..., Any], check_one: Callable[[str], None]) -> Callable[..., Any]:
+    signature = inspect.signature(decorated)
+
+    @functools.wraps(decorated)
+    def test(*args: Any, **fixtures: Any) -> None:
+        name = fixtures.pop(_ARGUMENT)
+        decorated(*args, **fixtures)
+        check_one(name)
+
+    added = inspect.Parameter(_ARGUMENT, inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), added])  # type: ignore[attr-defined]
+    return test
+
+
+def _check_one(op: Any, options: dict[str, Any], crashed: dict[str, bool], name: str) -> None:
+    """Check one property; fail or skip as the report says. After a crash, the properties that would crash pytest are skipped."""
+    import pytest
+
+    from opkit.contract import check
+
+    __tracebackhide__ = True
+    if crashed:
+        pytest.skip(f"a call ends the process: see {_CRASHES}")
+    report: Report = check(op, properties=[name], **options)
+    if name == _CRASHES and report.failures:
+        crashed[name] = True
+    for failure in report.failures:
+        script = f"\n\nThis script shows it:\n\n{failure.repro}" if failure.repro else ""
+        pytest.fail(f"{report.name} breaks {failure}{script}", pytrace=False)
+    for skipped in report.skipped:
+        pytest.skip(skipped.reason)
+
+
+# ---- strategies ----------------------------------------------------------------------------------------------------------
 
 
 def make_tensor(
@@ -69,7 +158,10 @@ def tensors(
     ((2, 2), (1, 2))
     """
     several = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
-    lying, filled = _known("layouts", layouts, LAYOUTS), _known("fills", fills, FILLS)
+    lying, filled = (
+        known_names("tensors(layouts=...)", layouts, LAYOUTS),
+        known_names("tensors(fills=...)", fills, FILLS),
+    )
 
     def of(sizes: Any, dtype: torch.dtype) -> SearchStrategy[torch.Tensor]:
         floating = dtype.is_floating_point or dtype.is_complex
@@ -92,14 +184,6 @@ def _shapes(shape: str | Sequence[int] | SearchStrategy[Any]) -> SearchStrategy[
     if isinstance(shape, SearchStrategy):
         return shape
     return shapes(shape) if isinstance(shape, str) else st.just(tuple(shape))
-
-
-def _known(what: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
-    found = list(names)
-    wrong = [name for name in found if name not in known]
-    if wrong:
-        raise ArgumentError(f"tensors({what}=...): {wrong[0]!r} is not one of {', '.join(known)}.")
-    return found
 
 
 def relaid(tensor: torch.Tensor, layout: str) -> torch.Tensor:
@@ -138,7 +222,7 @@ def layouts(
     ((1, 2), True)
     """
     shape = tuple(given.shape) if isinstance(given, torch.Tensor) else tuple(given)
-    fitting = [name for name in _known("layouts", names, LAYOUTS) if fits(name, shape)]
+    fitting = [name for name in known_names("tensors(layouts=...)", names, LAYOUTS) if fits(name, shape)]
     if not isinstance(given, torch.Tensor):
         return st.sampled_from(fitting)
     shared = ("expanded", "expanded_last", "overlapping")
@@ -172,5 +256,8 @@ def calls(
     >>> [tuple(x.shape) for x in call.args], call.kwargs
     ([(1, 3), (3,)], {'alpha': 0})
     """
-    how = Drawing(layouts=tuple(_known("layouts", layouts, LAYOUTS)), fills=tuple(_known("fills", fills, FILLS)))
+    how = Drawing(
+        layouts=known_names("tensors(layouts=...)", layouts, LAYOUTS),
+        fills=known_names("tensors(fills=...)", fills, FILLS),
+    )
     return st.builds(make_call, ArgumentSpecs(args, tuple(kwargs.items())).cases(how))

@@ -1,4 +1,4 @@
-"""This module has a table of a process's global state, which an operator could change: how to read and restore each item."""
+"""The group ``behaviour``: calls and the state of the process: settings, random generators, the environment."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -18,13 +18,15 @@ import numpy as np
 import torch
 
 from opkit.contract.calls.cases import Case
-from opkit.contract.compare.rounding import beyond_rounding, observe, seed_torch
-from opkit.contract.observed.outcome import CallOutcome
-from opkit.contract.observed.randomness import ever_random, is_random
-from opkit.contract.prop import CallRefused, Remark, Violation
-from opkit.contract.subject import Subject
+from opkit.contract.compare.calls import beyond_rounding, difference, ever_random, is_random, observe, seed_torch
+from opkit.contract.compare.outcome import CallOutcome
+from opkit.contract.prop import NotApplicable, Remark, Violation
+from opkit.contract.properties.behaviour import behaviour_property
+from opkit.contract.subject import CallRefused, Subject
 
 _SMALLEST_NORMAL = sys.float_info.min
+_DRAW = "Draw from torch's own generator: torch.rand, Tensor.bernoulli_, or a seed from torch.randint."
+_SEEDS = (1, 2, 3, 4, 5)
 _ODD_SEED = 0x5EED0DD
 
 
@@ -150,7 +152,7 @@ def _watched(items: tuple[StateItem, ...]) -> Generator[None]:
         )
 
 
-def leaves_state(subject: Subject, case: Case) -> None:
+def _leaves_state(subject: Subject, case: Case) -> None:
     """Check that a call changes no global state.
 
     Raises:
@@ -158,7 +160,7 @@ def leaves_state(subject: Subject, case: Case) -> None:
     """
     call = case.make(subject.device)
     _move_generators(subject)
-    with _watched((*_strict(), _TORCH_SEED)):
+    with _watched((*(item for item in STATE if not item.settles), _TORCH_SEED)):
         state = _generator()
         subject.call(call)
         drew = _generator() != state
@@ -177,10 +179,6 @@ def _move_generators(subject: Subject) -> None:
     seed_torch(subject, _ODD_SEED)
 
 
-def _strict() -> tuple[StateItem, ...]:
-    return tuple(item for item in STATE if not item.settles)
-
-
 @contextlib.contextmanager
 def preserved() -> Generator[None]:
     """Restore the global state afterwards."""
@@ -194,56 +192,30 @@ def preserved() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _default_dtype() -> Generator[None]:
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _changed(name: str, change: Callable[[Any], Any]) -> Generator[None]:
+    """Change an item of the state; ``change`` returns the new value for the old one."""
+    item = next(each for each in STATE if each.name == name)
+    old = item.get()
+    item.put(change(old))
     try:
         yield
     finally:
-        torch.set_default_dtype(old)
+        item.put(old)
 
 
-@contextlib.contextmanager
-def _deterministic_mode() -> Generator[None]:
-    old = _deterministic()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(old[0], warn_only=old[1])
-
-
-@contextlib.contextmanager
-def _flushing() -> Generator[None]:
-    old = _flushes()
-    torch.set_flush_denormal(not old)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(old)
-
-
-def _has_floats(case: Case) -> bool:
-    """Return whether there are floating arguments: without one, results may have the default dtype."""
-    return case.dtype is not None
-
-
-def _any(case: Case) -> bool:
-    return True
-
-
-_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Case], bool]], ...] = (
-    ("the default dtype float64", _default_dtype, _has_floats),
-    ("torch.no_grad()", torch.no_grad, _any),
-    ("torch.inference_mode()", torch.inference_mode, _any),
-    ("deterministic mode", _deterministic_mode, _any),
-    ("denormals flushed to zero", _flushing, _any),
-    ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), _any),
+_FLOAT64 = "the default dtype float64"
+_SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    (_FLOAT64, lambda: _changed("the default dtype", lambda _: torch.float64)),
+    ("torch.no_grad()", torch.no_grad),
+    ("torch.inference_mode()", torch.inference_mode),
+    ("deterministic mode", lambda: _changed("deterministic mode", lambda _: (True, True))),
+    ("denormals flushed to zero", lambda: _changed("flushing of denormals to zero", lambda old: not old)),
+    ("anomaly detection", lambda: torch.autograd.set_detect_anomaly(True, check_nan=False)),
 )
 _MAY_REFUSE = ("deterministic mode", "torch.inference_mode()")
 
 
-def ignores_state(subject: Subject, case: Case) -> None:
+def _ignores_state(subject: Subject, case: Case) -> None:
     """Check that results are the same under any of torch's settings.
 
     Raises:
@@ -251,8 +223,8 @@ def ignores_state(subject: Subject, case: Case) -> None:
         Remark: they follow the default device.
     """
     expected = observe(subject, case).detached()
-    for name, setting, applies in _SETTINGS:
-        if applies(case):
+    for name, setting in _SETTINGS:
+        if name != _FLOAT64 or case.dtype is not None:  # without floating arguments, results may have the default dtype
             _under(subject, case, expected, name, setting)
     if subject.device == "cpu":
         _on_default_device(subject, case, expected)
@@ -275,7 +247,7 @@ def _under(subject: Subject, case: Case, expected: CallOutcome, name: str, setti
 
 
 _ADVICE = {
-    "the default dtype float64": "Give every tensor that is created inside a dtype: torch.zeros(n, dtype=x.dtype).",
+    _FLOAT64: "Give every tensor that is created inside a dtype: torch.zeros(n, dtype=x.dtype).",
     "deterministic mode": "In this mode torch.empty is filled with NaN: perhaps memory is read before it is written.",
 }
 
@@ -290,3 +262,55 @@ def _on_default_device(subject: Subject, case: Case, expected: CallOutcome) -> N
         raise Remark("it creates tensors on the default device: if the arguments are on another, it raises") from None
     if any(a.device != b.device for a, b in zip(ours.tensors(), expected.tensors(), strict=False)):
         raise Remark("its results are on the default device, which need not be the arguments'")
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------------
+
+
+def _random(subject: Subject, case: Case) -> None:
+    """Check that random results come from torch's generator, and advance it.
+
+    Raises:
+        Violation: they do not.
+        NotApplicable: there are none.
+    """
+    if not ever_random(subject):
+        raise NotApplicable("its results do not depend on torch's random numbers")
+    if not is_random(subject, case):
+        return
+    first = observe(subject, case, seed=0).detached()
+    again = observe(subject, case, seed=0)
+    if found := difference(again, first):
+        raise Violation(f"torch.manual_seed(0) before each of two calls does not make them equal: {found}. {_DRAW}")
+    if not any(difference(observe(subject, case, seed=seed), first) for seed in _SEEDS):
+        return  # too few elements to tell
+    seed_torch(subject, 0)
+    following = subject.call(case.make(subject.device)).detached()
+    if not any(difference(subject.call(case.make(subject.device)), following) for _ in _SEEDS):
+        raise Violation(
+            f"calls one after another return the same random numbers: they do not advance the generator. {_DRAW}"
+        )
+
+
+PROPERTIES = (
+    behaviour_property(
+        "behaviour.global_state",
+        rule="A call leaves torch's settings, random generators, the environment and the floating-point mode as they were.",
+        defect="torch.set_num_threads, set_default_dtype or manual_seed inside; numpy's generator; a mode that is never left",
+        check=_leaves_state,
+        cost=0.0005,
+    ),
+    behaviour_property(
+        "behaviour.random",
+        rule="Random results are torch.manual_seed's to the bit, and differ for other seeds and from call to call.",
+        defect="a fixed seed, a generator of its own, a generator that is read and not advanced",
+        check=_random,
+        share=0.4,
+    ),
+    behaviour_property(
+        "behaviour.settings",
+        rule="Results do not depend on the default dtype, the grad mode, deterministic mode or how denormals are treated.",
+        defect="torch.zeros(n) without a dtype; a branch on torch.is_grad_enabled()",
+        check=_ignores_state,
+    ),
+)

@@ -1,1 +1,0 @@
-"""Memory that reveals wrong accesses: guard pages, red zones, poisoned memory, and the size of the heap."""
