@@ -13,8 +13,8 @@ from torch._inductor.utils import run_and_get_code
 import opkit
 from opkit import lowering as low
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.ir.program import Extern
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.errors import RuleError
 
 pytestmark = pytest.mark.usefixtures("fresh")

@@ -18,9 +18,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Statement, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Schedule,
+    Scratch,
+    Statement,
+    Update,
+)
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule
 
 
 def program_text(program: Program) -> str:

@@ -10,10 +10,9 @@ from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
-from opkit.compiler.lower.context import Builder, reads_buffer
-from opkit.compiler.lower.interleaved import viewed
-from opkit.compiler.lower.passes import tidied
+from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
+from opkit.compiler.lower.rewrites import simplify_program
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
@@ -40,7 +39,7 @@ def lower(
         if node.target == "input":
             inputs.append(node.name if isinstance(value, Tensor) else value)
     program = builder.program(inputs, _outputs(builder))
-    return tidied(program) if tidy else program
+    return simplify_program(program) if tidy else program
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ def _input(b: Builder, node: Node) -> Any:
     if not isinstance(kind, TensorType):
         return kind
     buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
-    return whole(b.added(buffer))
+    return whole(b.add_buffer(buffer))
 
 
 def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
@@ -160,7 +159,7 @@ def _mutated(b: Builder, node: Node) -> list[str]:
 def _kept_before_write(b: Builder, buffer: str) -> None:
     """Copy the values that eager mode has in memory of their own, while here they are views of the buffer."""
     for name, value in b.values.items():
-        if isinstance(value, Tensor) and reads_buffer(value, buffer) and _is_copy(value):
+        if isinstance(value, Tensor) and buffer in memories(value) and _is_copy(value):
             b.values[name] = b.materialised(value)
 
 

@@ -8,15 +8,16 @@ group's inputs, a step that overwrites one does so in the last phase.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
-from opkit.compiler.ir.index import Index, Value, axis, contiguous, flat, product, value
-from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
+from opkit.compiler.ir.expr import Expr, cast, indices, load, rewrite, var
+from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, contiguous, flat, product, value
+from opkit.compiler.ir.kernel import Accumulator, Let, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer, Compute
+from opkit.compiler.lower.fuse import lossless, with_values
 from opkit.compiler.lower.group import Group, Member
-from opkit.compiler.lower.inline import cost, lossless, with_values
+from opkit.compiler.lower.rewrites import cost
 
 AGAIN = 4  # a value that costs more than this, or reads more than two elements, is stored for a later phase
 MAX_ROW_ELEMENTS = 1 << 16  # of a row buffer; a longer one would not stay in the processor's cache
@@ -220,3 +221,107 @@ def _wide(value: Expr) -> Expr:
     if value.op == "cast" and not value.data and value.dtype in ("bf16", "f16"):
         return value.args[0]
     return cast(value, DTYPES[value.dtype].compute)
+
+
+# ---- statements over other axes, and what they use -------------------------------------------------------------------
+
+
+def over_axes(phases: Iterable[Phase], axes: Mapping[Axis, Index]) -> list[Phase]:
+    """Return phases with other indices for their axes."""
+    return [
+        Phase(p.accumulators, [_over_axes(s, axes) for s in p.points], [_over_axes(s, axes) for s in p.rows])
+        for p in phases
+    ]
+
+
+def _over_axes(statement: Statement, axes: Mapping[Axis, Index]) -> Statement:
+    """Return a statement of a point or row with other indices for its axes."""
+    if isinstance(statement, Let):
+        return dataclasses.replace(statement, value=statement.value.substitute(axes))
+    if isinstance(statement, Store):
+        return dataclasses.replace(statement, value=statement.value.substitute(axes), at=statement.at.substitute(axes))
+    assert isinstance(statement, Update)
+    at = None if statement.at is None else statement.at.substitute(axes)
+    return dataclasses.replace(statement, value=statement.value.substitute(axes), at=at)
+
+
+def accesses(phases: Iterable[Phase]) -> list[Index]:
+    """Return every index of the statements, each once; stores first."""
+    found: dict[Index, None] = {}
+    all_of = [s for phase in phases for s in (*phase.points, *phase.rows)]
+    for statement in all_of:
+        if isinstance(statement, Store):
+            found.setdefault(statement.at)
+    for statement in all_of:
+        for root in expressions(statement):
+            for node in root.walk():
+                for at in indices(node):
+                    found.setdefault(at)
+        if isinstance(statement, Update) and statement.at is not None:
+            found.setdefault(statement.at)
+    return list(found)
+
+
+def expressions(statement: Statement) -> list[Expr]:
+    """Return the expressions of a statement."""
+    assert isinstance(statement, Let | Store | Update)
+    inside = [statement.at] if isinstance(statement, Store) else []
+    values = [leaf.expr for at in inside for leaf in at.leaves() if isinstance(leaf, Value)]
+    return [statement.value, *values]
+
+
+def read_before_write(points: Sequence[Statement]) -> list[Statement]:
+    """Return statements that read the elements that they overwrite into variables first."""
+    written = {s.buffer for s in points if isinstance(s, Store)}
+    read: dict[Expr, Expr] = {}
+    for statement in points:
+        for root in expressions(statement):
+            for node in root.walk():
+                if node.op == "load" and node.data[0] in written:
+                    read.setdefault(node, var(f"old{len(read)}", node.dtype))
+    if not read:
+        return list(points)
+    lets = [Let(variable.data, node) for node, variable in read.items()]
+
+    def renamed(node: Expr) -> Expr:
+        return read.get(node, node)
+
+    changed = (s for s in points if isinstance(s, Let | Store | Update))
+    return [*lets, *(dataclasses.replace(s, value=rewrite(s.value, renamed)) for s in changed)]
+
+
+def touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:
+    """Return the pointers that statements read and write."""
+    read: set[str] = set()
+    stored: set[str] = set()
+    for statement in walk(body):
+        if isinstance(statement, Store):
+            stored.add(statement.buffer)
+        if not isinstance(statement, Loop | Scratch | Accumulator):
+            read |= {node.data[0] for root in expressions(statement) for node in root.walk() if node.op == "load"}
+    return read, stored
+
+
+def names_of_sizes(body: Sequence[Statement]) -> set[str]:
+    found: list[Index] = []
+    for statement in walk(body):
+        if isinstance(statement, Loop):
+            found.append(statement.axis.extent)
+        elif isinstance(statement, Scratch):
+            found.append(statement.length)
+        elif not isinstance(statement, Accumulator):
+            found += accesses([Phase(points=[statement])])
+    names: set[str] = set()
+    for at in found:
+        names |= _names_in(at)
+    return names
+
+
+def _names_in(at: Index) -> set[str]:
+    found: set[str] = set()
+    for leaf in at.leaves():
+        if isinstance(leaf, Axis):
+            found |= _names_in(leaf.extent)
+        elif isinstance(leaf, Size):
+            found.add(leaf.name)
+    return found

@@ -234,6 +234,19 @@ def _joined(tensor: Tensor, pair: TensorPair) -> Tensor | None:
     return Tensor(tensor.dtype, tensor.shape, Stored(memory, at, first.copied or second.copied))
 
 
+def complex_of(first: Tensor, second: Tensor) -> Tensor:
+    """Return the complex tensor of two real ones of one type and shape."""
+    dtype = next(name for name, part in PARTS.items() if part == first.dtype)
+    return Tensor(dtype, first.shape, TensorPair(first, second))
+
+
+def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
+    """Return the real tensor of ``shape`` whose elements are those of two, in turn along its last dimension."""
+    *rest, last = formal(shape)
+    first, second = (each.mapped(shape, [*rest, last // 2]) for each in (even, odd))
+    return Tensor(even.dtype, shape, TensorPair(first, second, last % 2))
+
+
 def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:
     """Return a tensor whose elements are ``body`` over the formal axes of ``shape``."""
     return Tensor(body.dtype, tuple(map(index, shape)), Lazy(body))

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from opkit.compiler.ir.kernel import Scratch, walk
+from opkit.compiler.ir.kernel import KernelLaunch, Scratch, walk
 from opkit.compiler.ir.program import Extern, Strided
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule
 from tests.compiler import graphs, native

@@ -2,7 +2,7 @@
 
 import torch
 
-from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
 from tests.compiler import graphs, native

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import Table, overloads
 from opkit.compiler.lower.rules.pointwise import computed, sigmoid
 from opkit.compiler.lower.scalar import Scalar

@@ -14,16 +14,14 @@ from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Compute
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element, reads_buffer
-from opkit.compiler.lower.interleaved import alternating, complex_of, paired
-from opkit.compiler.lower.promotion import promoted
+from opkit.compiler.lower.builder import Builder, element, paired
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
-from opkit.compiler.lower.rules import assembly, creation, indexing, reductions, views
 from opkit.compiler.lower.rules import complex_arithmetic as c
+from opkit.compiler.lower.rules import creation, indexing, joining, reductions, views
 from opkit.compiler.lower.rules.complex_arithmetic import Complex
-from opkit.compiler.lower.rules.pointwise import TENSOR_OR_NUMBER
+from opkit.compiler.lower.rules.pointwise import TENSOR_OR_NUMBER, promoted
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Stored, Tensor, lazy
+from opkit.compiler.lower.tensors import Stored, Tensor, alternating, complex_of, lazy, memories
 
 TABLE = Table({name: rule for name, rule in views.TABLE.items() if name not in overloads("as_strided")})
 Operand = Tensor | Index | complex | float | int | bool
@@ -268,9 +266,9 @@ def _part(x: Any, k: int, dtype: str) -> Any:
 
 for _table, _values, _names in (
     (reductions.TABLE, 1, [*overloads("sum", "default", "dim_IntList"), *overloads("cumsum")]),
-    (assembly.TABLE, 1, [*overloads("cat"), *overloads("concat"), *overloads("stack"), *overloads("slice_backward")]),
-    (assembly.TABLE, 1, [*overloads("select_backward"), *overloads("diagonal_backward")]),
-    (assembly.TABLE, 2, [*overloads("slice_scatter"), *overloads("select_scatter"), *overloads("diagonal_scatter")]),
+    (joining.TABLE, 1, [*overloads("cat"), *overloads("concat"), *overloads("stack"), *overloads("slice_backward")]),
+    (joining.TABLE, 1, [*overloads("select_backward"), *overloads("diagonal_backward")]),
+    (joining.TABLE, 2, [*overloads("slice_scatter"), *overloads("select_scatter"), *overloads("diagonal_scatter")]),
     (
         indexing.TABLE,
         1,
@@ -359,7 +357,7 @@ TABLE.rule(*overloads("empty", "memory_format"))(_constant(0))
 def constant_pad_nd(b: Builder, x: Tensor, pad: Any, value: Any = 0) -> Tensor:
     if value != 0:
         raise NoRule("padding with a number that is not 0")
-    return by_parts(assembly.constant_pad_nd)(b, x, pad)
+    return by_parts(joining.constant_pad_nd)(b, x, pad)
 
 
 @TABLE.rule(*overloads("copy_"))
@@ -379,5 +377,5 @@ def _read_first(b: Builder, x: Tensor, source: Tensor) -> Sequence[Tensor]:
     part = part_type(x.dtype)
     own = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
     found = [_part(source, k, part) for k in (0, 1)]
-    apart = any(reads_buffer(each, own) and each.source != p.source for each, p in zip(found, x.parts, strict=True))
+    apart = any(own in memories(each) and each.source != p.source for each, p in zip(found, x.parts, strict=True))
     return [b.materialised(each) for each in found] if apart else found

@@ -10,11 +10,11 @@ from opkit.compiler.ir.dtypes import is_float
 from opkit.compiler.ir.index import Index, contiguous, flat
 from opkit.compiler.ir.program import Compute, Extern
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element, reads_buffer
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.pointwise import operand
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Stored, Tensor, formal, lazy, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, formal, lazy, memories, whole
 
 TABLE = Table()
 
@@ -130,7 +130,7 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     """Write to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
     if not isinstance(x.source, Stored):
         raise NoRule("a copy to what is not in memory")
-    if reads_buffer(source, x.source.buffer.memory) and source.source != x.source:
+    if x.source.buffer.memory in memories(source) and source.source != x.source:
         source = b.materialised(source)
     body = element(source, x.shape, x.dtype).expr
     b.steps.append(Compute(x.source.buffer.name, x.shape, x.source.coordinates, body, origin=b.origin))
@@ -142,7 +142,7 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 def seed(b: Builder) -> Scalar:
     """Return a number that the runtime draws from torch's generator at each call, one for each operator."""
-    buffer = b.made("i64", ())
+    buffer = b.new_buffer("i64", ())
     b.steps.append(Extern("opkit.seed", (), {}, (buffer.name,), origin=b.origin))
     return Scalar(whole(buffer).at(()))
 

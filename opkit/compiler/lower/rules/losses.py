@@ -13,7 +13,7 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
 from opkit.compiler.lower.rules.indexing import place, read
 from opkit.compiler.lower.scalar import Scalar

@@ -12,7 +12,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.creation import filled_like
 from opkit.compiler.lower.rules.reductions import count, moments

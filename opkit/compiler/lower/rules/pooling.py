@@ -19,11 +19,10 @@ from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, flat, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.rules.assembly import within
-from opkit.compiler.lower.rules.indexing import place
-from opkit.compiler.lower.rules.scatters import neutral, scattered, zeros
+from opkit.compiler.lower.rules.indexing import neutral, place, scattered, zeros
+from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal
 

@@ -13,7 +13,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor
@@ -98,7 +98,7 @@ def _scan(b: Builder, x: Tensor, dim: int, reduction: str) -> Tensor:
     if not x.shape:
         return b.elementwise(f.cast(body, kind.dtype).expr)
     along = frozenset([dim % len(x.shape)])
-    return b.compute(b.like(), x.shape, body.expr, reduction=f"scan:{reduction}", reduced=along)
+    return b.compute(b.result_buffer(), x.shape, body.expr, reduction=f"scan:{reduction}", reduced=along)
 
 
 # ---- extremes --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, flat, index, is_nonnegative, product
-from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
 from opkit.compiler.lower.tensors import Tensor, formal, is_dense
 

@@ -13,8 +13,8 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
-from opkit.compiler.lower.registry import NoRule, Table
+from opkit.compiler.lower.builder import Builder, element
+from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense
 
 TABLE = Table()
@@ -40,7 +40,7 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     if not DTYPES[kind.dtype].kind == "float":
         raise NoRule("a product of integers")
     if kind.dtype in ("bf16", "f16") and b.target.narrow_products:  # oneDNN adds the bias before it rounds
-        return b.call(b.node.target, (bias, x, y), [b.made(kind.dtype, kind.shape)], out=True)[0]
+        return b.call(b.node.target, (bias, x, y), [b.new_buffer(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
     return b.elementwise(f.cast(element(product, kind.shape) + element(bias, kind.shape, inner), kind.dtype).expr, kind)
@@ -49,7 +49,7 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
 def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     """Return the product, in the type in which it is computed."""
     x, y = _operand(b, x), _operand(b, y)
-    out = b.made(x.dtype, (*x.shape[:-1], y.shape[-1]))
+    out = b.new_buffer(x.dtype, (*x.shape[:-1], y.shape[-1]))
     return b.call(target, (x, y), [out], out=True)[0]
 
 
@@ -63,7 +63,7 @@ def _wide(b: Builder, x: Tensor) -> Tensor:
         return x
     strided = x.strided()
     strides = strided.strides if strided is not None and is_dense(x.shape, strided.strides) else None
-    buffer = b.made("f32", x.shape, strides)
+    buffer = b.new_buffer("f32", x.shape, strides)
     return b.compute(buffer, x.shape, f.cast(element(x, x.shape), "f32").expr)
 
 
@@ -92,7 +92,7 @@ def _attention(b: Builder, *args: Any, **kwargs: Any) -> Any:
 
 def _widened(b: Builder, kind: TensorType) -> Any:
     dtype = "f32" if kind.dtype in ("bf16", "f16") else kind.dtype
-    return b.allocated(dataclasses.replace(kind, dtype=dtype))
+    return b.extern_buffer(dataclasses.replace(kind, dtype=dtype))
 
 
 # ---- convolutions ----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _convolution(
     kind = b.result()
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
-    out = b.allocated(_in_type(b, kind, channels_last(kind.shape)))
+    out = b.extern_buffer(_in_type(b, kind, channels_last(kind.shape)))
     found = b.call(b.node.target, (_image(b, x), _operand(b, weight), None, *settings), [out])[0]
     if bias is None:
         return _rounded(b, found, dataclasses.replace(kind, strides=channels_last(kind.shape)))
@@ -130,7 +130,7 @@ def _convolution_backward(
     _check_images(b, x, None, transposed)
     kinds: Any = b.node.result
     outs = [
-        b.allocated(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
+        b.extern_buffer(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
         for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
@@ -179,7 +179,7 @@ def _image(b: Builder, x: Tensor) -> Tensor:
     if strided is not None and strided.strides == strides and not narrow:
         return x
     dtype = "f32" if narrow else x.dtype
-    return b.compute(b.made(dtype, x.shape, strides), x.shape, f.cast(element(x, x.shape), dtype).expr)
+    return b.compute(b.new_buffer(dtype, x.shape, strides), x.shape, f.cast(element(x, x.shape), dtype).expr)
 
 
 def _in_type(b: Builder, kind: TensorType, strides: tuple[Index, ...]) -> TensorType:
@@ -189,3 +189,21 @@ def _in_type(b: Builder, kind: TensorType, strides: tuple[Index, ...]) -> Tensor
 
 def _by_channel(bias: Tensor, shape: Sequence[Index]) -> Tensor:
     return bias.mapped((bias.shape[0], 1, 1), [formal((bias.shape[0], index(1), index(1)))[0]])
+
+
+_OUT: dict[str, Any] = {"out": True}
+_PLAIN: dict[str, Any] = {}
+
+EXTERNS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot")], _OUT),
+    **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
+    **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
+    **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),
+}
+"""Options of extern calls, by the operator's name: fields of ``Extern``."""
+
+ALIASING = overloads("real") + overloads("imag") + overloads("view_as_real") + overloads("view_as_complex")
+ALIASING += overloads("view", "dtype") + overloads("_conj") + overloads("_neg_view") + overloads("conj")
+
+FROM_STORAGE = frozenset(f"aten.as_strided{kind}.default" for kind in ("", "_copy", "_scatter"))
+"""Operators whose offset is one into a tensor's storage, wherever in it the tensor begins."""
