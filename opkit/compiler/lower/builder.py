@@ -118,6 +118,11 @@ class Builder:
             return lazy(body, kind.shape)
         return self._fill(body, self.new_buffer(body.dtype, kind.shape, self._result_strides(body, kind)))
 
+    def cast_elementwise(self, body: Scalar, kind: TensorType | None = None) -> Tensor:
+        """Return a tensor with ``body``, converted to the result's dtype, as element."""
+        kind = kind or self.result()
+        return self.elementwise(cast(body, kind.dtype).expr, kind)
+
     def _fill(self, body: Expr, buffer: Buffer) -> Tensor:
         """Fill a new buffer with ``body`` (over its formal axes) and return all of it."""
         if _alternates(body, buffer.shape):
@@ -270,7 +275,7 @@ def pointwise(b: Builder, formula: Callable[..., Scalar], tensors: Sequence[Tens
     kind = b.result(number)
     inner = DTYPES[kind.dtype].compute
     body = formula(*(element(t, kind.shape, inner) for t in tensors))
-    return b.elementwise(cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 def _is_lazy(body: Expr) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from opkit.compiler.ir.dtypes import DTYPES, PARTS
+from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import Expr, const, load, rewrite, var
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.kernel import (
@@ -25,7 +25,7 @@ from opkit.compiler.ir.kernel import (
     Store,
     Update,
 )
-from opkit.compiler.ir.ops import REDUCTIONS
+from opkit.compiler.ir.ops import REDUCTIONS, neutral
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.lower.group import Group, Member, estimate, loads_of
 from opkit.compiler.lower.statements import (
@@ -368,22 +368,14 @@ def column_loops(
     body: list[Statement] = [Scratch(name, dtype, block.extent) for name, dtype in dtypes.items()]
     for phase in phases:
         if phase.accumulators:
-            body += vector([Store(a.name, at, _neutral(a.reduction, a.dtype)) for a in phase.accumulators])
+            body += vector(
+                [Store(a.name, at, const(neutral(a.reduction, a.dtype), a.dtype)) for a in phase.accumulators]
+            )
         if phase.points:
             body += nested(reduced, vector([changed(s) for s in phase.points]), lambda k: "plain")
         if phase.rows:
             body += vector([changed(s) for s in phase.rows])
     return nested(kept, body, lambda k: "parallel")
-
-
-def _neutral(reduction: str, dtype: str) -> Expr:
-    """Return the neutral value of a reduction."""
-    row = DTYPES[dtype]
-    bits = 8 * row.bytes - row.signed
-    least = {"float": float("-inf"), "int": -(2**bits) if row.signed else 0, "bool": False}
-    greatest = {"float": float("inf"), "int": 2**bits - 1, "bool": True}
-    values = {"zero": 0, "one": 1, "least": least.get(row.kind), "greatest": greatest.get(row.kind)}
-    return const(values[REDUCTIONS[reduction][1]], dtype)  # pyright: ignore[reportArgumentType]
 
 
 def _grain(inner: Sequence[Axis], phases: Sequence[Phase], sizes: Mapping[str, int]) -> int:

@@ -1,5 +1,7 @@
-"""Operators with complex operands or results. Views are those of real tensors, for they are maps of indices only; what moves
-or adds up elements is the real operator on each part; the rest are formulas of ``complex_arithmetic``.
+"""Operators with complex operands or results.
+
+The rules of views are those of real tensors, for they are maps of indices only. Operators that move or add up elements apply the
+real operator to each part. The others are formulas of ``complex_arithmetic``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def operand(x: Operand, kind: TensorType, part: str) -> Complex:
 
 
 def stored(b: Builder, value: Complex, kind: TensorType) -> Tensor:
-    """Return the tensor of an element, over the formal axes of the result."""
+    """Return the complex tensor with ``value`` (over the formal axes of the result) as element."""
     return b.complex_elements([value.re.expr, value.im.expr], kind)
 
 
@@ -65,11 +67,11 @@ def computed(b: Builder, formula: Formula, *operands: Operand) -> Tensor:
 
 
 def measured(b: Builder, formula: Measure, *operands: Operand) -> Tensor:
-    """Return the real tensor of ``formula`` of the operands' elements, in the type in which they meet."""
+    """Return the real tensor of ``formula`` of the operands' elements, in their common type."""
     kind = b.result()
     part = part_type(promoted(operands))
     body = formula(*(operand(x, kind, part) for x in operands))
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 def _elementwise(formula: Formula) -> Rule:
@@ -186,13 +188,13 @@ def masked_fill(b: Builder, x: Tensor, mask: Tensor, value: Operand) -> Tensor:
 
 @TABLE.rule("prims.convert_element_type.default", *overloads("_to_copy"), *overloads("to", "dtype"))
 def convert(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    """To a complex type each part, to a real one the real part, to bool whether it is not 0."""
+    """Convert each part to a complex type, the real part to a real type, and whether it is not 0 to bool."""
     kind = b.result()
     if is_complex(kind.dtype):
         return computed(b, lambda x: x, x)
     body = operand(x, kind, part_type(x.dtype))
-    found = c.truth(body) if kind.dtype == "b1" else f.cast(body.re, kind.dtype, asked=True)
-    return b.elementwise(found.expr, kind)
+    converted = c.truth(body) if kind.dtype == "b1" else f.cast(body.re, kind.dtype, asked=True)
+    return b.elementwise(converted.expr, kind)
 
 
 # ---- from real tensors and back --------------------------------------------------------------------------------------
@@ -206,10 +208,10 @@ def complex_(b: Builder, re: Tensor, im: Tensor) -> Tensor:
 
 
 @TABLE.rule(*overloads("polar"))
-def polar(b: Builder, size: Tensor, direction: Tensor) -> Tensor:
+def polar(b: Builder, size: Tensor, angle: Tensor) -> Tensor:
     kind = b.result()
     part = part_type(kind.dtype)
-    return stored(b, c.polar(element(size, kind.shape, part), element(direction, kind.shape, part)), kind)
+    return stored(b, c.polar(element(size, kind.shape, part), element(angle, kind.shape, part)), kind)
 
 
 @TABLE.rule(*overloads("real"))
@@ -235,22 +237,22 @@ def view_as_real(b: Builder, x: Tensor) -> Tensor:
     return alternating(first, second, (*x.shape, index(2)))
 
 
-# ---- each part by itself ---------------------------------------------------------------------------------------------
+# ---- real operators on each part ----------------------------------------------------------------------------------------
 
 
 def by_parts(rule: Rule, values: int = 1) -> Rule:
-    """Return the rule of a real operator for both parts; so many of its first arguments are elements, others are not."""
+    """Return a rule that applies that of a real operator to both parts; its first ``values`` arguments are complex tensors."""
 
     def rule_of_parts(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
         node, kind = b.node, b.result()
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for k, name in enumerate(("re", "im")):
             real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
             b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
             own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
-            found.append(rule(b, *own, **kwargs))
+            parts.append(rule(b, *own, **kwargs))
         b.node = node
-        return paired(b, *found)
+        return paired(b, *parts)
 
     return rule_of_parts
 
@@ -288,20 +290,20 @@ for _table, _values, _names in (
 def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
     kind = b.result()
     part = part_type(kind.dtype)
-    gone = reductions.dims_of(x, dims)
-    sums = [b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, gone, part, keepdim) for k in (0, 1)]
+    reduced = reductions.dims_of(x, dims)
+    sums = [b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, reduced, part, keepdim) for k in (0, 1)]
     total = Complex(*(element(each, kind.shape) for each in sums))
-    return stored(b, total / reductions.count(x.shape, gone), kind)
+    return stored(b, total / reductions.count(x.shape, reduced), kind)
 
 
 def _of_truths(rule: Rule) -> Rule:
-    """Return a rule of real numbers on whether elements are zero."""
+    """Return a rule that applies that of a real operator to whether elements are not 0."""
 
-    def found(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    def rule_of_truths(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
         return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
 
-    return found
+    return rule_of_truths
 
 
 TABLE.rule(*overloads("any", "default", "dim", "dims"))(_of_truths(reductions.any_))
@@ -310,7 +312,7 @@ TABLE.rule(*overloads("all", "default", "dim", "dims"))(_of_truths(reductions.al
 
 @TABLE.rule(*overloads("linalg_vector_norm"))
 def vector_norm(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    """Of the absolute values."""
+    """Return the norm of the absolute values."""
     kind = dataclasses.replace(b.result(), shape=x.shape)
     size = c.absolute(operand(x, kind, part_type(x.dtype)))
     return reductions.vector_norm(b, b.temporary(size.expr, x.shape), *rest, **kwargs)
@@ -362,7 +364,7 @@ def constant_pad_nd(b: Builder, x: Tensor, pad: Any, value: Any = 0) -> Tensor:
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write to both parts of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to both parts of ``x``; a source in the same memory at other positions is read completely before."""
     if not is_complex(x.dtype):
         return creation.copy_(b, x, convert(b, source))
     for part, each in zip(x.parts, _read_first(b, x, source), strict=True):
@@ -373,9 +375,9 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 
 def _read_first(b: Builder, x: Tensor, source: Tensor) -> Sequence[Tensor]:
-    """Return the parts of what is written to ``x``; in memory of their own where they lie in that of ``x`` at other places."""
+    """Return the parts of ``source``, copied if they lie in the memory of ``x`` at other positions."""
     part = part_type(x.dtype)
-    own = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
-    found = [_part(source, k, part) for k in (0, 1)]
-    apart = any(own in memories(each) and each.source != p.source for each, p in zip(found, x.parts, strict=True))
-    return [b.materialised(each) for each in found] if apart else found
+    memory = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
+    parts = [_part(source, k, part) for k in (0, 1)]
+    overlap = any(memory in memories(each) and each.source != p.source for each, p in zip(parts, x.parts, strict=True))
+    return [b.materialised(each) for each in parts] if overlap else parts

@@ -1,7 +1,11 @@
-"""Elements at places that other tensors hold: what is read there is an element like any other, in one compute.
+"""Reads and writes at indices from other tensors: gather, embedding, index, scatter, index_add, index_put.
 
-Every such place is checked: an index outside its dimension stops the program, as eager raises. Whether a negative one
-counts from the end is the operator's.
+A read is a load in one compute like any other. A write is a copy of the tensor, then a compute whose target is computed. Every
+index is checked: one outside its dimension stops the program, as eager mode raises. Operators decide whether a negative index
+counts from the end.
+
+If several elements are written to one position, they are combined in row-major order; of plain stores, the last one counts. Sums
+of narrow floats accumulate in float32.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.dtypes import DTYPES, is_float, is_int
+from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import ZERO, Index, IndexLike, Value, index, product, value
+from opkit.compiler.ir.ops import REDUCTIONS, neutral
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
@@ -23,34 +28,32 @@ from opkit.compiler.lower.tensors import Shape, Tensor, broadcast, formal, lazy
 TABLE = Table()
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------
+# ---- indices ---------------------------------------------------------------------------------------------------------
 
 
-def place(at: Scalar, extent: IndexLike, from_end: bool = False) -> Index:
-    """Return an integer that is read, as a checked position; ``from_end``: negative ones are allowed, and count from there."""
+def checked_index(at: Scalar, extent: IndexLike, from_end: bool = False) -> Index:
+    """Return an integer element as an index that is checked; with ``from_end``, a negative one counts from the end."""
     whole = f.cast(at, "i64")
     return value(expr.bound((whole if from_end else f.where(whole < 0, index(extent), whole)).expr, extent))
 
 
 def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
-    """Return the element at coordinates, with the checks of those that the element does not depend on."""
+    """Return the element at coordinates.
+
+    A checked index that the element does not depend on, for its dimension has one element or the tensor is constant, is added.
+    """
     body = x.at(coordinates)
     seen = set(body.walk())
-    for check in _checks(coordinates):
+    leaves = [leaf for at in coordinates for leaf in index(at).leaves()]
+    for check in [leaf.expr for leaf in leaves if isinstance(leaf, Value)]:
         if check not in seen:
             other = next(c for c in (expr.const(0, body.dtype), expr.const(1, body.dtype)) if c is not body)
             body = expr.where(expr.op("le", expr.const(0, "i64"), check), body, other)
     return body
 
 
-def _checks(coordinates: Sequence[IndexLike]) -> list[Expr]:
-    """Return the checked positions; one in a dimension of a single element, or of a constant, is lost from the element's."""
-    leaves = [leaf for at in coordinates for leaf in index(at).leaves()]
-    return [leaf.expr for leaf in leaves if isinstance(leaf, Value)]
-
-
 def with_dimension(x: Tensor) -> Tensor:
-    """Return a tensor of no dimensions as one of one element, as the operators along a dimension take it."""
+    """Return the tensor, with a dimension of one element if it has none."""
     return x if x.shape else x.reshaped([index(1)])
 
 
@@ -59,9 +62,9 @@ def replaced(at: Sequence[Index], dim: int, by: IndexLike) -> list[Index]:
 
 
 def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[Index]]:
-    """Return the shape of ``x[indices]``, and where in ``x`` its element is.
+    """Return the shape of ``x[indices]``, and the coordinates in ``x`` of its element.
 
-    The dimensions that the index tensors broadcast to stand where the indices do, or in front if others are in between.
+    The dimensions that the index tensors broadcast to replace the indexed ones, or come first if those are not adjacent.
     """
     indexed = {k: t for k, t in enumerate(indices) if t is not None}
     if any(not is_int(t.dtype) or t.dtype == "u8" for t in indexed.values()):
@@ -73,7 +76,7 @@ def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[
     axes = formal(shape)
     inner, outer = axes[begin : begin + len(common)], iter(axes[:begin] + axes[begin + len(common) :])
     read_at = {k: Scalar(t.expanded(common).at(inner)) for k, t in indexed.items()}
-    return shape, [place(read_at[k], n, True) if k in indexed else next(outer) for k, n in enumerate(x.shape)]
+    return shape, [checked_index(read_at[k], n, True) if k in indexed else next(outer) for k, n in enumerate(x.shape)]
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[
 def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     axes = formal(b.result().shape)
     rank = len(indices.shape)
-    return b.elementwise(read(weight, [place(Scalar(indices.at(axes[:rank])), weight.shape[0]), *axes[rank:]]))
+    return b.elementwise(read(weight, [checked_index(Scalar(indices.at(axes[:rank])), weight.shape[0]), *axes[rank:]]))
 
 
 @TABLE.rule(*overloads("index_select"))
@@ -91,7 +94,9 @@ def index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
     source, at = with_dimension(x), with_dimension(indices)
     dim %= len(source.shape)
     axes = formal(replaced(source.shape, dim, at.shape[0]))
-    return b.elementwise(read(source, replaced(axes, dim, place(Scalar(at.at([axes[dim]])), source.shape[dim]))))
+    return b.elementwise(
+        read(source, replaced(axes, dim, checked_index(Scalar(at.at([axes[dim]])), source.shape[dim])))
+    )
 
 
 @TABLE.rule(*overloads("gather"))
@@ -101,13 +106,13 @@ def gather(b: Builder, x: Tensor, dim: int, indices: Tensor, **kwargs: Any) -> T
         raise NoRule("an empty index of another rank")
     dim %= len(source.shape)
     axes = formal(at.shape)
-    return b.elementwise(read(source, replaced(axes, dim, place(Scalar(at.at(axes)), source.shape[dim]))))
+    return b.elementwise(read(source, replaced(axes, dim, checked_index(Scalar(at.at(axes)), source.shape[dim]))))
 
 
 @TABLE.rule(*overloads("take"))
 def take(b: Builder, x: Tensor, indices: Tensor) -> Tensor:
     flat = x.reshaped([product(x.shape)])
-    at = place(Scalar(indices.at(formal(indices.shape))), flat.shape[0], from_end=True)
+    at = checked_index(Scalar(indices.at(formal(indices.shape))), flat.shape[0], from_end=True)
     return b.elementwise(read(flat, [at]))
 
 
@@ -117,14 +122,15 @@ def index_(b: Builder, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return b.elementwise(read(x, coordinates))
 
 
-_OPS = {"sum": "add", "add": "add", "prod": "mul", "multiply": "mul", "amax": "max", "amin": "min"}
+_REDUCTIONS = {"sum": "sum", "add": "sum", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
+"""The reduction of a scatter with ``reduce``."""
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
 
 
 def zeros(b: Builder) -> Tensor:
-    """Zeros of the result's shape."""
+    """Return zeros of the result's shape."""
     kind = b.result()
     return lazy(expr.const(0, kind.dtype), kind.shape)
 
@@ -138,49 +144,35 @@ def scattered(
     op: str | None = None,
     start: Any = None,
 ) -> Tensor:
-    """Return a copy of ``x`` with ``body``, over ``axes``, stored at ``target`` or combined with what is there by ``op``.
+    """Return a copy of ``x`` with ``body``, over ``axes``, stored at ``target``, or combined by ``op`` with the element there.
 
-    With ``start``, what is combined at a place begins with that number, not with what ``x`` has there.
+    With ``start``, elements at ``target`` have that value before anything is combined with them.
     """
     kind = b.result()
     inner = DTYPES[kind.dtype].compute if op is not None else kind.dtype
     buffer = b.result_buffer() if inner == kind.dtype else b.new_buffer(inner, kind.shape)
-    found = b.compute(buffer, kind.shape, element(x, kind.shape, inner).expr)
+    copy = b.compute(buffer, kind.shape, element(x, kind.shape, inner).expr)
     if start is not None:
         b.compute(buffer, axes, f.number(start, inner).expr, target)
-    b.compute(buffer, axes, f.cast(body, inner).expr, target, update=_combining(op, inner))
-    return found if inner == kind.dtype else b.elementwise(element(found, kind.shape, kind.dtype).expr, kind)
+    if op is not None and inner == "b1":
+        op = {"add": "or", "mul": "and", "max": "or", "min": "and"}[op]
+    b.compute(buffer, axes, f.cast(body, inner).expr, target, update=op)
+    return copy if inner == kind.dtype else b.cast_elementwise(element(copy, kind.shape), kind)
 
 
-def _combining(op: str | None, dtype: str) -> str | None:
-    logic = {"add": "or", "mul": "and", "max": "or", "min": "and"}
-    return logic[op] if op is not None and dtype == "b1" else op
-
-
-def neutral(op: str, dtype: str) -> int | float:
-    """Return what an element combined with it leaves as it is."""
-    if op in ("add", "mul"):
-        return int(op == "mul")
-    if is_float(dtype):
-        return float("-inf") if op == "max" else float("inf")
-    bits = 8 * DTYPES[dtype].bytes - DTYPES[dtype].signed
-    least = -(2**bits) if DTYPES[dtype].signed else 0
-    if dtype == "b1":
-        return int(op == "min")
-    return least if op == "max" else 2**bits - 1
-
-
-def _start(reduce: str, include_self: bool, dtype: str) -> Any:
-    if reduce not in _OPS:
+def _reduction(reduce: str, include_self: bool, dtype: str) -> tuple[str, Any]:
+    """Return the op that combines values, and the value to start with instead of the tensor's own."""
+    if reduce not in _REDUCTIONS:
         raise NoRule(f"scattering with {reduce}")
-    return None if include_self else neutral(_OPS[reduce], dtype)
+    reduction = _REDUCTIONS[reduce]
+    return REDUCTIONS[reduction][0], None if include_self else neutral(reduction, dtype)
 
 
 # ---- an index for each element ---------------------------------------------------------------------------------------
 
 
 def _scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any) -> Tensor:
-    """``how`` is as in ``scattered``."""
+    """Return a scatter with an index for each element; ``how`` is as in ``scattered``."""
     at = with_dimension(indices)
     if not x.shape:
         raise NoRule("a scatter into a tensor of no dimensions")
@@ -188,14 +180,15 @@ def _scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, 
         return b.elementwise(x.at(formal(x.shape)))
     dim %= len(x.shape)
     axes = formal(at.shape)
-    target = replaced(axes, dim, place(Scalar(at.at(axes)), x.shape[dim]))
-    found = Scalar(with_dimension(source).at(axes)) if isinstance(source, Tensor) else f.number(source, x.dtype)
-    return scattered(b, x, at.shape, target, found, *how)
+    target = replaced(axes, dim, checked_index(Scalar(at.at(axes)), x.shape[dim]))
+    body = Scalar(with_dimension(source).at(axes)) if isinstance(source, Tensor) else f.number(source, x.dtype)
+    return scattered(b, x, at.shape, target, body, *how)
 
 
 @TABLE.rule(*overloads("scatter", "src", "value", "reduce", "value_reduce"))
 def scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *, reduce: str | None = None) -> Tensor:
-    return _scatter(b, x, dim, indices, source, None if reduce is None else _OPS[reduce])
+    op = None if reduce is None else REDUCTIONS[_REDUCTIONS[reduce]][0]
+    return _scatter(b, x, dim, indices, source, op)
 
 
 @TABLE.rule(*overloads("scatter_add"))
@@ -207,22 +200,21 @@ def scatter_add(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor
 def scatter_reduce(
     b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    start = _start(reduce, include_self, x.dtype)
-    return _scatter(b, x, dim, indices, source, _OPS[reduce], start)
+    return _scatter(b, x, dim, indices, source, *_reduction(reduce, include_self, x.dtype))
 
 
 # ---- an index for each slice -----------------------------------------------------------------------------------------
 
 
-def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **placement: Any) -> Tensor:
-    """``how`` is as in ``scattered``, ``placement`` as in ``place``."""
+def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *how: Any, **options: Any) -> Tensor:
+    """Return a scatter with an index for each slice; ``how`` is as in ``scattered``, ``options`` as in ``checked_index``."""
     at = with_dimension(indices)
     if not x.shape:
         raise NoRule("slices of a tensor of no dimensions")
     dim %= len(x.shape)
     shape = tuple(replaced(x.shape, dim, at.shape[0]))
     axes = formal(shape)
-    target = replaced(axes, dim, place(Scalar(at.at([axes[dim]])), x.shape[dim], **placement))
+    target = replaced(axes, dim, checked_index(Scalar(at.at([axes[dim]])), x.shape[dim], **options))
     whole = source.reshaped(shape) if isinstance(source, Tensor) and not source.shape and shape == (1,) else source
     body = element(whole, shape) if isinstance(whole, Tensor) else f.number(whole, x.dtype)
     return scattered(b, x, shape, target, body, *how)
@@ -232,12 +224,10 @@ def _slices(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand, *
 def index_add(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     if isinstance(alpha, Tensor):
         raise NoRule("a factor that is read from memory")
-    scaled = source if alpha == 1 else b.temporary(_times(source, alpha).expr, source.shape)
-    return _slices(b, x, dim, indices, scaled, "add")
-
-
-def _times(x: Tensor, factor: Any) -> Scalar:
-    return element(x, x.shape, DTYPES[x.dtype].compute) * factor
+    if alpha != 1:
+        scaled = element(source, source.shape, DTYPES[source.dtype].compute) * alpha
+        source = b.temporary(scaled.expr, source.shape)
+    return _slices(b, x, dim, indices, source, "add")
 
 
 @TABLE.rule(*overloads("index_copy"))
@@ -254,8 +244,7 @@ def index_fill(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand
 def index_reduce(
     b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    start = _start(reduce, include_self, x.dtype)
-    return _slices(b, x, dim, indices, source, _OPS[reduce], start)
+    return _slices(b, x, dim, indices, source, *_reduction(reduce, include_self, x.dtype))
 
 
 @TABLE.rule(*overloads("embedding_dense_backward"))
@@ -266,7 +255,7 @@ def embedding_dense_backward(
         raise NoRule("gradients scaled by how often an index occurs")
     axes = formal(grad.shape)
     at = Scalar(indices.at(axes[: len(indices.shape)]))
-    target = [place(at, b.result().shape[0]), *axes[len(indices.shape) :]]
+    target = [checked_index(at, b.result().shape[0]), *axes[len(indices.shape) :]]
     body = f.where(f.equal(at, padding), 0, element(grad, grad.shape))
     return scattered(b, zeros(b), grad.shape, target, body, "add")
 
@@ -286,18 +275,15 @@ def index_put(
 
 
 def _masked_put(b: Builder, x: Tensor, dim: int, mask: Tensor, source: Tensor, accumulate: bool) -> Tensor:
-    """Return where a mask is set, values that do not depend on how many elements it has set before."""
+    """Return ``x`` with ``source`` where a mask is set; all elements of the mask have the same values of ``source``."""
     axes = formal(x.shape)
     end = dim + len(mask.shape)
     if len(source.shape) > len(x.shape) - end and any(n != 1 for n in source.shape):
         raise NoRule("a mask as an index, with a value for each of its elements")
     rest = axes[end:] if len(source.shape) <= len(x.shape) - end else []
     inner = DTYPES[x.dtype].compute if accumulate else x.dtype
-    there = source.expanded(x.shape[end:]).at(rest) if rest else source.at([ZERO] * len(source.shape))
-    new, old = f.cast(Scalar(there), inner), element(x, x.shape, inner)
-    chosen = f.where(Scalar(mask.at(axes[dim:end])), _sum(old, new) if accumulate else new, old)
-    return b.elementwise(f.cast(chosen, x.dtype).expr)
-
-
-def _sum(x: Scalar, y: Scalar) -> Scalar:
-    return x | y if x.dtype == "b1" else x + y
+    inserted = source.expanded(x.shape[end:]).at(rest) if rest else source.at([ZERO] * len(source.shape))
+    new, old = f.cast(Scalar(inserted), inner), element(x, x.shape, inner)
+    if accumulate:
+        new = old | new if inner == "b1" else old + new
+    return b.cast_elementwise(f.where(Scalar(mask.at(axes[dim:end])), new, old))

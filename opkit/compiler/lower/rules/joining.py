@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,16 @@ from opkit.compiler.ir.expr import where as chosen
 from opkit.compiler.ir.index import ZERO, Index, index, is_below, is_nonnegative, value
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder
-from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
 from opkit.compiler.lower.rules.views import clamped, from_end, permute
 from opkit.compiler.lower.scalar import Scalar, cast, number
-from opkit.compiler.lower.tensors import Shape, Tensor, formal, lazy
+from opkit.compiler.lower.tensors import Tensor, formal, lazy
 
 TABLE = Table()
 Sizes = Sequence[Index | int]
 
 
-# ---- one after the other ---------------------------------------------------------------------------------------------
+# ---- joined and padded with a constant ---------------------------------------------------------------------------------
 
 
 @TABLE.rule(*overloads("cat"), *overloads("concat"))
@@ -30,16 +30,16 @@ def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     buffer = b.result_buffer()
     dim = dim % len(buffer.shape)
     begin = ZERO
-    found: Tensor | None = None
+    joined: Tensor | None = None
     for x in tensors:
-        if len(x.shape) != len(buffer.shape):  # torch lets an empty tensor of one dimension through
+        if len(x.shape) != len(buffer.shape):  # torch ignores an empty tensor of one dimension
             continue
         target = [a + begin if k == dim else a for k, a in enumerate(formal(x.shape))]
-        found = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
+        joined = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
         begin = begin + x.shape[dim]
-    if found is None:
-        raise NoRule("nothing to put together")
-    return found
+    if joined is None:
+        raise NoRule("a list of empty tensors")
+    return joined
 
 
 @TABLE.rule(*overloads("stack"))
@@ -99,8 +99,8 @@ def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1:
     row, column = axes[dim1] - max(-offset, 0), axes[dim2] - max(offset, 0)
     rest = [a for k, a in enumerate(axes) if k not in (dim1, dim2)]
     inside = within([row], part.shape[-1:])
-    on = op("eq", position(row), position(column))
-    mask = on if inside is None else op("and", on, inside)
+    on_diagonal = op("eq", position(row), position(column))
+    mask = on_diagonal if inside is None else op("and", on_diagonal, inside)
     return b.elementwise(chosen(mask, _as(part.at([*rest, row], mask), x.dtype), x.at(axes)))
 
 
@@ -115,20 +115,20 @@ def _zeros(b: Builder) -> Tensor:
 
 
 def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step: int) -> Tensor:
-    """``x`` with ``part`` in place of every ``step``-th element of a dimension from ``begin`` on."""
+    """Return ``x`` with ``part`` in place of every ``step``-th element of a dimension from ``begin`` on."""
     axes = formal(x.shape)
-    off = axes[dim] - begin
-    there = [off // step if k == dim else a for k, a in enumerate(axes)]
-    mask = None if part.shape[dim] == x.shape[dim] else within([there[dim]], [part.shape[dim]])
+    offset = axes[dim] - begin
+    at = [offset // step if k == dim else a for k, a in enumerate(axes)]
+    mask = None if part.shape[dim] == x.shape[dim] else within([at[dim]], [part.shape[dim]])
     if step != 1:
-        met = op("eq", position(off % step), const(0, "i64"))
-        mask = met if mask is None else op("and", mask, met)
-    body = _as(part.at(there, mask), x.dtype)
+        on_step = op("eq", position(offset % step), const(0, "i64"))
+        mask = on_step if mask is None else op("and", mask, on_step)
+    body = _as(part.at(at, mask), x.dtype)
     return b.elementwise(body if mask is None else chosen(mask, body, x.at(axes)))
 
 
 def within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
-    """Return whether coordinates lie within extents; None where they always do: one that is ``whole`` does."""
+    """Return whether coordinates are in extents, or None if they always are; the axes of ``whole`` are in its extents."""
     conditions: list[Expr] = []
     for k, (a, n) in enumerate(zip(at, extents, strict=True)):
         if whole is not None and whole[k] == n and a == formal(whole)[k]:
@@ -156,32 +156,28 @@ def _nearest(b: Builder, x: Tensor, scales: Sequence[float | None]) -> Tensor:
 
 
 def _source(at: Index, result: Index, size: Index, scale: float | None) -> Index:
-    """``at * size // result``, where ATen's float32 gives that for every position."""
+    """Return ``at * size // result``, if ATen's computation in float32 results in that for every position."""
     if result == size:
         return at
     if result.constant is None or size.constant is None:
         raise NoRule("nearest neighbours in dimensions of symbolic sizes")
     exact = np.arange(result.constant) * size.constant // result.constant
     if result != size * 2 and not np.array_equal(exact, _rounded(result.constant, size.constant, scale)):
-        raise NoRule("nearest neighbours that rounding decides")
+        raise NoRule("nearest neighbours that depend on rounding")
     return at * size // result
 
 
 def _rounded(result: int, size: int, scale: float | None) -> Any:
-    """Return where ATen finds the neighbours."""
+    """Return the positions of the neighbours that ATen computes."""
     ratio = np.float32(1.0 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(result)
-    found = np.floor(np.arange(result).astype(np.float32) * ratio).astype(np.int64)
-    return np.minimum(found, size - 1)
+    return np.minimum(np.floor(np.arange(result).astype(np.float32) * ratio).astype(np.int64), size - 1)
 
 
-def _upsample(rank: int) -> Any:
-    def rule(b: Builder, x: Tensor, sizes: Any, *scales: float | None) -> Tensor:
-        return _nearest(b, x, [*scales, *[None] * (rank - len(scales))])
-
-    return rule
+def _upsample(rank: int) -> Rule:
+    return lambda b, x, sizes, *scales: _nearest(b, x, [*scales, *[None] * (rank - len(scales))])
 
 
-def _upsample_vec(rank: int) -> Any:
+def _upsample_vec(rank: int) -> Rule:
     return lambda b, x, sizes, scales=None: _nearest(b, x, scales or [None] * rank)
 
 
@@ -189,30 +185,30 @@ def _upsample_vec(rank: int) -> Any:
 
 
 def _replicated(at: Scalar, size: Index) -> Scalar:
+    """Return the nearest position in the tensor."""
     return f.minimum(f.maximum(at, 0), size - 1)
 
 
 def _reflected(at: Scalar, size: Index) -> Scalar:
+    """Return the position mirrored at the first or the last element."""
     last = f.number(size - 1, at)
     return last - f.absolute(last - f.absolute(at))
 
 
-def _padded(where: Any) -> Any:
-    """Return a rule of padding: ``where`` says which element stands at a position outside of the tensor."""
+def _padded(source: Callable[[Scalar, Index], Scalar]) -> Rule:
+    """Return a rule of padding; ``source`` maps a position, also outside of the tensor, to that of the element to read."""
 
     def rule(b: Builder, x: Tensor, pad: Sequence[Any]) -> Tensor:
         shape = b.result().shape
         at = list(formal(shape))
         for k in range(len(pad) // 2):
             dim = len(shape) - 1 - k
-            at[dim] = _moved(where, at[dim] - index(pad[2 * k]), shape, x.shape, dim)
+            at[dim] = at[dim] - index(pad[2 * k])
+            if shape[dim] != x.shape[dim]:
+                at[dim] = value(source(Scalar(position(at[dim])), x.shape[dim]).expr)
         return b.elementwise(x.at(at))
 
     return rule
-
-
-def _moved(where: Any, at: Index, shape: Shape, sizes: Shape, dim: int) -> Index:
-    return at if shape[dim] == sizes[dim] else value(where(Scalar(position(at)), sizes[dim]).expr)
 
 
 for _rank in (1, 2, 3):
@@ -228,18 +224,19 @@ for _rank in (1, 2, 3):
 @TABLE.rule(*overloads("pixel_shuffle"))
 def pixel_shuffle(b: Builder, x: Tensor, factor: int) -> Tensor:
     *batch, channels, height, width = x.shape
-    apart = x.reshaped([*batch, channels // (factor * factor), index(factor), index(factor), height, width])
-    return _together(b, apart, len(batch), [0, 3, 1, 4, 2])
+    split = x.reshaped([*batch, channels // (factor * factor), index(factor), index(factor), height, width])
+    return _permuted_copy(b, split, len(batch), [0, 3, 1, 4, 2])
 
 
 @TABLE.rule(*overloads("pixel_unshuffle"))
 def pixel_unshuffle(b: Builder, x: Tensor, factor: int) -> Tensor:
     *batch, channels, height, width = x.shape
-    apart = x.reshaped([*batch, channels, height // factor, index(factor), width // factor, index(factor)])
-    return _together(b, apart, len(batch), [0, 2, 4, 1, 3])
+    split = x.reshaped([*batch, channels, height // factor, index(factor), width // factor, index(factor)])
+    return _permuted_copy(b, split, len(batch), [0, 2, 4, 1, 3])
 
 
-def _together(b: Builder, apart: Tensor, batch: int, order: Sequence[int]) -> Tensor:
-    turned = permute(b, apart, [*range(batch), *(batch + k for k in order)])
+def _permuted_copy(b: Builder, x: Tensor, batch: int, order: Sequence[int]) -> Tensor:
+    """Return the tensor with the dimensions after ``batch`` permuted, in the result's shape."""
     shape = b.result().shape
-    return turned.reshaped(shape).mapped(shape, formal(shape), copied=True)
+    permuted = permute(b, x, [*range(batch), *(batch + k for k in order)])
+    return permuted.reshaped(shape).mapped(shape, formal(shape), copied=True)
