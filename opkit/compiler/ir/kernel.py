@@ -114,7 +114,7 @@ class Kernel:
     """A function.
 
     Attributes:
-        name: an identifier of C.
+        name: an identifier.
         arguments: the buffers that it takes.
         sizes: the names of the symbolic sizes that it takes, after the buffers.
         body: statements; the parallel loops, if any, are outermost and hold everything else. Several parallel loops directly
