@@ -1,7 +1,9 @@
-"""A kernel of the IR: a loop nest, which an emitter turns into a function.
+"""Kernels of the IR, and the schedule that launches them.
 
-Statements run in order. Names of variables are unique in a kernel. Loads and stores are at one flat index, in elements
-from the buffer's first.
+A :class:`Kernel` is a loop nest, which emitters turn into a function. Statements run in order. Names of variables are unique in
+a kernel. Loads and stores are at one flat index, in elements from the buffer's first.
+
+A :class:`Schedule` is the compiler's last form of a graph before code: kernels and calls in order, and the places of buffers.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ from opkit.compiler.ir.program import Buffer, Extern, Program
 How = Literal["parallel", "plain", "vector"]
 
 
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelArgument:
     """A buffer that a kernel takes as a pointer.
 
     Attributes:
         buffer: its name in the kernel.
-        dtype: of its elements.
+        dtype: the type of its elements.
         written: whether the kernel stores to it.
         streamed: whether it is so large that stores should bypass the processor's caches.
     """
@@ -36,7 +41,7 @@ class KernelArgument:
 
 @dataclasses.dataclass(frozen=True)
 class Let:
-    """A value with a name, computed once where it stands; a ``var`` of that name reads it until the block ends."""
+    """A value with a name, computed once; a ``var`` of that name reads it until the block ends."""
 
     name: str
     value: Expr
@@ -67,7 +72,7 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """A variable that a loop after it updates: begins as the reduction's neutral value.
+    """A variable that a later loop updates, from the reduction's neutral value.
 
     For "argmax" and "argmin", ``dtype`` is the compared type, and the variable ``<name>_at`` is the position (i64).
     """
@@ -79,7 +84,7 @@ class Accumulator:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Brings a value into an accumulator; ``at`` is its position, for argmax and argmin."""
+    """Combines a value with an accumulator; ``at`` is its position, for argmax and argmin."""
 
     name: str
     reduction: str
@@ -117,7 +122,7 @@ class Kernel:
         name: an identifier.
         arguments: the buffers that it takes.
         sizes: the names of the symbolic sizes that it takes, after the buffers.
-        body: statements; the parallel loops, if any, are outermost and hold everything else. Several parallel loops directly
+        body: statements; the parallel loops, if any, are outermost, around everything else. Several parallel loops directly
             within one another are one iteration space.
         grain: how many iterations of the parallel space are worth a thread; fewer run in the calling one.
         origins: the operators that it computes, for messages.
@@ -147,13 +152,16 @@ def callees(body: Iterable[Statement]) -> Iterator[Callee]:
 
 
 def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
-    """Return the parallel loops around everything, outermost first, and what they hold."""
+    """Return the parallel loops around everything, outermost first, and the statements inside."""
     loops: list[Loop] = []
     body = kernel.body
     while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
         loops.append(body[0])
         body = body[0].body
     return loops, body
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +183,7 @@ class KernelLaunch:
 
 @dataclasses.dataclass(frozen=True)
 class FusionRefusal:
-    """Two steps that were not fused, and why."""
+    """Two steps that were not fused, and the reason."""
 
     first: str
     second: str
@@ -192,12 +200,12 @@ class Schedule:
     Attributes:
         program: the program; its inputs and outputs are the schedule's.
         buffers: the program's buffers that are still needed, and those between kernels of one group, by name.
-        steps: in order.
-        places: of each buffer in the arena, the byte at which it begins (a multiple of 64). Buffers that are returned, and
-            results that extern calls allocate, have none: they are allocated by themselves.
-        arena: how many bytes it has.
-        refusals: what was not fused.
-        apart: launches that are in no batch, or not in an earlier one, and why.
+        steps: launches and calls in order.
+        places: the first byte of each buffer in the arena (a multiple of 64). Buffers that are returned, and results that
+            extern calls allocate, have none: they are allocated by themselves.
+        arena: the bytes of the arena.
+        refusals: the steps that were not fused, and the reasons.
+        apart: the reasons why launches are in no batch, or not in an earlier one.
     """
 
     program: Program
@@ -210,7 +218,7 @@ class Schedule:
 
 
 def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
-    """Return the launches among steps as they run: those of a batch together."""
+    """Return the launches among steps, batch by batch."""
     found: list[list[KernelLaunch]] = []
     for launch in steps:
         if isinstance(launch, KernelLaunch):
@@ -227,7 +235,7 @@ def called_functions(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
 
 
 def moments(steps: Iterable[KernelLaunch | Extern]) -> Iterator[tuple[int, KernelLaunch | Extern]]:
-    """Yield each step with its number, which is that of its batch: what is needed at one moment has memory of its own."""
+    """Yield each step with the number of its batch: buffers of one batch do not share memory."""
     number = -1
     for step in steps:
         number += not (isinstance(step, KernelLaunch) and step.joined)

@@ -1,4 +1,4 @@
-"""The ops of the IR: one table, at most 60 rows. Each has a meaning here, a spelling in every emitter, and nothing else.
+"""The ops of the IR: one table, at most 60 rows. An op is defined here and spelled in every emitter, nowhere else.
 
 An op of kind "scalar" computes one value from others: the numpy function in its row, applied to values of the type that
 ``result`` names: "same" as the arguments (which are all of one type), "b1", or "explicit" (the node says which).
@@ -29,11 +29,11 @@ class Op:
 
     Attributes:
         name: as printed.
-        arity: how many arguments it takes; None where that varies.
-        kind: what it is a part of.
+        arity: the number of its arguments; None if that varies.
+        kind: "scalar" or "leaf".
         result: the type of its value.
-        takes: the kinds of types its arguments may have: of "b" (bool), "i" (int), "f" (float).
-        numpy: what it computes, on arrays.
+        takes: the kinds of its arguments' types: "b" (bool), "i" (int), "f" (float).
+        numpy: the function that it computes, on arrays.
     """
 
     name: str

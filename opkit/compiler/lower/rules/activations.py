@@ -5,6 +5,7 @@ A formula takes elements and the operator's numbers in the operator's order and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
-from opkit.compiler.lower.registry import Rule, Table, overloads
+from opkit.compiler.lower.registry import Table, overloads
 from opkit.compiler.lower.rules.pointwise import computed, sigmoid
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
@@ -209,20 +210,16 @@ _FORMULAS: dict[str, Formula] = {
 }
 
 
-def _rule_of(formula: Formula) -> Rule:
-    """Return a rule that applies a formula to the operator's arguments, with the elements of tensors in place of the tensors."""
-
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        kind = b.result()
-        inner = DTYPES[kind.dtype].compute
-        operands = (element(a, kind.shape, inner) if isinstance(a, Tensor) else a for a in args)
-        return b.cast_elementwise(formula(*operands, **kwargs), kind)
-
-    return rule
+def _apply(formula: Formula, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply a formula to the operator's arguments, with the elements of tensors in place of the tensors."""
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    operands = (element(a, kind.shape, inner) if isinstance(a, Tensor) else a for a in args)
+    return b.cast_elementwise(formula(*operands, **kwargs), kind)
 
 
 for _name, _formula in _FORMULAS.items():
-    TABLE.rule(*overloads(_name))(_rule_of(_formula))
+    TABLE.rule(*overloads(_name))(functools.partial(_apply, _formula))
 
 
 @TABLE.rule(*overloads("log_sigmoid_forward"))

@@ -6,6 +6,7 @@ Operators on lists of tensors (``_foreach_add`` and the like, of optimisers) app
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -194,30 +195,26 @@ _OTHERS = {
 }
 
 
-def _for_each(rule: Rule, keywords: tuple[str, ...] = ()) -> Rule:
-    """Return a rule for lists that applies a rule to the k-th items of all lists among the arguments, for each k.
+def _for_each(rule: Rule, keywords: tuple[str, ...], b: Builder, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Apply a rule to the k-th items of all lists among the arguments, for each k.
 
     ``keywords`` name the last positional arguments for rules that take them by name.
     """
-
-    def rule_of_lists(b: Builder, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        node = b.node
-        assert isinstance(node.result, tuple)
-        results: list[Tensor] = []
-        for k, kind in enumerate(node.result):
-            b.node = dataclasses.replace(node, name=f"{node.name}_{k}", result=kind)
-            own = [a[k] if isinstance(a, list | tuple) else a for a in args]
-            named = dict(zip(keywords, own[3:], strict=False)) if keywords else {}
-            results.append(rule(b, *(own[:3] if keywords else own), **named, **kwargs))
-        b.node = node
-        return tuple(results)
-
-    return rule_of_lists
+    node = b.node
+    assert isinstance(node.result, tuple)
+    results: list[Tensor] = []
+    for k, kind in enumerate(node.result):
+        b.node = dataclasses.replace(node, name=f"{node.name}_{k}", result=kind)
+        own = [a[k] if isinstance(a, list | tuple) else a for a in args]
+        named = dict(zip(keywords, own[3:], strict=False)) if keywords else {}
+        results.append(rule(b, *(own[:3] if keywords else own), **named, **kwargs))
+    b.node = node
+    return tuple(results)
 
 
 def _register(name: str, overload: str, target: str) -> None:
     keywords = ("value",) if name.startswith("addc") else ()
-    TABLE.rule(f"aten._foreach_{name}.{overload}")(_for_each(_RULES[target], keywords))
+    TABLE.rule(f"aten._foreach_{name}.{overload}")(functools.partial(_for_each, _RULES[target], keywords))
 
 
 for _name in _UNARY:

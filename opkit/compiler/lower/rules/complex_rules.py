@@ -7,6 +7,7 @@ real operator to each part. The others are formulas of ``complex_arithmetic``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -240,21 +241,17 @@ def view_as_real(b: Builder, x: Tensor) -> Tensor:
 # ---- real operators on each part ----------------------------------------------------------------------------------------
 
 
-def by_parts(rule: Rule, values: int = 1) -> Rule:
-    """Return a rule that applies that of a real operator to both parts; its first ``values`` arguments are complex tensors."""
-
-    def rule_of_parts(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        node, kind = b.node, b.result()
-        parts: list[Tensor] = []
-        for k, name in enumerate(("re", "im")):
-            real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
-            b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
-            own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
-            parts.append(rule(b, *own, **kwargs))
-        b.node = node
-        return paired(b, *parts)
-
-    return rule_of_parts
+def by_parts(rule: Rule, values: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply the rule of a real operator to both parts; its first ``values`` arguments are complex tensors."""
+    node, kind = b.node, b.result()
+    parts: list[Tensor] = []
+    for k, name in enumerate(("re", "im")):
+        real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
+        b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
+        own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
+        parts.append(rule(b, *own, **kwargs))
+    b.node = node
+    return paired(b, *parts)
 
 
 def _part(x: Any, k: int, dtype: str) -> Any:
@@ -280,7 +277,7 @@ for _table, _values, _names in (
     (creation.TABLE, 1, [*overloads("clone"), *overloads("contiguous"), *overloads("tril"), *overloads("triu")]),
     (creation.TABLE, 2, [*overloads("copy")]),
 ):
-    TABLE.update({name: by_parts(_table[name], _values) for name in _names})
+    TABLE.update({name: functools.partial(by_parts, _table[name], _values) for name in _names})
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -296,18 +293,14 @@ def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtyp
     return stored(b, total / reductions.count(x.shape, reduced), kind)
 
 
-def _of_truths(rule: Rule) -> Rule:
-    """Return a rule that applies that of a real operator to whether elements are not 0."""
-
-    def rule_of_truths(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-        truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
-        return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
-
-    return rule_of_truths
+def _of_truths(rule: Rule, b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    """Apply the rule of a real operator to whether elements are not 0."""
+    truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
+    return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
 
 
-TABLE.rule(*overloads("any", "default", "dim", "dims"))(_of_truths(reductions.any_))
-TABLE.rule(*overloads("all", "default", "dim", "dims"))(_of_truths(reductions.all_))
+TABLE.rule(*overloads("any", "default", "dim", "dims"))(functools.partial(_of_truths, reductions.any_))
+TABLE.rule(*overloads("all", "default", "dim", "dims"))(functools.partial(_of_truths, reductions.all_))
 
 
 @TABLE.rule(*overloads("linalg_vector_norm"))
@@ -359,7 +352,7 @@ TABLE.rule(*overloads("empty", "memory_format"))(_constant(0))
 def constant_pad_nd(b: Builder, x: Tensor, pad: Any, value: Any = 0) -> Tensor:
     if value != 0:
         raise NoRule("padding with a number that is not 0")
-    return by_parts(joining.constant_pad_nd)(b, x, pad)
+    return by_parts(joining.constant_pad_nd, 1, b, x, pad)
 
 
 @TABLE.rule(*overloads("copy_"))

@@ -13,7 +13,7 @@ from opkit.compiler.ir.expr import where as chosen
 from opkit.compiler.ir.index import ZERO, Index, index, is_below, is_nonnegative, value
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder
-from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
+from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.views import clamped, from_end, permute
 from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.tensors import Tensor, formal, lazy
@@ -173,12 +173,12 @@ def _rounded(result: int, size: int, scale: float | None) -> Any:
     return np.minimum(np.floor(np.arange(result).astype(np.float32) * ratio).astype(np.int64), size - 1)
 
 
-def _upsample(rank: int) -> Rule:
-    return lambda b, x, sizes, *scales: _nearest(b, x, [*scales, *[None] * (rank - len(scales))])
+def _upsample(rank: int, b: Builder, x: Tensor, sizes: Any, *scales: float | None) -> Tensor:
+    return _nearest(b, x, [*scales, *[None] * (rank - len(scales))])
 
 
-def _upsample_vec(rank: int) -> Rule:
-    return lambda b, x, sizes, scales=None: _nearest(b, x, scales or [None] * rank)
+def _upsample_vec(rank: int, b: Builder, x: Tensor, sizes: Any, scales: Sequence[float] | None = None) -> Tensor:
+    return _nearest(b, x, scales or [None] * rank)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -195,27 +195,23 @@ def _reflected(at: Scalar, size: Index) -> Scalar:
     return last - f.absolute(last - f.absolute(at))
 
 
-def _padded(source: Callable[[Scalar, Index], Scalar]) -> Rule:
-    """Return a rule of padding; ``source`` maps a position, also outside of the tensor, to that of the element to read."""
-
-    def rule(b: Builder, x: Tensor, pad: Sequence[Any]) -> Tensor:
-        shape = b.result().shape
-        at = list(formal(shape))
-        for k in range(len(pad) // 2):
-            dim = len(shape) - 1 - k
-            at[dim] = at[dim] - index(pad[2 * k])
-            if shape[dim] != x.shape[dim]:
-                at[dim] = value(source(Scalar(position(at[dim])), x.shape[dim]).expr)
-        return b.elementwise(x.at(at))
-
-    return rule
+def _padded(source: Callable[[Scalar, Index], Scalar], b: Builder, x: Tensor, pad: Sequence[Any]) -> Tensor:
+    """Pad a tensor; ``source`` maps a position, also outside of the tensor, to that of the element to read."""
+    shape = b.result().shape
+    at = list(formal(shape))
+    for k in range(len(pad) // 2):
+        dim = len(shape) - 1 - k
+        at[dim] = at[dim] - index(pad[2 * k])
+        if shape[dim] != x.shape[dim]:
+            at[dim] = value(source(Scalar(position(at[dim])), x.shape[dim]).expr)
+    return b.elementwise(x.at(at))
 
 
 for _rank in (1, 2, 3):
-    TABLE.rule(*overloads(f"upsample_nearest{_rank}d"))(_upsample(_rank))
-    TABLE.rule(*overloads(f"upsample_nearest{_rank}d", "vec"))(_upsample_vec(_rank))
-    TABLE.rule(*overloads(f"replication_pad{_rank}d"))(_padded(_replicated))
-    TABLE.rule(*overloads(f"reflection_pad{_rank}d"))(_padded(_reflected))
+    TABLE.rule(*overloads(f"upsample_nearest{_rank}d"))(functools.partial(_upsample, _rank))
+    TABLE.rule(*overloads(f"upsample_nearest{_rank}d", "vec"))(functools.partial(_upsample_vec, _rank))
+    TABLE.rule(*overloads(f"replication_pad{_rank}d"))(functools.partial(_padded, _replicated))
+    TABLE.rule(*overloads(f"reflection_pad{_rank}d"))(functools.partial(_padded, _reflected))
 
 
 # ---- channels and pixels ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,31 +110,25 @@ def _elements(tensors: Sequence[Tensor | None], shape: Shape, dtype: str) -> lis
     return [None if t is None else element(t, shape, inner) for t in tensors]
 
 
-def _loss(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        tensors, reduction, rest = _operands(args, count)
-        reduction = kwargs.pop("reduction", reduction)
-        shape = broadcast(*(t.shape for t in tensors if t is not None))
-        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
-        if reduction != _NONE:
-            body = _sum(b, body, shape)
-        return b.cast_elementwise(body / product(shape) if reduction == _MEAN else body)
-
-    return rule
+def _loss(formula: Formula, count: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    tensors, reduction, rest = _operands(args, count)
+    reduction = kwargs.pop("reduction", reduction)
+    shape = broadcast(*(t.shape for t in tensors if t is not None))
+    body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
+    if reduction != _NONE:
+        body = _sum(b, body, shape)
+    return b.cast_elementwise(body / product(shape) if reduction == _MEAN else body)
 
 
-def _slope(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        tensors, reduction, rest = _operands(args, count)
-        reduction = kwargs.pop("reduction", reduction)
-        kind = b.result()
-        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
-        if reduction == _MEAN:
-            number = product(kind.shape)
-            body = body * (1.0 / (f.number(number, body) if number.constant is None else max(number.constant, 1)))
-        return b.cast_elementwise(body, kind)
-
-    return rule
+def _slope(formula: Formula, count: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    tensors, reduction, rest = _operands(args, count)
+    reduction = kwargs.pop("reduction", reduction)
+    kind = b.result()
+    body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
+    if reduction == _MEAN:
+        number = product(kind.shape)
+        body = body * (1.0 / (f.number(number, body) if number.constant is None else max(number.constant, 1)))
+    return b.cast_elementwise(body, kind)
 
 
 def _sum(b: Builder, body: Scalar, shape: Shape) -> Scalar:
@@ -144,9 +139,9 @@ def _sum(b: Builder, body: Scalar, shape: Shape) -> Scalar:
 
 
 for _name, (_formula, _count) in _LOSSES.items():
-    TABLE.rule(*overloads(_name))(_loss(_formula, _count))
+    TABLE.rule(*overloads(_name))(functools.partial(_loss, _formula, _count))
 for _name, (_formula, _count) in _SLOPES.items():
-    TABLE.rule(*overloads(_name))(_slope(_formula, _count))
+    TABLE.rule(*overloads(_name))(functools.partial(_slope, _formula, _count))
 
 
 # ---- losses of classes -------------------------------------------------------------------------------------------------

@@ -50,19 +50,10 @@ def _comparison(formula: Formula) -> Any:
     return lambda b, *operands: computed(b, formula, *operands, inner=DTYPES[promoted(operands)].compute)
 
 
-def _in_bool(formula: Formula) -> Any:
-    """Return a rule that applies a formula to whether each operand is not 0."""
-
-    def rule(b: Builder, *operands: Tensor) -> Tensor:
-        kind = b.result()
-        body = formula(*(f.truth(element(x, kind.shape)) for x in operands))
-        return b.cast_elementwise(body, kind)
-
-    return rule
-
-
-def _is_bool(x: Scalar) -> bool:
-    return x.dtype == "b1"
+def _of_truths(formula: Formula, b: Builder, *operands: Tensor) -> Tensor:
+    """Apply a formula to whether each operand is not 0."""
+    kind = b.result()
+    return b.cast_elementwise(formula(*(f.truth(element(x, kind.shape)) for x in operands)), kind)
 
 
 def _is_float(x: Scalar) -> bool:
@@ -123,7 +114,7 @@ def sigmoid(x: Scalar) -> Scalar:
 
 
 def sign(x: Scalar) -> Scalar:
-    if _is_bool(x):
+    if x.dtype == "b1":
         return x
     if not DTYPES[x.dtype].signed:
         return f.cast(x > 0, x.dtype)
@@ -137,11 +128,11 @@ def angle(x: Scalar) -> Scalar:
 
 
 def absolute(x: Scalar) -> Scalar:
-    return f.absolute(x) if DTYPES[x.dtype].signed and not _is_bool(x) else x
+    return f.absolute(x) if DTYPES[x.dtype].signed and x.dtype != "b1" else x
 
 
 def multiplied(x: Scalar, y: Scalar) -> Scalar:
-    return x & y if _is_bool(x) else x * y
+    return x & y if x.dtype == "b1" else x * y
 
 
 def remainder(x: Scalar, y: Scalar) -> Scalar:
@@ -212,7 +203,7 @@ def xlogy(x: Scalar, y: Scalar) -> Scalar:
 def sign_bit(x: Scalar) -> Scalar:
     """Return whether the sign bit is set, also of -0.0 and NaN."""
     if not _is_float(x):
-        return x < 0 if DTYPES[x.dtype].signed and not _is_bool(x) else f.cast(x, "b1") & False
+        return x < 0 if DTYPES[x.dtype].signed and x.dtype != "b1" else f.cast(x, "b1") & False
     whole = {"f32": "i32", "f64": "i64"}[x.dtype]
     return Scalar(make("bitcast", whole, (x.expr,))) < 0
 
@@ -313,4 +304,4 @@ for _name, (_forms, _formula) in _BINARY.items():
 for _name, _formula in _COMPARISONS.items():
     TABLE.rule(*overloads(_name, *TENSOR_OR_NUMBER))(_comparison(_formula))
 for _name, _formula in _LOGIC.items():
-    TABLE.rule(*overloads(_name))(_in_bool(_formula))
+    TABLE.rule(*overloads(_name))(functools.partial(_of_truths, _formula))

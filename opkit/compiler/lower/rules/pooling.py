@@ -150,24 +150,20 @@ def _sum(summands: Sequence[Scalar]) -> Scalar:
     return functools.reduce(lambda a, z: a + z, summands)
 
 
-def _max_pool(rank: int) -> Any:
-    def rule(b: Builder, x: Tensor, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1, *rest: Any) -> Any:
-        return _maxima(b, x, Windows(rank, size, step, padding, dilation))
+def _max_pool(
+    rank: int, b: Builder, x: Tensor, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return _maxima(b, x, Windows(rank, size, step, padding, dilation))
 
-    return rule
 
-
-def _max_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        indices = rest[-1]
-        sizes = x.shape[-rank:]
-        axes = formal(grad.shape)
-        at = checked_index(Scalar(indices.at(axes)), product(sizes))
-        steps = [at // step for step in contiguous(sizes)]
-        target = [a % n if k else a for k, (a, n) in enumerate(zip(steps, sizes, strict=True))]
-        return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
-
-    return rule
+def _max_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    indices = rest[-1]
+    sizes = x.shape[-rank:]
+    axes = formal(grad.shape)
+    at = checked_index(Scalar(indices.at(axes)), product(sizes))
+    steps = [at // step for step in contiguous(sizes)]
+    target = [a % n if k else a for k, (a, n) in enumerate(zip(steps, sizes, strict=True))]
+    return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
 
 
 # ---- means -----------------------------------------------------------------------------------------------------------
@@ -220,18 +216,15 @@ def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
     return b.cast_elementwise(mean, kind)
 
 
-def _avg_pool(rank: int) -> Any:
-    return lambda b, x, *rest, **kwargs: _averaged(b, x, _means(x, rank, *rest, **kwargs))
+def _avg_pool(rank: int, b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    return _averaged(b, x, _means(x, rank, *rest, **kwargs))
 
 
-def _avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-        return _spread(b, grad, _means(x, rank, *rest, **kwargs))
-
-    return rule
+def _avg_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    return _averaged_backward(b, grad, _means(x, rank, *rest, **kwargs))
 
 
-def _spread(b: Builder, grad: Tensor, means: Means) -> Tensor:
+def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
     """Return for each element the sum over the windows that contain it: along each dimension the last one, and those before."""
     kind, windows = b.result(), means.windows
     inner = DTYPES[kind.dtype].compute
@@ -260,32 +253,28 @@ def _dividing(sizes: Shape, results: Sizes) -> Windows:
     return Windows(len(sizes), [n // index(m) for n, m in zip(sizes, results, strict=True)])
 
 
-def _adaptive_avg_pool(rank: int) -> Any:
-    def rule(b: Builder, x: Tensor, sizes: Any) -> Tensor:
-        windows = _dividing(x.shape[-rank:], b.result().shape[-rank:])
-        return _averaged(b, x, Means(windows, x.shape[-rank:], False, True, None))
-
-    return rule
+def _adaptive_avg_pool(rank: int, b: Builder, x: Tensor, sizes: Any) -> Tensor:
+    windows = _dividing(x.shape[-rank:], b.result().shape[-rank:])
+    return _averaged(b, x, Means(windows, x.shape[-rank:], False, True, None))
 
 
-def _adaptive_avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor) -> Tensor:
-        windows = _dividing(x.shape[-rank:], grad.shape[-rank:])
-        return _spread(b, grad, Means(windows, x.shape[-rank:], False, True, None))
-
-    return rule
+def _adaptive_avg_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor) -> Tensor:
+    windows = _dividing(x.shape[-rank:], grad.shape[-rank:])
+    return _averaged_backward(b, grad, Means(windows, x.shape[-rank:], False, True, None))
 
 
-def _adaptive_max_pool(rank: int) -> Any:
-    return lambda b, x, sizes: _maxima(b, x, _dividing(x.shape[-rank:], b.result(0).shape[-rank:]))
+def _adaptive_max_pool(rank: int, b: Builder, x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+    return _maxima(b, x, _dividing(x.shape[-rank:], b.result(0).shape[-rank:]))
 
 
 for _rank in (2, 3):
-    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices"))(_max_pool(_rank))
-    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices_backward"))(_max_pool_backward(_rank))
-    TABLE.rule(*overloads(f"avg_pool{_rank}d"))(_avg_pool(_rank))
-    TABLE.rule(*overloads(f"avg_pool{_rank}d_backward"))(_avg_pool_backward(_rank))
-    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d"))(_adaptive_avg_pool(_rank))
-    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d_backward"))(_adaptive_avg_pool_backward(_rank))
-    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(_adaptive_max_pool(_rank))
-    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(_max_pool_backward(_rank))
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices"))(functools.partial(_max_pool, _rank))
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices_backward"))(functools.partial(_max_pool_backward, _rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d"))(functools.partial(_avg_pool, _rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d_backward"))(functools.partial(_avg_pool_backward, _rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d"))(functools.partial(_adaptive_avg_pool, _rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d_backward"))(
+        functools.partial(_adaptive_avg_pool_backward, _rank)
+    )
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(functools.partial(_adaptive_max_pool, _rank))
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(functools.partial(_max_pool_backward, _rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -241,23 +242,18 @@ _COPIED = (
 )
 
 
-def _copying(view: Rule) -> Rule:
-    """Return the rule of the operator that copies a view."""
-
-    def rule(b: Builder, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        result = view(b, x, *args, **kwargs)
-        return tuple(map(_copied, result)) if isinstance(result, tuple) else _copied(result)
-
-    return rule
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.mapped(x.shape, formal(x.shape), copied=True)
+def _copied(view: Rule, b: Builder, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    """Return copies of the results of the rule of a view."""
+    result = view(b, *args, **kwargs)
+    copies = [
+        x.mapped(x.shape, formal(x.shape), copied=True) for x in (result if isinstance(result, tuple) else [result])
+    ]
+    return tuple(copies) if isinstance(result, tuple) else copies[0]
 
 
 for _name in _VIEWS:
     _, _operator, _overload = _name.split(".")
     if _operator in _COPIED:
-        TABLE.rule(f"aten.{_operator}_copy.{_overload}")(_copying(TABLE[_name]))
+        TABLE.rule(f"aten.{_operator}_copy.{_overload}")(functools.partial(_copied, TABLE[_name]))
 
 ALIASING = frozenset(_VIEWS)
