@@ -181,7 +181,7 @@ class Builder:
         """Call the node's operator as it is; ``rest`` is as in ``Extern``."""
         result = self.node.result
         kinds = result if isinstance(result, tuple) else (result,)
-        outputs = [self.extern_buffer(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
+        outputs: list[Any] = [self.extern_buffer(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
         args, kwargs = self.external(self.node.args), self.external(self.node.kwargs)
         names = tuple(b.name if isinstance(b, Buffer) else b for b in outputs)
         call = Extern(

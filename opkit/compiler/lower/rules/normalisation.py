@@ -7,7 +7,7 @@ normalization".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
@@ -21,7 +21,6 @@ from opkit.compiler.lower.tensors import Shape, Tensor
 
 TABLE = Table()
 Maybe = Tensor | None
-MaybeT = TypeVar("MaybeT", Tensor, None, Tensor | None)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -141,8 +140,8 @@ def _over_elements(statistic: Tensor, x: Tensor, groups: int) -> Tensor:
     return expanded.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
 
 
-def _per_channel(x: MaybeT, like: Tensor) -> MaybeT:
-    """Return a tensor of one number for each channel as a tensor that broadcasts to the elements of ``like``."""
+def _per_channel(x: Maybe, like: Tensor) -> Any:
+    """Return a tensor of one number for each channel as a tensor that broadcasts to the elements of ``like``; None for None."""
     return None if x is None else x.reshaped([like.shape[1]] + [index(1)] * (len(like.shape) - 2))
 
 
