@@ -21,9 +21,9 @@ from opkit.compiler.ir.graph import TensorType as TensorType
 from opkit.compiler.ir.index import Index as Index
 from opkit.compiler.ir.index import index as index
 from opkit.compiler.ir.index import product as product
-from opkit.compiler.lower.context import Builder as Builder
-from opkit.compiler.lower.context import element as element
-from opkit.compiler.lower.context import pointwise as pointwise
+from opkit.compiler.lower.builder import Builder as Builder
+from opkit.compiler.lower.builder import element as element
+from opkit.compiler.lower.builder import pointwise as pointwise
 from opkit.compiler.lower.registry import NoRule as NoRule
 from opkit.compiler.lower.scalar import Scalar as Scalar
 from opkit.compiler.lower.scalar import absolute as absolute

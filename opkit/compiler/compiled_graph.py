@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from opkit.compiler.capture.conversion import Captured
+from opkit.compiler.ir.kernel import Schedule
 from opkit.compiler.ir.program import Program
-from opkit.compiler.ir.schedule import Schedule
 from opkit.compiler.run.plan import ExecutionPlan
 
 

@@ -17,7 +17,7 @@ from opkit.compiler.ir.dtypes import DTYPES, OF_TORCH, is_complex
 from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Rule
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor

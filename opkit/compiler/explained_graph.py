@@ -8,11 +8,10 @@ from collections.abc import Mapping
 
 from opkit.compiler.compiled_graph import CompiledGraph
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.ir.kernel import Kernel
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, batches, moments
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule, batches, moments
-from opkit.compiler.lower.memory_planning import nbytes
+from opkit.compiler.lower.scheduling import nbytes
 
 
 @dataclasses.dataclass(frozen=True)

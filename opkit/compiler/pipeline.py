@@ -15,7 +15,7 @@ from opkit.compiler.capture.conversion import Captured
 from opkit.compiler.compiled_graph import CompiledGraph, Stages
 from opkit.compiler.emit.source import source
 from opkit.compiler.explained_graph import batch_texts
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule
+from opkit.compiler.ir.kernel import KernelLaunch, Schedule
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
 from opkit.compiler.lower.target import LoweringTarget

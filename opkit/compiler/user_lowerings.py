@@ -13,7 +13,7 @@ from opkit.compiler import elementwise_kernels
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.program import Program, Step, reads, writes
 from opkit.compiler.ir.verifier import verify_program
-from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.graph_to_program import checked
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.errors import CompilerError, OpkitError, RuleError

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule
+from opkit.compiler.ir.kernel import KernelLaunch, Schedule
 from opkit.compiler.run.library import flags
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc.compilation import Request, Unit

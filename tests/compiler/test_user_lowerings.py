@@ -13,8 +13,8 @@ from torch._inductor.utils import run_and_get_code
 import opkit
 from opkit import lowering as low
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.ir.program import Extern
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.errors import RuleError
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -149,13 +149,13 @@ def test_sizes_that_change(name):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda b, x, beta: x.reshaped([32]), r"the rule gives f32\[32\], the operator f32\[4, 8\]"),
+        (lambda b, x, beta: x.reshaped([32]), r"the rule returns f32\[32\], the operator f32\[4, 8\]"),
         (lambda b, x, beta: low.pointwise(b, lambda x: low.cast(x, "f64"), [x]), None),
         (lambda b, x: x, "raised TypeError"),
         (lambda b, x, beta: b.compute(x.source.buffer, x.shape, low.element(x, x.shape).expr), "it did not create"),
         (lambda b, x, beta: b.elementwise(low.cast(low.element(x, x.shape), "f64").expr), r"f64\[4, 8\]"),
-        (lambda b, x, beta: None, "the rule gives nothing"),
-        (lambda b, x, beta: (x, x), "the rule gives 2 results"),
+        (lambda b, x, beta: None, "the rule returns nothing"),
+        (lambda b, x, beta: (x, x), "the rule returns 2 results"),
     ],
 )
 def test_a_rule_that_is_wrong(name, wrong, message, caplog):

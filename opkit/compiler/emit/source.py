@@ -32,8 +32,7 @@ from opkit.compiler.emit.c import function
 from opkit.compiler.emit.types import TYPEDEFS
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
-from opkit.compiler.ir.kernel import Kernel, parallel
-from opkit.compiler.ir.schedule import KernelLaunch, batches, called_functions
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, batches, called_functions, parallel
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
 _WORTH_A_UNIT = 12_000  # characters of kernels: gcc takes some 0.2 s for them, and 0.05 s to start and to link

@@ -28,7 +28,7 @@ from opkit.compiler.ir.ops import OPS
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """A function of numbers, or one of runs of elements.
+    """A function of a library, of numbers or of runs of elements.
 
     Attributes:
         name: its symbol.
@@ -75,7 +75,7 @@ class Expr:
         return _printed(self)
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Expr:
-        """Return the same with other indices for axes."""
+        """Return the expression with other indices for axes."""
         return rewrite(self, lambda e: moved(e, axes))
 
     def walk(self) -> list[Expr]:
@@ -103,14 +103,14 @@ def make(op: str, dtype: str, args: tuple[Expr, ...] = (), data: Any = None) -> 
 
 
 def _bits(data: Any) -> Any:
-    """Tells 0.0 from -0.0, 1 from True, and finds NaN again."""
+    """Return a key that differs for 0.0 and -0.0, and is equal for two NaN."""
     return data.hex() if isinstance(data, float) else data
 
 
 CHECKS = frozenset(["bound", "nonzero"])  # ops that can stop the program
 
 
-# ---- making them -----------------------------------------------------------------------------------------------------
+# ---- constructors ----------------------------------------------------------------------------------------------------
 
 
 def const(number: bool | int | float, dtype: str) -> Expr:
@@ -120,7 +120,7 @@ def const(number: bool | int | float, dtype: str) -> Expr:
 
 
 def load(buffer: str, dtype: str, *coordinates: IndexLike, mask: Expr | None = None) -> Expr:
-    """Return an element of a buffer at its logical coordinates; where ``mask`` is false nothing is read, and it is zero."""
+    """Return an element of a buffer at logical coordinates; if ``mask`` is false, it is 0 and nothing is read."""
     return make("load", dtype, () if mask is None else (mask,), (buffer, tuple(map(index, coordinates))))
 
 
@@ -136,18 +136,18 @@ def var(name: str, dtype: str) -> Expr:
 
 
 def bound(at: Expr, extent: IndexLike) -> Expr:
-    """Return a position in a dimension of ``extent``, negative ones from its end; the program stops where it is outside."""
+    """Return a position in a dimension, where a negative one counts from the end; one outside stops the program."""
     return make("bound", at.dtype, (at,), index(extent))
 
 
 def nonzero(value: Expr) -> Expr:
-    """Return an integer that is not 0; the program stops where it is."""
+    """Return an integer that must not be 0; 0 stops the program."""
     known = value.op == "nonzero" or (value.op == "const" and value.data)
     return value if known else make("nonzero", value.dtype, (value,))
 
 
 def random(seed: Expr, count: IndexLike, dtype: str = "f32") -> Expr:
-    """Return a number in [0, 1) that the seed and the count decide."""
+    """Return a random number in [0, 1), computed from a seed and a count."""
     return make("random", dtype, (seed,), index(count))
 
 
@@ -178,9 +178,9 @@ def op(name: str, *args: Expr) -> Expr:
 
 
 def _safe(value: Expr, dtype: str) -> bool:
-    """Return whether Python converts such a constant as C does, with no rounding to think of.
+    """Return whether Python converts a constant to a type as C does, without rounding.
 
-    A constant holds the number that was written, of which its type may have but the nearest.
+    A constant is the number as it was written; the nearest number of its type may be another one.
     """
     source, target = DTYPES[value.dtype], DTYPES[dtype]
     if source.kind == target.kind == "float" and source.bytes < target.bytes:
@@ -196,11 +196,11 @@ def _converted(number: Any, dtype: str) -> Any:
     return bool(number) if kind == "bool" else int(number) if kind == "int" else float(number)
 
 
-# ---- walking them ----------------------------------------------------------------------------------------------------
+# ---- walks and rewrites-----------------------------------------------------------------------------------------------
 
 
 def rewrite(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """Return every node, arguments first, replaced by what ``change`` makes of it with its new arguments."""
+    """Return an expression with ``change`` applied to every node, arguments first."""
     done: dict[Expr, Expr] = {}
     for node in _in_order(root):
         args = tuple(done[a] for a in node.args)

@@ -37,10 +37,10 @@ class TensorType:
 
     Attributes:
         dtype: a key of ``DTYPES``.
-        shape: sizes.
-        strides: in elements, as eager has them.
-        offset: of the first element, in elements; of a tensor that the graph makes, 0.
-        device: "cpu" or another; only tensors of "cpu" are computed here.
+        shape: the sizes.
+        strides: those of eager mode, in elements.
+        offset: the place of the first element, in elements; 0 for results of the graph's operators.
+        device: "cpu" or another; only operators on "cpu" are lowered.
     """
 
     dtype: str
@@ -58,11 +58,11 @@ class Node:
     """One operation, or an input.
 
     Attributes:
-        name: of its result, unique in the graph.
+        name: the name of its result, unique in the graph.
         target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem".
-        args, kwargs: as the operator takes them.
+        args, kwargs: the arguments.
         result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
-        origin: the user's line it comes from, or "".
+        origin: the user's line, or "".
         effect: whether it has a side effect: it draws from torch's generator, checks, or prints.
     """
 
@@ -83,8 +83,8 @@ class Graph:
         name: for messages: "forward 0", "backward 0".
         nodes: inputs and constants first.
         outputs: what is returned: Refs, constants, or indices.
-        sizes: the value that each symbolic size had when the graph was captured, by its name.
-        fixed: how many of the outputs, the first ones, must have the strides that the graph gives them; None: all.
+        sizes: the value of each symbolic size when the graph was captured, by name.
+        fixed: the number of outputs, from the first, whose strides must be those of the graph; None: all.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Integer expressions over loop axes and sizes: where an element is, and how often a loop runs.
 
-An :class:`Index` is a polynomial with integer coefficients, kept in one normal form, so that two of them are equal as
-values exactly if they are equal as Python objects compare. Its atoms are loop axes, symbolic sizes, floor divisions and
-remainders that could not be resolved, and integers that are read from memory (``x[i]`` as an index of ``y``).
+An :class:`Index` is a polynomial with integer coefficients in a normal form: two are equal in Python exactly if their values are
+always equal. Its atoms are loop axes, symbolic sizes, floor divisions and remainders that could not be resolved, and integers
+that are read from memory (``x[i]`` as an index of ``y``).
 
 >>> i, j = axis(0, 8), axis(1, 4)
 >>> flat = i * 4 + j
@@ -18,15 +18,67 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias, Union, cast
+from typing import Any, NamedTuple, TypeAlias, Union
 
-from opkit.compiler.ir.atoms import Atom, Axis, Div, Mod, Monomial, Size, Value
 
+class Axis(NamedTuple):
+    """The variable of a loop: 0 <= value < extent."""
+
+    number: int
+    extent: Index
+
+    def __str__(self) -> str:
+        return f"a{self.number}"
+
+
+class Size(NamedTuple):
+    """A size that is known when the program runs: at least ``least``."""
+
+    name: str
+    least: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Div(NamedTuple):
+    """The quotient rounded down; the divisor is positive."""
+
+    dividend: Index
+    divisor: Index
+    operator: str = "//"  # tuples of other classes are equal to this one if their fields are
+
+    def __str__(self) -> str:
+        return f"({self.dividend})//({self.divisor})"
+
+
+class Mod(NamedTuple):
+    """The remainder of :class:`Div`: 0 <= value < divisor."""
+
+    dividend: Index
+    divisor: Index
+    operator: str = "%"
+
+    def __str__(self) -> str:
+        return f"({self.dividend})%({self.divisor})"
+
+
+class Value(NamedTuple):
+    """An integer that is computed: an expression of the IR (``opkit.compiler.ir.expr.Expr``)."""
+
+    expr: Any
+
+    def __str__(self) -> str:
+        return f"[{self.expr}]"
+
+
+Atom: TypeAlias = Axis | Size | Div | Mod | Value
+Monomial: TypeAlias = tuple[Atom, ...]
 IndexLike: TypeAlias = Union["Index", int]
 
 
 class Index:
-    """A polynomial. Make one with :func:`index`, :func:`axis`, :func:`size` and arithmetic.
+    """A polynomial, made with :func:`index`, :func:`axis`, :func:`size` and arithmetic.
 
     Attributes:
         terms: the coefficient of each monomial; () is the constant one. No coefficient is 0.
@@ -38,8 +90,6 @@ class Index:
     def __init__(self, terms: dict[Monomial, int]) -> None:
         self.terms = terms
         self._hash = hash(frozenset(terms.items()))
-
-    # ---- what it is --------------------------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):
@@ -90,13 +140,11 @@ class Index:
     def __mul__(self, other: IndexLike) -> Index:
         many, one = (self, index(other)) if self.constant is None else (index(other), self)
         if (constant := one.constant) is not None:
-            return (
-                many if constant == 1 else Index({m: c * constant for m, c in many.terms.items()}) if constant else ZERO
-            )
+            return many if constant == 1 else Index({m: c * constant for m, c in many.terms.items() if constant})
         terms: dict[Monomial, int] = {}
         for a, x in self.terms.items():
             for b, y in index(other).terms.items():
-                monomial = _product(a, b)
+                monomial = tuple(sorted((*a, *b), key=_sort_key)) if a and b else a or b
                 terms[monomial] = terms.get(monomial, 0) + x * y
         return Index({m: c for m, c in terms.items() if c})
 
@@ -111,7 +159,7 @@ class Index:
     # ---- its parts ---------------------------------------------------------------------------------------------------
 
     def atoms(self) -> set[Atom]:
-        """Return the atoms of its monomials; not those within them."""
+        """Return the atoms of its monomials; not those inside quotients and remainders."""
         return {atom for monomial in self.terms for atom in monomial}
 
     def axes(self) -> set[Axis]:
@@ -120,13 +168,10 @@ class Index:
 
     def leaves(self) -> set[Atom]:
         """Return every axis, size and value it depends on, also within quotients and remainders."""
-        found: set[Atom] = set()
+        leaves: set[Atom] = set()
         for atom in self.atoms():
-            if isinstance(atom, Div | Mod):
-                found |= atom.dividend.leaves() | atom.divisor.leaves()
-            else:
-                found.add(atom)
-        return found
+            leaves |= atom.dividend.leaves() | atom.divisor.leaves() if isinstance(atom, Div | Mod) else {atom}
+        return leaves
 
     def coefficient(self, of: Axis) -> Index | None:
         """Return what ``of`` is multiplied by, if the index is linear in it; else None."""
@@ -143,7 +188,7 @@ class Index:
         return Index(terms)
 
     def substitute(self, axes: Mapping[Any, IndexLike]) -> Index:
-        """Return the index with others for axes (and for sizes and values that the mapping names), resolved as far as it goes."""
+        """Return the index with the axes, sizes and values that the mapping names replaced."""
         parts = ((index(c), *(_replaced(atom, axes) for atom in m)) for m, c in self.terms.items())
         return _recombined(sum((functools.reduce(lambda a, b: a * b, part) for part in parts), ZERO))
 
@@ -177,12 +222,13 @@ def size(name: str, least: int = 1) -> Index:
 
 
 def value(expr: Any) -> Index:
-    """Return an integer that is computed, as an index."""
+    """Return an integer expression as an index."""
     return Index({(Value(expr),): 1})
 
 
 def product(of: Iterable[IndexLike]) -> Index:
-    """
+    """Return the product of indices.
+
     >>> print(product([2, size("n"), 3]))
     n*6
     """
@@ -211,41 +257,33 @@ def _contiguous(shape: tuple[IndexLike, ...]) -> tuple[Index, ...]:
 # ---- normal form -----------------------------------------------------------------------------------------------------
 
 
-def _product(a: Monomial, b: Monomial) -> Monomial:
-    if not a or not b:
-        return a or b
-    return tuple(sorted((*a, *b), key=_order))
+def _sort_key(atom: Atom) -> tuple[str, str]:
+    return type(atom).__name__, str(atom)
 
 
 def _recombined(a: Index) -> Index:
-    """Return the index with ``x // b * b + x % b`` as ``x``: what two reshapes that undo each other leave."""
+    """Return the index with ``x`` for ``x // b * b + x % b``, which results from two reshapes that undo each other."""
     for monomial, c in a.terms.items():
         for atom in monomial:
             if type(atom) is Mod and len(atom.divisor.terms) == 1:
-                rest = Index({_other_than(monomial, atom): c})
-                for quotient in _quotients(a, atom):
+                at = monomial.index(atom)
+                rest = Index({monomial[:at] + monomial[at + 1 :]: c})
+                quotients = [d for d in a.atoms() if type(d) is Div and d.divisor == atom.divisor]
+                for quotient in (d for d in quotients if _congruent(d.dividend, atom)):
                     whole = Index({(quotient,): 1}) * atom.divisor * rest
                     if all(a.terms.get(m) == x for m, x in whole.terms.items()):
                         return _recombined(a - whole - Index({monomial: c}) + quotient.dividend * rest)
     return a
 
 
-def _quotients(a: Index, remainder: Mod) -> list[Div]:
-    """Return the quotients in ``a`` that a remainder may belong to: of the same, or of its own remainder by a multiple."""
-    found = [d for d in a.atoms() if type(d) is Div and d.divisor == remainder.divisor]
-    return [d for d in found if _congruent(d.dividend, remainder)]
-
-
 def _congruent(x: Index, remainder: Mod) -> bool:
+    """Return whether ``x`` is the dividend of a remainder, or the dividend's remainder by a multiple of the divisor."""
     if x == remainder.dividend:
         return True
-    inner = next(iter(x.atoms()), None)
-    alone = type(inner) is Mod and x == Index({(inner,): 1}) and inner.dividend == remainder.dividend
-    return alone and _exact_part(cast("Mod", inner).divisor, remainder.divisor)[1] == 0
-
-
-def _order(atom: Atom) -> tuple[str, str]:
-    return type(atom).__name__, str(atom)
+    (inner, *_) = (*x.atoms(), None)
+    if not isinstance(inner, Mod) or inner.dividend != remainder.dividend or x != Index({(inner,): 1}):
+        return False
+    return _exact_part(inner.divisor, remainder.divisor)[1] == 0
 
 
 def _replaced(atom: Atom, axes: Mapping[Any, IndexLike]) -> Index:
@@ -261,7 +299,7 @@ def _replaced(atom: Atom, axes: Mapping[Any, IndexLike]) -> Index:
 
 
 def _divided(a: Index, b: Index) -> tuple[Index, Index]:
-    """Quotient and remainder: exact where each term can be divided, the rest resolved if it is known to be small."""
+    """Return the quotient and the remainder, as simple as possible."""
     if b == 1:
         return a, ZERO
     quotient, rest = _exact_part(a, b)
@@ -282,7 +320,7 @@ def _divided(a: Index, b: Index) -> tuple[Index, Index]:
 
 
 def _exact_part(a: Index, b: Index) -> tuple[Index, Index]:
-    """``a`` as ``quotient * b + rest``, where the quotient takes every term of ``a`` that it can."""
+    """Return ``quotient, rest`` with ``a == quotient * b + rest``; all terms that can be divided are in the quotient."""
     if a == b:
         return index(1), ZERO
     if len(b.terms) != 1:
@@ -291,48 +329,36 @@ def _exact_part(a: Index, b: Index) -> tuple[Index, Index]:
     quotient: dict[Monomial, int] = {}
     rest: dict[Monomial, int] = {}
     for m, x in a.terms.items():
-        left = _without(m, monomial)
-        if left is None:
-            rest[m] = x
-        elif x % c == 0:
-            quotient[left] = quotient.get(left, 0) + x // c
-        elif m == () or x < 0 or x > c:
-            quotient[left] = quotient.get(left, 0) + x // c
+        part = _without(m, monomial)
+        if part is not None and (m == () or x % c == 0 or x < 0 or x > c):
+            quotient[part] = quotient.get(part, 0) + x // c
             rest[m] = x % c
         else:
             rest[m] = x
     return Index({m: x for m, x in quotient.items() if x}), Index({m: x for m, x in rest.items() if x})
 
 
-def _other_than(monomial: Monomial, atom: Atom) -> Monomial:
-    at = monomial.index(atom)
-    return monomial[:at] + monomial[at + 1 :]
-
-
 def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
-    left = list(monomial)
+    """Return the monomial divided by another, or None if it has not all of its atoms."""
+    rest = list(monomial)
     for atom in divisor:
-        if atom not in left:
+        if atom not in rest:
             return None
-        left.remove(atom)
-    return tuple(left)
+        rest.remove(atom)
+    return tuple(rest)
 
 
-# ---- what is known of its value --------------------------------------------------------------------------------------
-
-
-def upper(a: Index) -> Index | None:
-    """Return a number that it does not exceed, over sizes alone; None if none is known."""
-    return _bound(a)
+# ---- bounds -----------------------------------------------------------------------------------------------------------
 
 
 def lower(a: Index) -> Index | None:
-    """Return a number that it does not go below, over sizes alone; None if none is known."""
-    bound = _bound(-a)
+    """Return a lower bound over sizes alone; None if none is known."""
+    bound = upper(-a)
     return None if bound is None else -bound
 
 
-def _bound(a: Index) -> Index | None:
+def upper(a: Index) -> Index | None:
+    """Return an upper bound over sizes alone; None if none is known."""
     total = ZERO
     for monomial, c in a.terms.items():
         limits = [_limits(atom) for atom in monomial]
@@ -345,12 +371,10 @@ def _bound(a: Index) -> Index | None:
 
 def _limits(atom: Atom) -> tuple[Index, Index] | None:
     """Return the least and greatest value of an atom; atoms without a known sign have none."""
-    if isinstance(atom, Axis):
-        return ZERO, atom.extent - 1
+    if isinstance(atom, Axis | Mod):
+        return ZERO, (atom.extent if isinstance(atom, Axis) else atom.divisor) - 1
     if isinstance(atom, Size):
         return Index({(atom,): 1}), Index({(atom,): 1})
-    if isinstance(atom, Mod):
-        return ZERO, atom.divisor - 1
     if isinstance(atom, Div):
         low, high = lower(atom.dividend), upper(atom.dividend)
         if low is None or high is None or not is_nonnegative(low):

@@ -1,7 +1,9 @@
-"""A kernel of the IR: a loop nest, which an emitter turns into a function.
+"""Kernels of the IR, and the schedule that launches them.
 
-Statements run in order. Names of variables are unique in a kernel. Loads and stores are at one flat index, in elements
-from the buffer's first.
+A :class:`Kernel` is a loop nest, which emitters turn into a function. Statements run in order. Names of variables are unique in
+a kernel. Loads and stores are at one flat index, in elements from the buffer's first.
+
+A :class:`Schedule` is the compiler's last form of a graph before code: kernels and calls in order, and the places of buffers.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from typing import Literal
 
 from opkit.compiler.ir.expr import Callee, Expr
 from opkit.compiler.ir.index import Axis, Index
+from opkit.compiler.ir.program import Buffer, Extern, Program
 
 How = Literal["parallel", "plain", "vector"]
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +28,7 @@ class KernelArgument:
 
     Attributes:
         buffer: its name in the kernel.
-        dtype: of its elements.
+        dtype: the type of its elements.
         written: whether the kernel stores to it.
         streamed: whether it is so large that stores should bypass the processor's caches.
     """
@@ -35,7 +41,7 @@ class KernelArgument:
 
 @dataclasses.dataclass(frozen=True)
 class Let:
-    """A value with a name, computed once where it stands; a ``var`` of that name reads it until the block ends."""
+    """A value with a name, computed once; a ``var`` of that name reads it until the block ends."""
 
     name: str
     value: Expr
@@ -66,7 +72,7 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """A variable that a loop after it updates: begins as the reduction's neutral value.
+    """A variable that a later loop updates, from the reduction's neutral value.
 
     For "argmax" and "argmin", ``dtype`` is the compared type, and the variable ``<name>_at`` is the position (i64).
     """
@@ -78,7 +84,7 @@ class Accumulator:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Brings a value into an accumulator; ``at`` is its position, for argmax and argmin."""
+    """Combines a value with an accumulator; ``at`` is its position, for argmax and argmin."""
 
     name: str
     reduction: str
@@ -113,10 +119,10 @@ class Kernel:
     """A function.
 
     Attributes:
-        name: an identifier of C.
+        name: an identifier.
         arguments: the buffers that it takes.
         sizes: the names of the symbolic sizes that it takes, after the buffers.
-        body: statements; the parallel loops, if any, are outermost and hold everything else. Several parallel loops directly
+        body: statements; the parallel loops, if any, are outermost, around everything else. Several parallel loops directly
             within one another are one iteration space.
         grain: how many iterations of the parallel space are worth a thread; fewer run in the calling one.
         origins: the operators that it computes, for messages.
@@ -146,10 +152,91 @@ def callees(body: Iterable[Statement]) -> Iterator[Callee]:
 
 
 def parallel(kernel: Kernel) -> tuple[list[Loop], tuple[Statement, ...]]:
-    """Return the parallel loops around everything, outermost first, and what they hold."""
+    """Return the parallel loops around everything, outermost first, and the statements inside."""
     loops: list[Loop] = []
     body = kernel.body
     while len(body) == 1 and isinstance(body[0], Loop) and body[0].how == "parallel":
         loops.append(body[0])
         body = body[0].body
     return loops, body
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelLaunch:
+    """A call of a kernel.
+
+    Attributes:
+        kernel: the kernel.
+        buffers, sizes: the program's buffers and sizes for its arguments and sizes.
+        joined: whether it is in a batch with the launch before it. Launches of a batch share one parallel region and run in
+            any order, at the same time too: none of them touches what another one writes.
+    """
+
+    kernel: Kernel
+    buffers: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    joined: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionRefusal:
+    """Two steps that were not fused, and the reason."""
+
+    first: str
+    second: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A program with its kernels.
+
+    Attributes:
+        program: the program; its inputs and outputs are the schedule's.
+        buffers: the program's buffers that are still needed, and those between kernels of one group, by name.
+        steps: launches and calls in order.
+        places: the first byte of each buffer in the arena (a multiple of 64). Buffers that are returned, and results that
+            extern calls allocate, have none: they are allocated by themselves.
+        arena: the bytes of the arena.
+        refusals: the steps that were not fused, and the reasons.
+        apart: the reasons why launches are in no batch, or not in an earlier one.
+    """
+
+    program: Program
+    buffers: dict[str, Buffer]
+    steps: tuple[KernelLaunch | Extern, ...]
+    places: dict[str, Index]
+    arena: Index
+    refusals: tuple[FusionRefusal, ...] = ()
+    apart: tuple[str, ...] = ()
+
+
+def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
+    """Return the launches among steps, batch by batch."""
+    found: list[list[KernelLaunch]] = []
+    for launch in steps:
+        if isinstance(launch, KernelLaunch):
+            if not launch.joined:
+                found.append([])
+            found[-1].append(launch)
+    return found
+
+
+def called_functions(launches: Iterable[KernelLaunch]) -> tuple[Callee, ...]:
+    """Return the functions of libraries that kernels call, each once, in the order of the table that kernels take."""
+    kernels = dict.fromkeys(launch.kernel for launch in launches)
+    return tuple(dict.fromkeys(callee for kernel in kernels for callee in callees(kernel.body)))
+
+
+def moments(steps: Iterable[KernelLaunch | Extern]) -> Iterator[tuple[int, KernelLaunch | Extern]]:
+    """Yield each step with the number of its batch: buffers of one batch do not share memory."""
+    number = -1
+    for step in steps:
+        number += not (isinstance(step, KernelLaunch) and step.joined)
+        yield number, step

@@ -1,4 +1,4 @@
-"""The ops of the IR: one table, at most 60 rows. Each has a meaning here, a spelling in every emitter, and nothing else.
+"""The ops of the IR: one table, at most 60 rows. An op is defined here and spelled in every emitter, nowhere else.
 
 An op of kind "scalar" computes one value from others: the numpy function in its row, applied to values of the type that
 ``result`` names: "same" as the arguments (which are all of one type), "b1", or "explicit" (the node says which).
@@ -11,10 +11,13 @@ An op of kind "leaf" has a meaning in a loop nest alone; see ``expr`` and ``kern
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+
+from opkit.compiler.ir.dtypes import DTYPES
 
 Kind = Literal["scalar", "leaf"]
 ResultKind = Literal["same", "b1", "explicit"]
@@ -26,11 +29,11 @@ class Op:
 
     Attributes:
         name: as printed.
-        arity: how many arguments it takes; None where that varies.
-        kind: what it is a part of.
+        arity: the number of its arguments; None if that varies.
+        kind: "scalar" or "leaf".
         result: the type of its value.
-        takes: the kinds of types its arguments may have: of "b" (bool), "i" (int), "f" (float).
-        numpy: what it computes, on arrays.
+        takes: the kinds of its arguments' types: "b" (bool), "i" (int), "f" (float).
+        numpy: the function that it computes, on arrays.
     """
 
     name: str
@@ -41,8 +44,12 @@ class Op:
     numpy: Callable[..., Any] | None = None
 
 
+def _is_float(a: Any) -> bool:
+    return np.asarray(a).dtype.kind == "f"
+
+
 def _quotient(a: Any, b: Any) -> Any:
-    if np.asarray(a).dtype.kind == "f":
+    if _is_float(a):
         return a / b
     safe = np.where(b == 0, 1, b)
     truncated = (a - np.fmod(a, safe)) // safe
@@ -50,45 +57,31 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 def _floor_quotient(a: Any, b: Any) -> Any:
-    return (
-        np.where(b == 0, 0, a // np.where(b == 0, 1, b)) if np.asarray(a).dtype.kind != "f" else np.floor_divide(a, b)
-    )
+    return np.floor_divide(a, b) if _is_float(a) else np.where(b == 0, 0, a // np.where(b == 0, 1, b))
 
 
 def _remainder(a: Any, b: Any) -> Any:
-    return (
-        np.where(b == 0, 0, np.remainder(a, np.where(b == 0, 1, b)))
-        if np.asarray(a).dtype.kind != "f"
-        else np.mod(a, b)
-    )
+    return np.mod(a, b) if _is_float(a) else np.where(b == 0, 0, np.remainder(a, np.where(b == 0, 1, b)))
 
 
 def _c_remainder(a: Any, b: Any) -> Any:
-    return np.where(b == 0, 0, np.fmod(a, np.where(b == 0, 1, b))) if np.asarray(a).dtype.kind != "f" else np.fmod(a, b)
+    return np.fmod(a, b) if _is_float(a) else np.where(b == 0, 0, np.fmod(a, np.where(b == 0, 1, b)))
 
 
 def _power(a: Any, b: Any) -> Any:
-    """Of integers with a negative exponent: 1 over the power, rounded towards zero."""
-    if np.asarray(a).dtype.kind == "f":
+    """Return the power; of integers with a negative exponent, 1 over the power, rounded towards zero."""
+    if _is_float(a):
         return np.power(a, b)
     odd = np.where(np.bitwise_and(b, 1), a, 1)
     inverse = np.where(a == 1, 1, np.where(a == -1, odd, 0))
     return np.where(b < 0, inverse, np.power(a, np.where(b < 0, 0, b))).astype(np.asarray(a).dtype)
 
 
-def _not(a: Any) -> Any:
-    return np.invert(a)
-
-
 def _erf(a: Any) -> Any:
-    import math
-
     return np.vectorize(math.erf, otypes=[np.asarray(a).dtype])(a)
 
 
 def _erfc(a: Any) -> Any:
-    import math
-
     return np.vectorize(math.erfc, otypes=[np.asarray(a).dtype])(a)
 
 
@@ -129,7 +122,7 @@ _ROWS = (
     Op("and", 2, numpy=np.bitwise_and, takes="bi"),
     Op("or", 2, numpy=np.bitwise_or, takes="bi"),
     Op("xor", 2, numpy=np.bitwise_xor, takes="bi"),
-    Op("not", 1, numpy=_not, takes="bi"),
+    Op("not", 1, numpy=np.invert, takes="bi"),
     Op("shl", 2, numpy=np.left_shift, takes="i"),
     Op("shr", 2, numpy=np.right_shift, takes="i"),
     # comparison
@@ -170,7 +163,7 @@ _ROWS = (
 OPS = {row.name: row for row in _ROWS}
 assert len(OPS) == len(_ROWS) <= 60
 
-# How values are brought together by a reduction, an accumulator, or a store that adds: the op, and what to start with.
+# The op with which a reduction or an accumulator combines values, and its neutral value.
 REDUCTIONS: dict[str, tuple[str, str]] = {
     "sum": ("add", "zero"),
     "prod": ("mul", "one"),
@@ -181,3 +174,18 @@ REDUCTIONS: dict[str, tuple[str, str]] = {
     "argmax": ("max", "least"),  # the position of the first greatest; NaN is greater than all
     "argmin": ("min", "greatest"),
 }
+
+
+def neutral(reduction: str, dtype: str) -> bool | int | float:
+    """Return the neutral value of a reduction.
+
+    >>> neutral("prod", "f32"), neutral("max", "f32"), neutral("min", "i8"), neutral("any", "b1")
+    (1, -inf, 127, 0)
+    """
+    start, row = REDUCTIONS[reduction][1], DTYPES[dtype]
+    if start in ("zero", "one"):
+        return int(start == "one")
+    if row.kind == "float":
+        return math.inf if start == "greatest" else -math.inf
+    bits = 1 if row.kind == "bool" else 8 * row.bytes - row.signed
+    return 2**bits - 1 if start == "greatest" else -(2**bits) if row.signed else 0

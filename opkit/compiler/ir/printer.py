@@ -1,4 +1,4 @@
-"""This module prints the forms of the compiler, for people and for tests.
+"""Print the forms of the compiler, for people and for tests.
 
 >>> from opkit.compiler.ir.expr import load, op
 >>> from opkit.compiler.ir.index import Axis, axis, index
@@ -18,13 +18,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Statement, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Schedule,
+    Scratch,
+    Statement,
+    Update,
+)
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule
 
 
 def program_text(program: Program) -> str:
-    """Inputs, buffers, steps, outputs."""
+    """Return a program as text: inputs, buffers, steps, outputs."""
     inputs = ", ".join(map(str, program.inputs))
     lines = [f"program {program.name}({inputs})", *(f"  {_buffer(each)}" for each in program.buffers.values())]
     lines += [f"  {step_text(step)}" for step in program.steps]
@@ -32,7 +42,7 @@ def program_text(program: Program) -> str:
 
 
 def step_text(step: Step) -> str:
-    """One line: what is filled with what.
+    """Return a step as one line: the buffer, and the formula of its elements or the call.
 
     >>> from opkit.compiler.ir.expr import load
     >>> from opkit.compiler.ir.index import axis, index
@@ -45,7 +55,7 @@ def step_text(step: Step) -> str:
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """Buffers with their places, calls, each kernel once, and what was not fused."""
+    """Return a schedule as text: buffers with their places, steps, each kernel once, and the steps that were not fused."""
     lines = [f"schedule {schedule.program.name}: arena of {schedule.arena} bytes"]
     for buffer in schedule.buffers.values():
         place = f" at {schedule.places[buffer.name]}" if buffer.name in schedule.places else ""

@@ -1,7 +1,6 @@
-"""A program of the IR: a lowered graph, with buffers and the steps that fill them in order. It says what is computed, not how.
+"""A program of the IR: a lowered graph, with buffers and the steps that fill them in order, before loops and fusion.
 
-``Compute`` fills a buffer (or a part of it) element by element; ``Extern`` calls an operator of torch. There is no
-order of loops here and no fusion: one Compute for each operation, however small.
+``Compute`` fills a buffer (or a part of it) element by element, one for each operation; ``Extern`` calls an operator of torch.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ class Buffer:
         shape: its logical sizes.
         strides: in elements.
         role: "input" (the caller's), "constant" (the program's), "made" (allocated while it runs).
-        whole: the buffer in whose memory it lies, None for one with memory of its own. Computes read and write a buffer
+        whole: the buffer whose memory it is a part of, None for one with memory of its own. Computes read and write a buffer
             of complex numbers as two such parts, calls as the whole.
-        offset: where in that memory its first element is, in elements of its own.
+        offset: the place of its first element in that memory, in elements of its own.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Buffer:
         return self.name if self.whole is None else self.whole.name
 
     def place(self, coordinates: Iterable[Index]) -> Index:
-        """Return where an element is in memory."""
+        """Return the place of an element in memory, in elements."""
         return flat(coordinates, self.strides) + self.offset
 
 
@@ -58,7 +57,7 @@ class Compute:
     sum over rows of a matrix has axes (rows, columns), reduced {0}, target (a1,). Loads are at logical coordinates.
 
     Attributes:
-        buffer: what is written.
+        buffer: the buffer that is written.
         axes: the extent of each axis.
         target: the coordinates in the buffer, over the axes that are not reduced.
         body: the element; its type is the buffer's, but of a reduction the type in which it accumulates, and of an
@@ -68,7 +67,7 @@ class Compute:
         reduced: the numbers of the axes that are reduced.
         update: None to overwrite; "add" and the like (keys of ``OPS``) to combine with what is there: a scatter,
             whose target holds Values; several values of the axes may give the same target.
-        origin: the operator and the user's line, for people.
+        origin: the operator and the user's line, for messages.
     """
 
     buffer: str
@@ -107,7 +106,7 @@ class Extern:
         mutated: the buffers that it writes to, apart from its results.
         aliases: whether its results may lie in the memory of its arguments.
         out: whether its one result is written to a tensor that it takes (``aten.mm.out``), rather than allocated by it.
-        origin: the operator and the user's line, for people.
+        origin: the operator and the user's line, for messages.
         reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
         effect: whether it does something apart from its results and writes, as the graph's nodes say.
     """
@@ -144,7 +143,7 @@ class Program:
         buffers: all of them, by name.
         steps: in an order in which they can run.
         outputs: the graph's results in order: Strided, Index, or a constant (None among them).
-        sizes: the value that each symbolic size had when the graph was captured, by its name.
+        sizes: the value of each symbolic size when the graph was captured, by name.
     """
 
     name: str
@@ -156,7 +155,7 @@ class Program:
 
     @functools.cached_property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """The buffers in the memory of each buffer that is cut into parts."""
+        """The parts of each buffer that has parts."""
         found: dict[str, tuple[str, ...]] = {}
         for name, buffer in self.buffers.items():
             if buffer.whole is not None:
@@ -164,7 +163,7 @@ class Program:
         return found
 
     def with_parts(self, names: Iterable[str]) -> list[str]:
-        """Buffers, and those that are parts of them."""
+        """Return buffers and their parts."""
         return [each for name in names for each in (name, *self.parts.get(name, ()))]
 
     def reads(self, step: Step) -> list[str]:

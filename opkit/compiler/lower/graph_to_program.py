@@ -1,4 +1,4 @@
-"""This module lowers a graph to a program: each node by the rule of its operator, or as a call of the operator."""
+"""Lower a graph to a program: each node by the rule of its operator, or as a call of the operator."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
-from opkit.compiler.lower.context import Builder, reads_buffer
-from opkit.compiler.lower.interleaved import viewed
-from opkit.compiler.lower.passes import tidied
+from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
+from opkit.compiler.lower.rewrites import simplify_program
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
@@ -40,7 +39,7 @@ def lower(
         if node.target == "input":
             inputs.append(node.name if isinstance(value, Tensor) else value)
     program = builder.program(inputs, _outputs(builder))
-    return tidied(program) if tidy else program
+    return simplify_program(program) if tidy else program
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ def _input(b: Builder, node: Node) -> Any:
     if not isinstance(kind, TensorType):
         return kind
     buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
-    return whole(b.added(buffer))
+    return whole(b.add_buffer(buffer))
 
 
 def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
@@ -59,29 +58,20 @@ def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
         return node.result
     mutated = _mutated(b, node)
     for buffer in mutated:
-        _kept_before_write(b, buffer)
+        _copy_before_write(b, buffer)
     steps, buffers = len(b.steps), len(b.buffers)
     try:
-        return checked(node, _by_rule(b, node, rules))
+        if node.target in EXTERNS:
+            raise NoRule("")
+        if node.target != "getitem":  # taking one of several results computes nothing
+            rules = _for_operands(b, node, rules)
+        return checked(node, rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs)))
     except NoRule as why:
-        _forget(b, steps, buffers)
+        for name in list(b.buffers)[buffers:]:
+            del b.buffers[name]
+        del b.steps[steps:]
         aliases = node.target in ALIASING
         return b.extern(str(why), mutated=frozenset(mutated), aliases=aliases, **EXTERNS.get(node.target, {}))
-
-
-def _forget(b: Builder, steps: int, buffers: int) -> None:
-    """Remove the steps and buffers of a rule that turned out not to apply."""
-    for name in list(b.buffers)[buffers:]:
-        del b.buffers[name]
-    del b.steps[steps:]
-
-
-def _by_rule(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
-    if node.target in EXTERNS:
-        raise NoRule("")
-    if node.target != "getitem":  # taking one of several results computes nothing
-        rules = _for_operands(b, node, rules)
-    return rules[node.target](b, *_resolved(b, node.args), **_resolved(b, node.kwargs))
 
 
 def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
@@ -110,13 +100,13 @@ def checked(node: Node, value: Any) -> Any:
         WrongResult: its type is not that of the node's result.
     """
     if len(_flat(value)) != len(_flat(node.result)):
-        raise WrongResult(f"the rule gives {len(_flat(value))} results, the operator {len(_flat(node.result))}")
+        raise WrongResult(f"the rule returns {len(_flat(value))} results, the operator {len(_flat(node.result))}")
     for found, kind in zip(_flat(value), _flat(node.result), strict=True):
         if isinstance(found, Tensor) and isinstance(kind, TensorType):
             if (found.dtype, found.shape) != (kind.dtype, kind.shape):
-                raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
+                raise WrongResult(f"the rule returns {_shown(found)}, the operator {_shown(kind)}")
         elif isinstance(kind, TensorType) or isinstance(found, Tensor):
-            raise WrongResult(f"the rule gives {_shown(found)}, the operator {_shown(kind)}")
+            raise WrongResult(f"the rule returns {_shown(found)}, the operator {_shown(kind)}")
     return value
 
 
@@ -157,10 +147,10 @@ def _mutated(b: Builder, node: Node) -> list[str]:
     return list(dict.fromkeys(name for v in values if isinstance(v, Tensor) for name in memories(v)))
 
 
-def _kept_before_write(b: Builder, buffer: str) -> None:
-    """Copy the values that eager mode has in memory of their own, while here they are views of the buffer."""
+def _copy_before_write(b: Builder, buffer: str) -> None:
+    """Copy the values that are views of the buffer here and have memory of their own in eager mode."""
     for name, value in b.values.items():
-        if isinstance(value, Tensor) and reads_buffer(value, buffer) and _is_copy(value):
+        if isinstance(value, Tensor) and buffer in memories(value) and _is_copy(value):
             b.values[name] = b.materialised(value)
 
 
@@ -187,7 +177,7 @@ def _outputs(b: Builder) -> list[Any]:
 
 
 def _shared(b: Builder) -> frozenset[str]:
-    """Return the buffers in whose memory several results lie: a write to one result changes the others."""
+    """Return the buffers whose memory several results share: a write to one result changes the others."""
     results = [b.values[output.name] for output in b.graph.outputs if isinstance(output, Ref)]
     tensors = {id(value): value for value in results if isinstance(value, Tensor)}
     found = collections.Counter(name for tensor in tensors.values() for name in memories(tensor))
@@ -198,7 +188,7 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> 
     """Return a result as the graph describes it: with its strides if they are fixed, and copied if eager mode copies it."""
     kind = b.node.result if fixed and isinstance(b.node.result, TensorType) else None
     if kind is not None and not is_dense(kind.shape, kind.strides):
-        shared |= frozenset(memories(tensor))  # it is a view of a larger memory, which its strides show
+        shared |= frozenset(memories(tensor))  # a view of a larger memory, as its strides show
     strided = tensor.strided()
     if strided is None and (found := viewed(b, tensor, shared)) is not None:
         strided = found.strided()
@@ -210,7 +200,7 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> 
 
 
 def _laid_out(b: Builder, tensor: Tensor, kind: TensorType) -> Tensor:
-    """Copy the tensor to memory of its own, with these strides: dimensions of stride 0 hold one element."""
+    """Copy the tensor to memory of its own with the strides of ``kind``; dimensions of stride 0 have one element."""
     repeated = [s == 0 and n != 1 for n, s in zip(kind.shape, kind.strides, strict=True)]
     if not any(repeated) or any(n == 0 for n in kind.shape):
         return b.materialised(tensor, kind.strides)

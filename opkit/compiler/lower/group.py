@@ -1,25 +1,28 @@
-"""This module defines a group of steps that become one kernel: their shared iteration space, and which steps can join.
+"""A group of steps that become one kernel: their shared iteration space, and the conditions for steps to join.
 
-The axes of the space are either *kept* or *reduced*. A reduction goes over all reduced axes; its results, and what is
-computed from them alone, have one value for each value of the kept axes ("a row"). Everything else has one for each
-point. A kernel passes over a row several times: a step that needs the result of a reduction is one *phase* later.
+The axes of the space are either *kept* or *reduced*. A reduction is over all reduced axes; its results, and values computed from
+them alone, have one value for each value of the kept axes ("a row"). Other steps have one for each point. A kernel passes over a
+row several times: a step that needs the result of a reduction is one *phase* later.
+
+The space is the coarsest list of extents whose products are each step's axes. A step over (8, 128, 3072) and one over
+(1024, 3072) visit the same elements in the same order; they share the space (8, 128, 3072), in which the second one's first axis
+is ``a0 * 128 + a1``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Axis, Index, Value, product
+from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.program import Compute, roots
-from opkit.compiler.lower.iteration_space import Extents, refined, runs, substitution
 
 MAX_MEMBERS = 96
 MAX_BUFFERS = 48
-MAX_SERIAL_ROWS = 4
-LONG_ROW = 1 << 14
+MAX_SERIAL_ROWS = 4  # fewer rows than this are not worth a thread each
+LONG_ROW = 1 << 14  # elements of a row that is worth several threads
 
 
 @dataclasses.dataclass
@@ -29,7 +32,7 @@ class Member:
     Attributes:
         step: what is computed.
         rows: whether it has one value for each row, and not one for each point. A reduction visits every point.
-        phase: the number of reductions that it has to wait for.
+        phase: the number of reductions that come before it.
         axes: its axes as indices over the group's space.
         target: the coordinates that it writes to, over the group's space.
     """
@@ -150,7 +153,7 @@ def _space(group: Group, step: Compute, rows: bool) -> Extents | None:
     kept = refined(tuple(group.space[k] for k in group.kept), step.axes)
     if kept is None:
         return None
-    # each kept axis is a product of neighbours in the refined list; reduced ones stay where they are
+    # each kept axis is a product of neighbours in the refined list; the positions of reduced ones do not change
     parts = runs([group.space[k] for k in group.kept], kept)
     assert parts is not None
     pieces = {k: [kept[p] for p in part] for k, part in zip(group.kept, parts, strict=True)}
@@ -226,7 +229,7 @@ def _place(members: Sequence[Member], space: Extents, reduced: frozenset[int] = 
 
 
 def loads_of(step: Compute) -> list[Expr]:
-    """Return every element that a step reads, also to compute where another one is."""
+    """Return the loads of a step, also those that compute indices."""
     return list(dict.fromkeys(node for root in roots(step) for node in _loads(root)))
 
 
@@ -236,7 +239,7 @@ def _loads(root: Expr) -> tuple[Expr, ...]:
 
 
 def _misaligned(group: Group, new: Member, members: dict[str, Member]) -> str | None:
-    """Return why the step cannot take what it reads from the group; sets its phase if it can."""
+    """Return the reason why the step cannot read from the group, or None after setting its phase."""
     for load in loads_of(new.step):
         buffer, coordinates = load.data
         if buffer not in members or buffer == new.step.buffer:
@@ -255,7 +258,7 @@ def _per_row(member: Member) -> bool:
 
 
 def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str | None:
-    """Return why the step must not overwrite what the group reads."""
+    """Return the reason why the step must not overwrite a buffer that the group reads, or None."""
     buffer = new.step.buffer
     if buffer not in group.loads:
         return None
@@ -266,3 +269,80 @@ def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str |
                 if places != new.target or _per_row(new) or load.args:
                     return f"{buffer} is overwritten while other parts of it are read"
     return None
+
+
+Extents = tuple[Index, ...]
+
+
+def refined(a: Extents, b: Extents) -> Extents | None:
+    """Return the coarsest list of extents such that both lists are products of neighbours in it; None if there is none.
+
+    >>> refined((index(8), index(128), index(6)), (index(1024), index(6)))
+    (8, 128, 6)
+    >>> refined((index(4),), (index(6),)) is None
+    True
+    """
+    left, right = [e for e in a if e != 1], [e for e in b if e != 1]
+    found: list[Index] = []
+    while left and right:
+        x, y = left.pop(), right.pop()
+        step, rest_x, rest_y = _step(x, y)
+        if step is None:
+            return None
+        found.append(step)
+        left += rest_x
+        right += rest_y
+    return None if left or right else tuple(reversed(found))
+
+
+def _step(x: Index, y: Index) -> tuple[Index | None, list[Index], list[Index]]:
+    """Return the smaller of two innermost extents, and the quotients that remain of each."""
+    if x == y:
+        return x, [], []
+    if _divides(x, y):
+        return x, [], [y // x]
+    return (y, [x // y], []) if _divides(y, x) else (None, [], [])
+
+
+def _divides(a: Index, b: Index) -> bool:
+    return a == b or (len(a.terms) == 1 and a != 0 and b != 0 and b % a == 0)
+
+
+def runs(axes: Sequence[Index], space: Sequence[Index]) -> list[list[int]] | None:
+    """Return for each axis the neighbouring positions of the space whose product it is; None if there are none.
+
+    >>> runs([index(1024), index(1), index(6)], [index(8), index(128), index(6)])
+    [[0, 1], [], [2]]
+    """
+    position, found = 0, []
+    for extent in axes:
+        run: list[int] = []
+        covered = index(1)
+        while covered != extent:
+            if position == len(space) or not _divides(covered * space[position], extent):
+                return None
+            covered = covered * space[position]
+            run.append(position)
+            position += 1
+        found.append(run)
+    return found if position == len(space) else None
+
+
+def substitution(axes: Sequence[Index], placed: Sequence[Sequence[int]], space: Sequence[Index]) -> dict[Axis, Index]:
+    """Return each axis as an index over the axes of the space; it is the product of those at the positions ``placed``."""
+    found: dict[Axis, Index] = {}
+    for number, (extent, run) in enumerate(zip(axes, placed, strict=True)):
+        extents = [space[k] for k in run]
+        found[Axis(number, extent)] = flat([axis(k, space[k]) for k in run], contiguous(extents))
+    return found
+
+
+def estimate(at: Index, sizes: Mapping[str, int]) -> float:
+    """Return an index over sizes as a number; unknown sizes count as 16."""
+    total = 0.0
+    for monomial, coefficient in at.terms.items():
+        part = float(coefficient)
+        for atom in monomial:
+            part *= sizes.get(getattr(atom, "name", ""), 16)
+        total += part
+    return total

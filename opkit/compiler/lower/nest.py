@@ -1,25 +1,51 @@
-"""This module turns a group into kernels: one, or two if a long reduction is divided among threads."""
+"""Turn a group into kernels, each of which is a loop nest: one kernel, or two if a long reduction is divided among threads.
+
+The outermost loop is the one with the largest stride. Neighbouring axes are merged into one loop if every access allows it.
+Without reductions the innermost loop is the vector loop and the others are parallel. With reductions the kept axes are parallel
+and the reduced ones inside; if elements are contiguous along a kept axis (a sum of rows), that axis is cut into blocks and each
+block is a vector of accumulators.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from opkit.compiler.ir.dtypes import PARTS
-from opkit.compiler.ir.expr import load
-from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, index, product
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Scratch, Statement, Store, Update, walk
+from opkit.compiler.ir.expr import Expr, const, load, rewrite, var
+from opkit.compiler.ir.index import ZERO, Axis, Index, Value, axis, contiguous, flat, index, product
+from opkit.compiler.ir.kernel import (
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Scratch,
+    Statement,
+    Store,
+    Update,
+)
+from opkit.compiler.ir.ops import REDUCTIONS, neutral
 from opkit.compiler.ir.program import Buffer
-from opkit.compiler.ir.schedule import KernelLaunch
-from opkit.compiler.lower import loops
-from opkit.compiler.lower.group import Group, Member, loads_of
-from opkit.compiler.lower.iteration_space import number
-from opkit.compiler.lower.loops import LoopDim
-from opkit.compiler.lower.statements import Phase, Statements, statements
+from opkit.compiler.lower.group import Group, Member, estimate, loads_of
+from opkit.compiler.lower.statements import (
+    Phase,
+    Statements,
+    accesses,
+    expressions,
+    names_of_sizes,
+    over_axes,
+    read_before_write,
+    statements,
+    touched,
+)
 
-CHUNKS = 64  # the most parts into which one long reduction is cut
-SHORTEST = 1 << 12  # elements of a part
-NARROWEST = 16  # elements of a block of accumulators
+MAX_CHUNKS = 64  # the most parts into which one long reduction is cut
+MIN_CHUNK = 1 << 12  # elements of a part
+MIN_BLOCK = 16  # elements of a block of accumulators
+MAX_BLOCK = 512
+WORK_PER_THREAD = 1 << 15  # operations that are worth a thread
+CALL_COST = 64  # operations that a call of a library's function counts for
 
 
 @dataclasses.dataclass
@@ -33,87 +59,89 @@ class Nests:
 def nests(group: Group, buffers: Mapping[str, Buffer], stored: set[str], sizes: Mapping[str, int], name: str) -> Nests:
     """Return the kernels of a group; ``sizes`` are expected sizes, ``stored`` the buffers that other steps need."""
     vector = _vector_axis(group, buffers, sizes)
-    written = statements(group, buffers, stored, by_columns=vector is not None)
-    every = loops.dims(group.space, group.reduced, loops.accesses(written.phases), sizes)
-    only = next(iter(group.members.values())).step
-    writer = _Kernels(group, buffers, written, sizes, name)
-    if only.update is not None or (only.reduction or "").startswith("scan") or _computed_target(group):
-        return writer.in_order(every)
-    if not any(phase.accumulators for phase in written.phases):
-        return writer.pointwise(every)
+    content = statements(group, buffers, stored, by_columns=vector is not None)
+    loops = loop_order(group.space, group.reduced, accesses(content.phases), sizes)
+    first = next(iter(group.members.values())).step
+    kernels = _Kernels(group, buffers, content, sizes, name)
+    targets = (at for member in group.members.values() for at in member.target)
+    computed_target = any(isinstance(leaf, Value) for at in targets for leaf in at.leaves())
+    if first.update is not None or (first.reduction or "").startswith("scan") or computed_target:
+        return kernels.in_order(loops)
+    if not any(phase.accumulators for phase in content.phases):
+        return kernels.pointwise(loops)
     if vector is not None:
-        return writer.columns(vector)
-    return writer.rows(every)
-
-
-def _computed_target(group: Group) -> bool:
-    return any(isinstance(leaf, Value) for m in group.members.values() for at in m.target for leaf in at.leaves())
+        return kernels.columns(vector)
+    return kernels.rows(loops)
 
 
 def _vector_axis(group: Group, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> int | None:
     """Return the kept axis along which most elements are contiguous, if they are more than along any reduced axis."""
     if not group.reduced or any((m.step.reduction or "").startswith(("arg", "scan")) for m in group.members.values()):
         return None
-    found: dict[int, float] = dict.fromkeys(range(len(group.space)), 0.0)
+    contiguous_elements = dict.fromkeys(range(len(group.space)), 0.0)
     for member in group.members.values():
-        for at, apart in _places(group, member, buffers):
-            elements = number(product(a.extent for a in at.axes()), sizes)
+        for at, stride in _external_reads(group, member, buffers):
+            elements = estimate(product(a.extent for a in at.axes()), sizes)
             for k, extent in enumerate(group.space):
-                found[k] += elements * (at.coefficient(Axis(k, extent)) == apart)
-    kept = max(group.kept, key=found.__getitem__, default=None)
-    if kept is None or found[kept] <= max((found[k] for k in group.reduced), default=0):
+                contiguous_elements[k] += elements * (at.coefficient(Axis(k, extent)) == stride)
+    kept = max(group.kept, key=contiguous_elements.__getitem__, default=None)
+    most_reduced = max((contiguous_elements[k] for k in group.reduced), default=0)
+    if kept is None or contiguous_elements[kept] <= most_reduced:
         return None
     extent = group.space[kept].constant
-    return kept if extent is None or extent >= NARROWEST else None
+    return kept if extent is None or extent >= MIN_BLOCK else None
 
 
-def _places(group: Group, member: Member, buffers: Mapping[str, Buffer]) -> list[tuple[Index, int]]:
-    """Return the places where a step reads buffers from outside of the group, and the strides of its neighbours there."""
+def _external_reads(group: Group, member: Member, buffers: Mapping[str, Buffer]) -> list[tuple[Index, int]]:
+    """Return where a step reads buffers from outside of the group, each with the stride of contiguous elements there."""
     found: list[tuple[Index, int]] = []
     for node in loads_of(member.step):
         buffer, coordinates = node.data
         if buffer not in group.members:
-            moved = [c.substitute(member.axes) for c in coordinates]
-            found.append((buffers[buffer].place(moved), 2 if buffers[buffer].whole else 1))
+            at = buffers[buffer].place([c.substitute(member.axes) for c in coordinates])
+            found.append((at, 2 if buffers[buffer].whole else 1))
     return found
 
 
 class _Kernels:
     def __init__(
-        self, group: Group, buffers: Mapping[str, Buffer], written: Statements, sizes: Mapping[str, int], name: str
+        self, group: Group, buffers: Mapping[str, Buffer], content: Statements, sizes: Mapping[str, int], name: str
     ) -> None:
-        self.group, self.buffers, self.written, self.sizes, self.name = group, buffers, written, sizes, name
+        self.group, self.buffers, self.content, self.sizes, self.name = group, buffers, content, sizes, name
 
     # ---- kinds of kernels --------------------------------------------------------------------------------------------
 
-    def pointwise(self, every: list[LoopDim]) -> Nests:
-        axes, moved = loops.numbered(self.group.space, every)
-        phases = loops.moved_phases(self.written.phases, moved)
-        grain = loops.grain(axes[:-1], axes[-1:] if len(axes) > 1 else [], phases, self.sizes)
-        return Nests([self.launch(loops.pointwise(axes, phases[0].points), grain)], [])
+    def pointwise(self, loops: list[LoopDim]) -> Nests:
+        """Return one vector loop inside parallel ones; a single loop is parallel."""
+        axes, phases = self._over(loops)
+        last = len(axes) - 1
+        body = nested(
+            axes, read_before_write(phases[0].points), lambda k: "vector" if k == last and last > 0 else "parallel"
+        )
+        return Nests([self.launch(body, _grain(axes[-1:] if last > 0 else [], phases, self.sizes))], [])
 
-    def rows(self, every: list[LoopDim]) -> Nests:
-        reduced = [dim for dim in every if dim.reduced]
-        kept = [dim for dim in every if not dim.reduced]
+    def rows(self, loops: list[LoopDim]) -> Nests:
+        """Return a kernel of rows, or two if the rows are long and few."""
+        reduced = [dim for dim in loops if dim.reduced]
+        kept = [dim for dim in loops if not dim.reduced]
         cut = self._cut(kept, reduced)
         if cut is not None:
             return self._in_parts(kept, reduced, cut)
-        axes, moved = loops.numbered(self.group.space, [*kept, *reduced])
-        phases = loops.moved_phases(self.written.phases, moved)
+        axes, phases = self._over([*kept, *reduced])
         outer, inner = axes[: len(kept)], axes[len(kept) :]
-        grain = loops.grain(outer, inner, phases, self.sizes)
-        return Nests([self.launch(loops.rows(outer, inner, phases, self.written.scratch), grain)], [])
+        body = row_loops(outer, inner, phases, self.content.scratch)
+        return Nests([self.launch(body, _grain(inner, phases, self.sizes))], [])
 
     def columns(self, vector: int) -> Nests:
-        space, group = self.group.space, self.group
-        found = loops.accesses(self.written.phases)
-        others = frozenset({*group.reduced, vector})
-        every = loops.dims(space, others, found, self.sizes)  # the vector's axis is not merged with the kept ones
+        """Return a kernel of blocks of neighbouring rows, and one for the last block if it is shorter."""
+        space, reduced_axes = self.group.space, self.group.reduced
+        found = accesses(self.content.phases)
+        # the vector's axis is not merged with the kept ones
+        kept = [d for d in loop_order(space, reduced_axes | {vector}, found, self.sizes) if not d.reduced]
+        reduced = [d for d in loop_order(space, reduced_axes, found, self.sizes) if d.reduced]
         block, rest = _block(space[vector])
-        kept = [dim for dim in every if not dim.reduced]
-        reduced = [d for d in loops.dims(space, group.reduced, found, self.sizes) if d.reduced]
         blocks = (space[vector] - rest) // block
-        launches = [self._blocks(vector, kept, reduced, index(0), blocks, block)]
+        launches = [self._blocks(vector, kept, reduced, ZERO, blocks, block)]
         if rest != 0:
             launches.append(self._blocks(vector, kept, reduced, space[vector] - rest, index(1), rest))
         return Nests(launches, [])
@@ -123,101 +151,90 @@ class _Kernels:
     ) -> KernelLaunch:
         """Return the kernel for ``blocks`` blocks of columns from ``begin`` on."""
         space = self.group.space
-        axes = [Axis(k, dim.extent) for k, dim in enumerate([*kept, *reduced])]
+        axes, places = numbered(space, [*kept, *reduced])
         cut, lane = Axis(len(axes), blocks), Axis(len(axes) + 1, block)
-        moved = {Axis(k, extent): index(0) for k, extent in enumerate(space)}
-        for k, dim in enumerate([*kept, *reduced]):
-            moved[Axis(dim.position, space[dim.position])] = axis(k, dim.extent)
-        moved[Axis(vector, space[vector])] = begin + axis(cut.number, blocks) * block + axis(lane.number, block)
-        phases = loops.moved_phases(self.written.phases, moved)
-        outer = [*axes[: len(kept)], *([cut] if blocks != 1 else [])]
-        body = loops.columns(outer, lane, axes[len(kept) :], phases)
-        return self.launch(body, loops.grain(outer, [lane, *axes[len(kept) :]], phases, self.sizes))
+        places[Axis(vector, space[vector])] = begin + axis(cut.number, blocks) * block + axis(lane.number, block)
+        phases = over_axes(self.content.phases, places)
+        outer, inner = [*axes[: len(kept)], *([cut] if blocks != 1 else [])], axes[len(kept) :]
+        body = column_loops(outer, lane, inner, phases)
+        return self.launch(body, _grain([lane, *inner], phases, self.sizes))
 
-    def in_order(self, every: list[LoopDim]) -> Nests:
+    def in_order(self, loops: list[LoopDim]) -> Nests:
         """Return a scan, or stores to computed places: one element after the other along the axes that decide where."""
-        scanned = self.group.reduced
-        free = [d for d in every if d.position in _free(self.group) and d.position not in scanned]
-        rest = [d for d in every if d not in free]
-        axes, moved = loops.numbered(self.group.space, [*free, *rest])
-        (phase,) = loops.moved_phases(self.written.phases, moved)
-        outer, inner = axes[: len(free)], axes[len(free) :]
-        body = [*phase.accumulators, *loops.nest(inner, phase.points, lambda k: "plain")]
-        grain = loops.grain(outer, inner, [phase], self.sizes)
-        return Nests([self.launch(loops.nest(outer, body, lambda k: "parallel"), grain)], [])
+        free = _free(self.group) - self.group.reduced
+        outer_loops = [dim for dim in loops if dim.position in free]
+        axes, (phase,) = self._over([*outer_loops, *(dim for dim in loops if dim.position not in free)])
+        outer, inner = axes[: len(outer_loops)], axes[len(outer_loops) :]
+        body = [*phase.accumulators, *nested(inner, phase.points, lambda k: "plain")]
+        return Nests([self.launch(nested(outer, body, lambda k: "parallel"), _grain(inner, [phase], self.sizes))], [])
+
+    def _over(self, loops: Sequence[LoopDim]) -> tuple[list[Axis], list[Phase]]:
+        """Return the axes of loops, numbered outermost first, and the phases over them."""
+        axes, places = numbered(self.group.space, loops)
+        return axes, over_axes(self.content.phases, places)
 
     # ---- a long reduction of few rows ----------------------------------------------------------------------------------
 
     def _cut(self, kept: list[LoopDim], reduced: list[LoopDim]) -> int | None:
         """Return the number of parts into which the outermost reduced loop is cut, or None."""
-        phases = self.written.phases
-        if not self.group.has_few_rows() or len(phases) > 1 or self.written.scratch or not reduced:
+        phases = self.content.phases
+        if not self.group.has_few_rows() or len(phases) > 1 or self.content.scratch or not reduced:
             return None
         if any(a.reduction.startswith("arg") for a in phases[0].accumulators):
             return None
         extent = reduced[0].extent.constant
-        inside = number(product(dim.extent for dim in reduced[1:]), self.sizes)
-        if extent is None or extent * inside < 2 * SHORTEST:
+        inside = estimate(product(dim.extent for dim in reduced[1:]), self.sizes)
+        if extent is None or extent * inside < 2 * MIN_CHUNK:
             return None
-        most = min(CHUNKS, int(extent * inside // SHORTEST))
+        most = min(MAX_CHUNKS, int(extent * inside // MIN_CHUNK))
         return next((parts for parts in range(most, 1, -1) if extent % parts == 0), None)
 
     def _in_parts(self, kept: list[LoopDim], reduced: list[LoopDim], parts: int) -> Nests:
-        (phase,) = self.written.phases
+        """Return a kernel that reduces each part, and one that reduces the results of the parts."""
         space, first = self.group.space, reduced[0]
         length = first.extent // parts
-        axes, moved = loops.numbered(space, [*kept, *reduced])
+        axes, places = numbered(space, [*kept, *reduced])
         part, within = Axis(len(axes), index(parts)), Axis(len(axes) + 1, length)
-        at = len(kept)
-        moved[Axis(first.position, space[first.position])] = axis(part.number, parts) * length + axis(
-            within.number, length
-        )
-        (phase,) = loops.moved_phases([phase], moved)
-        outer, inner = axes[:at], [within, *axes[at + 1 :]]
-        row = loops.flat_of(outer)
+        at_part = axis(part.number, parts)
+        places[Axis(first.position, space[first.position])] = at_part * length + axis(within.number, length)
+        (phase,) = over_axes(self.content.phases, places)
+        outer, inner = axes[: len(kept)], [within, *axes[len(kept) + 1 :]]
+        rows = product(a.extent for a in outer)
+        at = flat([axis(a.number, a.extent) for a in outer], contiguous([a.extent for a in outer])) * parts + at_part
         partial = [
-            Buffer(
-                f"{self.name}_{a.name}",
-                a.dtype,
-                (product(x.extent for x in outer), index(parts)),
-                (index(parts), index(1)),
-            )
+            Buffer(f"{self.name}_{a.name}", a.dtype, (rows, index(parts)), (index(parts), index(1)))
             for a in phase.accumulators
         ]
         names = {a.name: f"q{k}" for k, a in enumerate(phase.accumulators)}
-        stores: list[Statement] = [
-            Store(names[a.name], row * parts + axis(part.number, parts), loops.var(a.name, a.dtype))
-            for a in phase.accumulators
-        ]
-        pointers = {**self.written.pointers, **{b.name: q for b, q in zip(partial, names.values(), strict=True)}}
-        first_body = loops.rows([*outer, part], inner, [Phase(phase.accumulators, phase.points, stores)], [])
-        grain = loops.grain([*outer, part], inner, [phase], self.sizes)
+        pointers = {**self.content.pointers, **{b.name: q for b, q in zip(partial, names.values(), strict=True)}}
+        stores: list[Statement] = [Store(names[a.name], at, var(a.name, a.dtype)) for a in phase.accumulators]
+        first_body = row_loops([*outer, part], inner, [Phase(phase.accumulators, phase.points, stores)], [])
         updates: list[Statement] = [
-            Update(a.name, a.reduction, load(names[a.name], a.dtype, row * parts + axis(part.number, parts)))
-            for a in phase.accumulators
+            Update(a.name, a.reduction, load(names[a.name], a.dtype, at)) for a in phase.accumulators
         ]
-        second_body = loops.rows(outer, [part], [Phase(phase.accumulators, updates, phase.rows)], [])
+        second_body = row_loops(outer, [part], [Phase(phase.accumulators, updates, phase.rows)], [])
+        grain = _grain(inner, [phase], self.sizes)
         return Nests([self.launch(first_body, grain, pointers), self.launch(second_body, 1 << 20, pointers)], partial)
 
     # ---- the kernel itself ---------------------------------------------------------------------------------------------
 
     def launch(self, body: Sequence[Statement], grain: int, pointers: Mapping[str, str] | None = None) -> KernelLaunch:
-        pointers = pointers or self.written.pointers
-        read, stored = _touched(body)
+        """Return the kernel of statements and its launch; ``pointers`` are buffers with their names in the kernel."""
+        pointers = pointers or self.content.pointers
+        read, stored = touched(body)
         used = [(buffer, pointer) for buffer, pointer in pointers.items() if pointer in read | stored]
-        arguments = tuple(KernelArgument(p, self._dtype(b, body, p), p in stored) for b, p in used)
-        sizes = tuple(sorted(_sizes(body)))
+        arguments = tuple(KernelArgument(p, self._dtype(b), p in stored) for b, p in used)
+        sizes = tuple(sorted(names_of_sizes(body)))
         origins = tuple(dict.fromkeys(m.step.origin for m in self.group.members.values()))
-        return KernelLaunch(
-            Kernel(self.name, arguments, sizes, tuple(body), grain, origins), tuple(b for b, _ in used), sizes
-        )
+        kernel = Kernel(self.name, arguments, sizes, tuple(body), grain, origins)
+        return KernelLaunch(kernel, tuple(buffer for buffer, _ in used), sizes)
 
-    def _dtype(self, buffer: str, body: Sequence[Statement], pointer: str) -> str:
+    def _dtype(self, buffer: str) -> str:
         if buffer in self.buffers:
             dtype = self.buffers[buffer].dtype
             return PARTS.get(dtype, dtype)
         return next(
-            a.dtype for phase in self.written.phases for a in phase.accumulators if buffer.endswith(f"_{a.name}")
+            a.dtype for phase in self.content.phases for a in phase.accumulators if buffer.endswith(f"_{a.name}")
         )
 
 
@@ -230,49 +247,140 @@ def _free(group: Group) -> set[int]:
 def _block(extent: Index) -> tuple[Index, Index]:
     """Return the elements of a block of accumulators, and the remainder, which is 0 if a good block divides the extent."""
     whole = extent.constant
-    if whole is None or whole <= NARROWEST:
-        return extent, index(0)
-    most = min(loops.BLOCK, max(2 * NARROWEST, whole // 8))  # a cache line at least, of narrow floats also
-    best = max((b for b in range(1, most + 1) if whole % b == 0), key=lambda b: (b % NARROWEST == 0, b))
+    if whole is None or whole <= MIN_BLOCK:
+        return extent, ZERO
+    most = min(MAX_BLOCK, max(2 * MIN_BLOCK, whole // 8))  # a cache line at least, of narrow floats also
+    best = max((b for b in range(1, most + 1) if whole % b == 0), key=lambda b: (b % MIN_BLOCK == 0, b))
     if 2 * best < most:
         if whole <= 2 * most:
-            return extent, index(0)
-        best = most // NARROWEST * NARROWEST
+            return extent, ZERO
+        best = most // MIN_BLOCK * MIN_BLOCK
     return index(best), index(whole % best)
 
 
-def _touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:
-    """Return the pointers that statements read and write."""
-    read: set[str] = set()
-    stored: set[str] = set()
-    for statement in walk(body):
-        if isinstance(statement, Store):
-            stored.add(statement.buffer)
-        if not isinstance(statement, Loop | Scratch | Accumulator):
-            read |= {node.data[0] for root in loops.roots(statement) for node in root.walk() if node.op == "load"}
-    return read, stored
+# ---- the order of loops --------------------------------------------------------------------------------------------
 
 
-def _sizes(body: Sequence[Statement]) -> set[str]:
-    found: list[Index] = []
-    for statement in walk(body):
-        if isinstance(statement, Loop):
-            found.append(statement.axis.extent)
-        elif isinstance(statement, Scratch):
-            found.append(statement.length)
-        elif not isinstance(statement, Accumulator):
-            found += loops.accesses([Phase(points=[statement])])
-    names: set[str] = set()
-    for at in found:
-        names |= _names(at)
-    return names
+@dataclasses.dataclass
+class LoopDim:
+    """A loop: its axis's position in the space, its extent, and its stride in each access (None: not linear)."""
+
+    position: int
+    extent: Index
+    moves: list[Index | None]
+    reduced: bool
 
 
-def _names(at: Index) -> set[str]:
-    found: set[str] = set()
-    for leaf in at.leaves():
-        if isinstance(leaf, Axis):
-            found |= _names(leaf.extent)
-        elif isinstance(leaf, Size):
-            found.add(leaf.name)
-    return found
+def loop_order(
+    space: Sequence[Index], reduced: frozenset[int], found: Sequence[Index], sizes: Mapping[str, int]
+) -> list[LoopDim]:
+    """Return the loops, outermost first, merged where that changes no access."""
+    every = [
+        LoopDim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
+        for k, extent in enumerate(space)
+    ]
+    every.sort(key=lambda dim: (dim.reduced, *_distance(dim, sizes)))
+    return _merged(every)
+
+
+def _distance(dim: LoopDim, sizes: Mapping[str, int]) -> tuple[float, int]:
+    """Sort the farthest apart first; the first access that moves along the axis decides, stores before loads."""
+    steps = [abs(estimate(move, sizes)) for move in dim.moves if move is not None and move != 0]
+    return (-max(steps) if steps else 0.0, dim.position)
+
+
+def _merged(every: Sequence[LoopDim]) -> list[LoopDim]:
+    found: list[LoopDim] = []
+    for dim in reversed(every):
+        last = found[-1] if found else None
+        if last is not None and _are_one_loop(dim, last):
+            found[-1] = LoopDim(last.position, dim.extent * last.extent, last.moves, last.reduced)
+        else:
+            found.append(dim)
+    return found[::-1]
+
+
+def _are_one_loop(outer: LoopDim, inner: LoopDim) -> bool:
+    if outer.reduced != inner.reduced:
+        return False
+    pairs = zip(outer.moves, inner.moves, strict=True)
+    return all(a is not None and b is not None and a == b * inner.extent for a, b in pairs)
+
+
+def numbered(space: Sequence[Index], loops: Sequence[LoopDim]) -> tuple[list[Axis], dict[Axis, Index]]:
+    """Return the loops' axes, numbered outermost first, and what each axis of the space is in them."""
+    axes = [Axis(k, dim.extent) for k, dim in enumerate(loops)]
+    by_position = {dim.position: axis(k, dim.extent) for k, dim in enumerate(loops)}
+    return axes, {Axis(k, extent): by_position.get(k, ZERO) for k, extent in enumerate(space)}
+
+
+# ---- loops around statements ---------------------------------------------------------------------------------------
+
+
+def nested(axes: Sequence[Axis], body: Sequence[Statement], how: Callable[[int], str]) -> tuple[Statement, ...]:
+    """Return nested loops; ``how`` says how the k-th runs."""
+    made = tuple(body)
+    for k in reversed(range(len(axes))):
+        made = (Loop(axes[k], made, how(k)),)  # pyright: ignore[reportArgumentType]
+    return made
+
+
+def row_loops(
+    kept: Sequence[Axis], reduced: Sequence[Axis], phases: Sequence[Phase], scratch: Sequence[Scratch]
+) -> tuple[Statement, ...]:
+    """Return parallel loops over rows, with the passes over each row inside."""
+    body: list[Statement] = list(scratch)
+    for phase in phases:
+        how = "plain" if any(a.reduction.startswith("arg") for a in phase.accumulators) else "vector"
+        last = len(reduced) - 1
+        body += phase.accumulators
+        if phase.points:
+            body += nested(
+                reduced, read_before_write(phase.points), lambda k, how=how, last=last: how if k == last else "plain"
+            )
+        body += phase.rows
+    return nested(kept, body, lambda k: "parallel")
+
+
+def column_loops(
+    kept: Sequence[Axis], block: Axis, reduced: Sequence[Axis], phases: Sequence[Phase]
+) -> tuple[Statement, ...]:
+    """Return parallel loops over blocks of neighbouring rows; a value of a row is an element of a vector."""
+    held = {a.name: a for phase in phases for a in phase.accumulators}
+    lets = {s.name: s.value.dtype for phase in phases for s in phase.rows if isinstance(s, Let)}
+    dtypes = {name: a.dtype for name, a in held.items()} | lets
+    at = axis(block.number, block.extent)
+
+    def element(node: Expr) -> Expr:
+        return load(node.data, node.dtype, at) if node.op == "var" and node.data in dtypes else node
+
+    def changed(statement: Statement) -> Statement:
+        if isinstance(statement, Let):
+            return Store(statement.name, at, rewrite(statement.value, element))
+        if isinstance(statement, Update):
+            return Store(statement.name, at, rewrite(statement.value, element), REDUCTIONS[statement.reduction][0])
+        assert isinstance(statement, Store)
+        return dataclasses.replace(statement, value=rewrite(statement.value, element))
+
+    def vector(body: Sequence[Statement]) -> tuple[Statement, ...]:
+        return (Loop(block, tuple(body), "vector"),)
+
+    body: list[Statement] = [Scratch(name, dtype, block.extent) for name, dtype in dtypes.items()]
+    for phase in phases:
+        if phase.accumulators:
+            body += vector(
+                [Store(a.name, at, const(neutral(a.reduction, a.dtype), a.dtype)) for a in phase.accumulators]
+            )
+        if phase.points:
+            body += nested(reduced, vector([changed(s) for s in phase.points]), lambda k: "plain")
+        if phase.rows:
+            body += vector([changed(s) for s in phase.rows])
+    return nested(kept, body, lambda k: "parallel")
+
+
+def _grain(inner: Sequence[Axis], phases: Sequence[Phase], sizes: Mapping[str, int]) -> int:
+    """Return the number of iterations of the parallel loops that are worth a thread."""
+    walked = [node for phase in phases for s in phase.points for root in expressions(s) for node in root.walk()]
+    nodes = sum(CALL_COST if node.op == "call" else 1 for node in walked)
+    points = estimate(product(a.extent for a in inner), sizes)
+    return max(1, int(WORK_PER_THREAD / max(1.0, points * max(1, nodes) / 4)))

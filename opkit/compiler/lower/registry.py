@@ -1,4 +1,4 @@
-"""This module defines tables of rules, which lower the operators of a captured graph, by name."""
+"""Tables of rules by operator name. A rule lowers an operator of a captured graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 Rule = Callable[..., Any]
 """Takes a ``Builder``, then the operator's arguments: tensors as ``Tensor``, dtypes as their names, sizes as ``Index``.
 
-It gives the operator's result: a ``Tensor``, or a tuple of them with None where a result does not exist.
+It returns the operator's result: a ``Tensor``, or a tuple of them with None for a result that does not exist.
 """
 
 R = TypeVar("R", bound=Rule)

@@ -85,7 +85,7 @@ Operand = Scalar | int | float | bool | Index
 
 
 def number(value: Operand, like: Scalar | str) -> Scalar:
-    """Return a number as a constant of the type of ``like``, a size as a value of it; an element as it is."""
+    """Return a number or a size as an element of the type of ``like``; an element unchanged."""
     if isinstance(value, Scalar):
         return value
     dtype = like if isinstance(like, str) else like.dtype
@@ -95,7 +95,7 @@ def number(value: Operand, like: Scalar | str) -> Scalar:
 
 
 def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
-    """Return an integer as a type of fewer bits has it."""
+    """Return an integer modulo the range of a type."""
     row = DTYPES[dtype]
     if row.kind != "int":
         return value
@@ -105,7 +105,7 @@ def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
 
 
 def apply(op: str, *args: Operand) -> Scalar:
-    """Return an op of the table on elements and numbers, of which at least one is an element."""
+    """Return an op of the table applied to elements and numbers; at least one is an element."""
     like = next(a for a in args if isinstance(a, Scalar))
     return Scalar(simplified(expr.op(op, *(number(a, like).expr for a in args))))
 
@@ -115,7 +115,7 @@ def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
 
 
 def where(condition: Scalar, yes: Operand, no: Operand) -> Scalar:
-    """Return the second where the first is true, else the third; at least one of them is an element."""
+    """Return ``yes`` if the condition is true, else ``no``; at least one of them is an element."""
     like = yes if isinstance(yes, Scalar) else no
     assert isinstance(like, Scalar)
     chosen = expr.where(condition.expr, number(yes, like).expr, number(no, like).expr)
@@ -145,7 +145,7 @@ equal, unequal, fmod = function("eq"), function("ne"), function("fmod")
 
 
 def ceil(x: Scalar) -> Scalar:
-    """Return the least whole number that is not less; of (-1, 0) it is -0."""
+    """Return the least whole number that is not less; -0.0 for numbers between -1 and 0."""
     return -floor(-x)
 
 

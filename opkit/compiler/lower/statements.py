@@ -1,4 +1,4 @@
-"""This module turns a group into statements: for each phase those for each point, and those once for each row after the pass.
+"""Turn a group into statements: for each phase those for each point, and those for each row after the pass.
 
 Steps have no loops of their own here. A step's expression replaces the loads of its result in other steps of the same phase. A
 value that a later phase needs is recomputed if that is cheap, and else stored in a row buffer. Since every phase may read the
@@ -8,17 +8,18 @@ group's inputs, a step that overwrites one does so in the last phase.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.ir.expr import Expr, cast, load, rewrite, var
-from opkit.compiler.ir.index import Index, Value, axis, contiguous, flat, product, value
-from opkit.compiler.ir.kernel import Accumulator, Let, Scratch, Statement, Store, Update
+from opkit.compiler.ir.expr import Expr, cast, indices, load, rewrite, var
+from opkit.compiler.ir.index import Axis, Index, Size, Value, axis, contiguous, flat, product, value
+from opkit.compiler.ir.kernel import Accumulator, Let, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer, Compute
+from opkit.compiler.lower.fuse import lossless, with_values
 from opkit.compiler.lower.group import Group, Member
-from opkit.compiler.lower.inline import cost, lossless, with_values
+from opkit.compiler.lower.rewrites import cost
 
-AGAIN = 4  # a value that costs more than this, or reads more than two elements, is stored for a later phase
+MAX_RECOMPUTED_COST = 4  # a value that costs more, or reads more than two elements, is stored for a later phase
 MAX_ROW_ELEMENTS = 1 << 16  # of a row buffer; a longer one would not stay in the processor's cache
 
 
@@ -27,9 +28,9 @@ class Phase:
     """One pass over the rows.
 
     Attributes:
-        accumulators: of the reductions that the pass makes.
-        points: done at each point, in order.
-        rows: done once a row after the pass.
+        accumulators: the accumulators of the reductions of the pass.
+        points: the statements for each point, in order.
+        rows: the statements for each row after the pass.
     """
 
     accumulators: list[Accumulator] = dataclasses.field(default_factory=list)
@@ -42,7 +43,7 @@ class Statements:
     """A group as statements.
 
     Attributes:
-        phases: in order.
+        phases: the phases in order.
         scratch: the row buffers, which pass values from one phase to a later one.
         pointers: the program's buffers, with their names in the kernel.
         written: the buffers that the kernel writes.
@@ -96,34 +97,34 @@ class _StatementWriter:
             phase.points.append(self._store(name, member, self.value(name, member.phase)))
         if name in self.row_buffers:
             row_buffer = self.row_buffers[name]
-            phase.points.append(Store(row_buffer.name, self._in_row(), _wide(self.value(name, member.phase))))
+            phase.points.append(Store(row_buffer.name, self._in_row(), _unrounded(self.value(name, member.phase))))
 
     def _reduction(self, phase: Phase, name: str, member: Member) -> None:
-        step, held = member.step, self.names[name]
+        step, variable = member.step, self.names[name]
         assert step.reduction is not None
         if step.reduction.startswith("scan:"):
             return self._scan(phase, name, member)
-        at = self._position(member) if step.reduction.startswith("arg") else None
+        at = self._reduced_position(member) if step.reduction.startswith("arg") else None
         value = cast(self._body(member, member.phase), _accumulated(step))
-        phase.accumulators.append(Accumulator(held, value.dtype, step.reduction))
-        phase.points.append(Update(held, step.reduction, value, at))
+        phase.accumulators.append(Accumulator(variable, value.dtype, step.reduction))
+        phase.points.append(Update(variable, step.reduction, value, at))
         if name in self.stored:
             phase.rows.append(self._store(name, member, self.value(name, member.phase)))
         return None
 
     def _scan(self, phase: Phase, name: str, member: Member) -> None:
-        held, reduction = self.names[name], str(member.step.reduction).removeprefix("scan:")
+        variable, reduction = self.names[name], str(member.step.reduction).removeprefix("scan:")
         value = cast(self._body(member, member.phase), _accumulated(member.step))
-        phase.accumulators.append(Accumulator(held, value.dtype, reduction))
-        phase.points += [Update(held, reduction, value), self._store(name, member, var(held, value.dtype))]
+        phase.accumulators.append(Accumulator(variable, value.dtype, reduction))
+        phase.points += [Update(variable, reduction, value), self._store(name, member, var(variable, value.dtype))]
 
     def _row(self, phase: Phase, name: str, member: Member) -> None:
         body = self._body(member, member.phase)
-        phase.rows.append(Let(self.names[name], _wide(body)))
+        phase.rows.append(Let(self.names[name], _unrounded(body)))
         if name in self.stored:
             phase.rows.append(self._store(name, member, self.value(name, member.phase)))
 
-    def _position(self, member: Member) -> Index:
+    def _reduced_position(self, member: Member) -> Index:
         """Return the position of a point along the reduced axes of the step."""
         step = member.step
         reduced = sorted(step.reduced)
@@ -153,29 +154,29 @@ class _StatementWriter:
         dtype = self.buffers[name].dtype
         if member.step.reduction is not None:
             position = member.step.reduction.startswith("arg")
-            held = self.names[name]
-            return cast(var(f"{held}_at", "i64") if position else var(held, _accumulated(member.step)), dtype)
+            variable = self.names[name]
+            return cast(var(f"{variable}_at", "i64") if position else var(variable, _accumulated(member.step)), dtype)
         if member.rows:
-            return cast(var(self.names[name], _wide(self._body(member, member.phase)).dtype), dtype)
+            return cast(var(self.names[name], _unrounded(self._body(member, member.phase)).dtype), dtype)
         if (name, phase) not in self.done:
             self.done[name, phase] = self._at_point(name, member, phase)
         return self.done[name, phase]
 
     def _at_point(self, name: str, member: Member, phase: int) -> Expr:
         body = self._body(member, phase)
-        if phase == member.phase or not self._dear(body):
+        if phase == member.phase:
+            return body
+        loads = sum(node.op == "load" for node in body.walk())
+        if cost(body) <= MAX_RECOMPUTED_COST and loads <= 2:
             return body
         length = product(self.group.space[k] for k in self.group.reduced)
-        if name in self.stored - self.overwritten and body.dtype == _wide(body).dtype:
+        if name in self.stored - self.overwritten and body.dtype == _unrounded(body).dtype:
             return load(self._pointer(name), body.dtype, self.buffers[name].place(member.target))
         if (length.constant or MAX_ROW_ELEMENTS + 1) > MAX_ROW_ELEMENTS or self.by_columns:
             return body
-        wide = _wide(body).dtype
+        wide = _unrounded(body).dtype
         row_buffer = self.row_buffers.setdefault(name, Scratch(f"s{self.names[name]}", wide, length))
         return cast(load(row_buffer.name, wide, self._in_row()), body.dtype)
-
-    def _dear(self, body: Expr) -> bool:
-        return cost(body) > AGAIN or sum(node.op == "load" for node in body.walk()) > 2
 
     def _in_row(self) -> Index:
         """Return the position of a point in its row."""
@@ -188,35 +189,138 @@ class _StatementWriter:
         return self._resolved(member.step.body.substitute(member.axes), member, phase)
 
     def _resolved(self, root: Expr, member: Member, phase: int) -> Expr:
+        names = list(self.group.members)
+
         def change(node: Expr) -> Expr:
             node = with_values(node, lambda inner: self._resolved(inner, member, phase))
             if node.op != "load":
                 return lossless(node)
             buffer, coordinates = node.data
-            if buffer in self.group.members and buffer != member.step.buffer and not self._before(buffer, member):
+            if buffer in names and names.index(buffer) < names.index(
+                member.step.buffer
+            ):  # else the step reads old values
                 return self.value(buffer, phase)
             at = self.buffers[buffer].place(coordinates)
             return load(self._pointer(buffer), node.dtype, at, mask=node.args[0] if node.args else None)
 
         return rewrite(root, change)
 
-    def _before(self, buffer: str, member: Member) -> bool:
-        """Return whether a step reads a buffer that the group overwrites later: it reads the old values."""
-        names = list(self.group.members)
-        return names.index(buffer) > names.index(member.step.buffer)
-
 
 def _accumulated(step: Compute) -> str:
     """Return the type of a reduction's accumulator: float64 for sums and products of float32.
 
-    It is no slower: additions that wait for one another take as long for vectors of either type.
+    On CPUs it is no slower: dependent additions take as long for vectors of either type.
     """
     adds = str(step.reduction).removeprefix("scan:") in ("sum", "prod")
     return "f64" if adds and step.body.dtype == "f32" else step.body.dtype
 
 
-def _wide(value: Expr) -> Expr:
-    """Return a value without a final rounding to a narrow float that only connects two steps."""
+def _unrounded(value: Expr) -> Expr:
+    """Return a value without its last conversion to a narrow float, if that only connects two steps."""
     if value.op == "cast" and not value.data and value.dtype in ("bf16", "f16"):
         return value.args[0]
     return cast(value, DTYPES[value.dtype].compute)
+
+
+# ---- statements over other axes, and what they use -------------------------------------------------------------------
+
+
+def over_axes(phases: Iterable[Phase], axes: Mapping[Axis, Index]) -> list[Phase]:
+    """Return phases with other indices for their axes."""
+    return [
+        Phase(p.accumulators, [_over_axes(s, axes) for s in p.points], [_over_axes(s, axes) for s in p.rows])
+        for p in phases
+    ]
+
+
+def _over_axes(statement: Statement, axes: Mapping[Axis, Index]) -> Statement:
+    """Return a statement of a point or row with other indices for its axes."""
+    if isinstance(statement, Let):
+        return dataclasses.replace(statement, value=statement.value.substitute(axes))
+    if isinstance(statement, Store):
+        return dataclasses.replace(statement, value=statement.value.substitute(axes), at=statement.at.substitute(axes))
+    assert isinstance(statement, Update)
+    at = None if statement.at is None else statement.at.substitute(axes)
+    return dataclasses.replace(statement, value=statement.value.substitute(axes), at=at)
+
+
+def accesses(phases: Iterable[Phase]) -> list[Index]:
+    """Return every index of the statements, each once; stores first."""
+    found: dict[Index, None] = {}
+    all_of = [s for phase in phases for s in (*phase.points, *phase.rows)]
+    for statement in all_of:
+        if isinstance(statement, Store):
+            found.setdefault(statement.at)
+    for statement in all_of:
+        for root in expressions(statement):
+            for node in root.walk():
+                for at in indices(node):
+                    found.setdefault(at)
+        if isinstance(statement, Update) and statement.at is not None:
+            found.setdefault(statement.at)
+    return list(found)
+
+
+def expressions(statement: Statement) -> list[Expr]:
+    """Return the expressions of a statement."""
+    assert isinstance(statement, Let | Store | Update)
+    inside = [statement.at] if isinstance(statement, Store) else []
+    values = [leaf.expr for at in inside for leaf in at.leaves() if isinstance(leaf, Value)]
+    return [statement.value, *values]
+
+
+def read_before_write(points: Sequence[Statement]) -> list[Statement]:
+    """Return statements that read the elements that they overwrite into variables first."""
+    written = {s.buffer for s in points if isinstance(s, Store)}
+    read: dict[Expr, Expr] = {}
+    for statement in points:
+        for root in expressions(statement):
+            for node in root.walk():
+                if node.op == "load" and node.data[0] in written:
+                    read.setdefault(node, var(f"old{len(read)}", node.dtype))
+    if not read:
+        return list(points)
+    lets = [Let(variable.data, node) for node, variable in read.items()]
+
+    def renamed(node: Expr) -> Expr:
+        return read.get(node, node)
+
+    changed = (s for s in points if isinstance(s, Let | Store | Update))
+    return [*lets, *(dataclasses.replace(s, value=rewrite(s.value, renamed)) for s in changed)]
+
+
+def touched(body: Sequence[Statement]) -> tuple[set[str], set[str]]:
+    """Return the pointers that statements read and write."""
+    read: set[str] = set()
+    stored: set[str] = set()
+    for statement in walk(body):
+        if isinstance(statement, Store):
+            stored.add(statement.buffer)
+        if not isinstance(statement, Loop | Scratch | Accumulator):
+            read |= {node.data[0] for root in expressions(statement) for node in root.walk() if node.op == "load"}
+    return read, stored
+
+
+def names_of_sizes(body: Sequence[Statement]) -> set[str]:
+    found: list[Index] = []
+    for statement in walk(body):
+        if isinstance(statement, Loop):
+            found.append(statement.axis.extent)
+        elif isinstance(statement, Scratch):
+            found.append(statement.length)
+        elif not isinstance(statement, Accumulator):
+            found += accesses([Phase(points=[statement])])
+    names: set[str] = set()
+    for at in found:
+        names |= _names_in(at)
+    return names
+
+
+def _names_in(at: Index) -> set[str]:
+    found: set[str] = set()
+    for leaf in at.leaves():
+        if isinstance(leaf, Axis):
+            found |= _names_in(leaf.extent)
+        elif isinstance(leaf, Size):
+            found.add(leaf.name)
+    return found

@@ -1,4 +1,4 @@
-"""This module holds the choices of lowering that depend on the machine."""
+"""The choices of lowering that depend on the machine."""
 
 from __future__ import annotations
 

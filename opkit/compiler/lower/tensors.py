@@ -1,9 +1,9 @@
-"""This module defines tensors as rules see them: a way to compute each element. Views are maps of indices, never copies.
+"""Tensors as rules see them: a formula for each element. Views are maps of indices, never copies.
 
 A tensor is either an index map into a buffer (``Stored``) or an expression over its own axes (``Lazy``): a constant, a
 range, a mask of positions. A lazy tensor is inlined in every use; it gets memory only if an extern call or a result needs
-it. Or it is a ``Pair`` of tensors: a complex tensor is one of its real and its imaginary part, and such a
-tensor seen as a real one (``view_as_real``) is one of its elements at even and at odd places.
+it. Or it is a ``TensorPair``: the real and the imaginary part of a complex tensor, or the elements at even and at odd positions
+of a real one (``view_as_real``).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TensorPair:
 
     Attributes:
         first, second: the two, both real.
-        which: 0 where an element is the first's and 1 where it is the second's, over the tensor's formal axes; None for a
-            complex tensor, of whose elements the two are the real and the imaginary part.
+        which: 0 for elements of the first and 1 for those of the second, over the tensor's formal axes; None for a complex
+            tensor, whose real and imaginary parts the two are.
     """
 
     first: Tensor
@@ -71,7 +71,7 @@ class Tensor:
         """The real and the imaginary part of a complex tensor.
 
         Raises:
-            NoRule: it is not one that is computed with.
+            NoRule: its dtype has no arithmetic here, or it is not complex.
         """
         if not isinstance(self.source, TensorPair) or self.source.which is not None:
             raise NoRule(f"a tensor of {self.dtype}")
@@ -79,7 +79,7 @@ class Tensor:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the elements, none of which is a pair."""
+        """The tensors that the tensor consists of, without pairs."""
         if not isinstance(self.source, TensorPair):
             return (self,)
         return *self.source.first.leaves, *self.source.second.leaves
@@ -88,7 +88,7 @@ class Tensor:
         """Return the element at coordinates; where ``mask`` is false, memory is not read.
 
         Raises:
-            NoRule: the tensor is complex, so that an element is no expression.
+            NoRule: the tensor is complex; an element of it is two expressions.
         """
         same = tuple(coordinates) == formal(self.shape)
         moved = {} if same else substitution(self.shape, coordinates)
@@ -102,7 +102,7 @@ class Tensor:
     def _chosen(
         self, pair: TensorPair, coordinates: Sequence[IndexLike], moved: Mapping[Axis, IndexLike], mask: Expr | None
     ) -> Expr:
-        """Return the element of the one or the other of a pair."""
+        """Return the element of the first or the second tensor of a pair."""
         if pair.which is None:
             raise NoRule("an element of a complex tensor")
         which = pair.which.substitute(moved)
@@ -130,7 +130,7 @@ class Tensor:
         moved: Mapping[Axis, IndexLike],
         copied: bool,
     ) -> Tensor:
-        """Return a view of a pair: of one of the two, where no element is the other's."""
+        """Return a view of a pair; of one of the two if it has no elements of the other."""
         first, second = (each.mapped(shape, coordinates, copied) for each in (pair.first, pair.second))
         if pair.which is None:
             return Tensor(self.dtype, shape, TensorPair(first, second))
@@ -177,20 +177,20 @@ class Tensor:
 
 
 def memories(tensor: Tensor) -> tuple[str, ...]:
-    """Return the buffers in whose memory elements of a tensor lie, each once."""
+    """Return the buffers whose memory the elements of a tensor are in, each once."""
     sources = (each.source for each in tensor.leaves)
     return tuple(dict.fromkeys(source.buffer.memory for source in sources if isinstance(source, Stored)))
 
 
 def whole(buffer: Buffer) -> Tensor:
-    """All of a buffer."""
+    """Return all of a buffer as a tensor."""
     parts = parts_of(buffer)
     source = TensorPair(whole(parts[0]), whole(parts[1])) if parts else Stored(buffer, formal(buffer.shape))
     return Tensor(buffer.dtype, buffer.shape, source)
 
 
 def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
-    """Return the real and the imaginary part of a buffer of complex numbers; nothing for another one.
+    """Return the real and the imaginary part of a buffer of complex numbers; () for another one.
 
     >>> z = Buffer("z", "c64", (index(3),), (index(1),))
     >>> [(part.name, part.dtype, part.strides, part.offset) for part in parts_of(z)]
@@ -216,7 +216,7 @@ def _of_whole(tensor: Tensor, source: Stored) -> Tensor | None:
 
 
 def _joined(tensor: Tensor, pair: TensorPair) -> Tensor | None:
-    """Return a pair as one tensor over the memory that both lie in; None where they do not lie side by side in one."""
+    """Return a pair as one tensor over the memory that both are in; None if they do not alternate in one memory."""
     first, second = pair.first.source, pair.second.source
     if not isinstance(first, Stored) or not isinstance(second, Stored) or first.coordinates != second.coordinates:
         return None
@@ -232,6 +232,19 @@ def _joined(tensor: Tensor, pair: TensorPair) -> Tensor | None:
     elif apart != 1:
         return None
     return Tensor(tensor.dtype, tensor.shape, Stored(memory, at, first.copied or second.copied))
+
+
+def complex_of(first: Tensor, second: Tensor) -> Tensor:
+    """Return the complex tensor of two real ones of one type and shape."""
+    dtype = next(name for name, part in PARTS.items() if part == first.dtype)
+    return Tensor(dtype, first.shape, TensorPair(first, second))
+
+
+def alternating(even: Tensor, odd: Tensor, shape: Shape) -> Tensor:
+    """Return the real tensor of ``shape`` whose elements at even and odd positions of the last dimension are those of two."""
+    *rest, last = formal(shape)
+    first, second = (each.mapped(shape, [*rest, last // 2]) for each in (even, odd))
+    return Tensor(even.dtype, shape, TensorPair(first, second, last % 2))
 
 
 def lazy(body: Expr, shape: Sequence[IndexLike]) -> Tensor:
@@ -250,7 +263,7 @@ def _formal(shape: tuple[IndexLike, ...]) -> tuple[Index, ...]:
 
 
 def substitution(shape: Shape, coordinates: Sequence[IndexLike]) -> dict[Axis, IndexLike]:
-    """Coordinates for the formal axes of a shape."""
+    """Return coordinates by the formal axis of a shape that they replace."""
     return {Axis(k, extent): at for k, (extent, at) in enumerate(zip(shape, coordinates, strict=True))}
 
 
@@ -283,7 +296,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 def channels_last(shape: Sequence[Index]) -> Shape:
-    """Return the strides of a batch of images whose channels are innermost."""
+    """Return the strides of a batch of images in channels-last layout."""
     _, channels, height, width = shape
     return (channels * height * width, index(1), channels * width, channels)
 
@@ -293,7 +306,7 @@ def channels_last(shape: Sequence[Index]) -> Shape:
 
 @functools.lru_cache(4096)
 def _reshape(old: Shape, new: Shape) -> list[Index]:
-    """Coordinates in the old shape over the axes of the new one, group by group of dimensions that hold as much."""
+    """Return coordinates in the old shape over the axes of the new one, for each group of dimensions of equal products."""
     if any(n == 0 for n in (*old, *new)):
         return [ZERO] * len(old)
     coordinates: list[Index] = []
@@ -301,20 +314,16 @@ def _reshape(old: Shape, new: Shape) -> list[Index]:
     start = 0
     for olds, news in _groups(old, new):
         position = flat(axes[start : start + len(news)], contiguous(news))
-        coordinates += _unravelled(position, olds)
+        steps = [position // stride for stride in contiguous(olds)]
+        coordinates += [
+            ZERO if n == 1 else step % n if k else step for k, (step, n) in enumerate(zip(steps, olds, strict=True))
+        ]
         start += len(news)
     return coordinates
 
 
-def _unravelled(position: Index, shape: Sequence[Index]) -> list[Index]:
-    """Return the coordinates of a row-major position."""
-    steps = contiguous(shape)
-    found = [position // step for step in steps]
-    return [ZERO if n == 1 else (at if k == 0 else at % n) for k, (at, n) in enumerate(zip(found, shape, strict=True))]
-
-
 def _groups(old: Shape, new: Shape) -> list[tuple[Shape, Shape]]:
-    """Runs of dimensions of both shapes with equal products, as short as they can be."""
+    """Return runs of dimensions of both shapes with equal products, as short as possible."""
     groups: list[tuple[Shape, Shape]] = []
     while old or new:
         m, n = _first_group(old, new)

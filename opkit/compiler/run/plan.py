@@ -9,8 +9,8 @@ from typing import Any
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import Index, Size
+from opkit.compiler.ir.kernel import KernelLaunch, Schedule, called_functions
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
-from opkit.compiler.ir.schedule import KernelLaunch, Schedule, called_functions
 
 
 @dataclasses.dataclass(frozen=True)

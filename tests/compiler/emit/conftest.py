@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opkit.compiler.emit.source import source
-from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.ir.verifier import verify_kernel
 from tests.compiler import native
 from tests.compiler.interpreter_kernel import run_kernel

@@ -8,9 +8,18 @@ import pytest
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import bound, cast, const, load, make, op, position, random, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size, value
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Scratch,
+    Store,
+    Update,
+)
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.schedule import KernelLaunch
 from tests.compiler.interpreter_kernel import STORED
 
 RANDOM = np.random.default_rng(0)

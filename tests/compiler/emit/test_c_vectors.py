@@ -11,9 +11,8 @@ from opkit.compiler.emit.expressions import SPELLED
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, KernelLaunch, Loop, Store, Update
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.run.library import flags
 from opkit.kernels.cc import isa
 

@@ -9,9 +9,20 @@ import pytest
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import Callee, bound, call, cast, const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, size, value
-from opkit.compiler.ir.kernel import Accumulator, How, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    How,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Scratch,
+    Store,
+    Update,
+    called_functions,
+)
 from opkit.compiler.ir.printer import kernel_text
-from opkit.compiler.ir.schedule import KernelLaunch, called_functions
 from opkit.compiler.ir.verifier import verify_kernel
 from opkit.compiler.run.library import function_table
 from opkit.errors import CompileError, CompilerError

@@ -11,8 +11,17 @@ from opkit.compiler.emit import near
 from opkit.compiler.emit.source import source
 from opkit.compiler.ir.expr import bound, cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, value
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
-from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Scratch,
+    Store,
+    Update,
+)
 from opkit.compiler.run.library import flags
 from opkit.kernels.cc import isa
 from tests.compiler.interpreter_kernel import STORED

@@ -10,8 +10,7 @@ from opkit.compiler import backend
 from opkit.compiler.emit import source
 from opkit.compiler.ir.expr import const, load, op
 from opkit.compiler.ir.index import Axis, axis, index
-from opkit.compiler.ir.kernel import Kernel, KernelArgument, Loop, Store
-from opkit.compiler.ir.schedule import KernelLaunch
+from opkit.compiler.ir.kernel import Kernel, KernelArgument, KernelLaunch, Loop, Store
 
 
 def test_a_large_graph_is_compiled_in_two_units(monkeypatch):

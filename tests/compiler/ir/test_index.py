@@ -100,3 +100,10 @@ def test_substitution_makes_a_whole_of_its_parts():
     n = size("s1")
     i, rows, columns = axis(0, n * N), axis(1, n), axis(2, N)
     assert (rows * N + columns).substitute({Axis(1, n): i // N, Axis(2, N): i % N}) == i
+
+
+def test_a_quotient_and_a_remainder_are_told_apart():
+    """As tuples of the same fields they would be equal, and a sum would mix them up."""
+    at, n = axis(0, 6 * size("n")), size("n")
+    assert at // n != at % n
+    assert len((at // n + at % n).terms) == 2

@@ -2,10 +2,21 @@
 
 from opkit.compiler.ir.expr import const, load, op, var
 from opkit.compiler.ir.index import Axis, axis, index, size
-from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Let, Loop, Scratch, Store, Update
+from opkit.compiler.ir.kernel import (
+    Accumulator,
+    FusionRefusal,
+    Kernel,
+    KernelArgument,
+    KernelLaunch,
+    Let,
+    Loop,
+    Schedule,
+    Scratch,
+    Store,
+    Update,
+)
 from opkit.compiler.ir.printer import kernel_text, program_text, schedule_text
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided
-from opkit.compiler.ir.schedule import FusionRefusal, KernelLaunch, Schedule
 
 N = size("n")
 A, B = axis(0, 8), axis(1, N)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.ir.printer import program_text
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.ir.verifier import verify_kernel, verify_program
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule

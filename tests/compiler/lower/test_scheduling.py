@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opkit.compiler.ir.kernel import Scratch, walk
+from opkit.compiler.ir.kernel import KernelLaunch, Scratch, walk
 from opkit.compiler.ir.program import Extern, Strided
-from opkit.compiler.ir.schedule import KernelLaunch
 from opkit.compiler.lower.graph_to_program import lower
-from opkit.compiler.lower.scheduling import schedule
+from opkit.compiler.lower.scheduling import schedule, streamed
 from tests.compiler import graphs, native
 
 _TORCH = {"<u2": torch.bfloat16}
@@ -266,3 +265,59 @@ def test_a_sum_of_columns_reads_along_the_rows_however_many_rows_statistics_it_r
     made = check(function, r(40, 96), *[r(40) * k for k in range(5)], rtol=1e-5, atol=1e-4)
     kernel = made.steps[-1].kernel
     assert any(isinstance(statement, Scratch) for statement in walk(kernel.body)), "no block of accumulators"
+
+
+# ---- scatters ---------------------------------------------------------------------------------------------------------
+
+INDEX = torch.tensor([[0, 3, 3], [3, 1, 0]])
+
+
+def test_a_place_that_an_input_holds():
+    check(lambda x, i, s: x.scatter_add(0, i, s), torch.randn(4, 3), INDEX, torch.randn(2, 3))
+    check(lambda x, i, s: x.index_copy(0, i, s), torch.randn(5, 3), INDEX[1], torch.randn(3, 3))
+
+
+def test_a_place_that_a_step_before_it_computes():
+    check(lambda x, i, s: x.index_put((i * 2 - 3,), s, True), torch.randn(4, 5), INDEX, torch.randn(2, 3, 5))
+
+
+def test_a_derivative_of_maxima():
+    x, grad = torch.randn(2, 3, 6, 6), torch.randn(2, 3, 3, 3)
+    backward = torch.ops.aten.max_pool2d_with_indices_backward
+    _, indices = torch.ops.aten.max_pool2d_with_indices(x, [3, 3], [2, 2], [1, 1])
+    check(lambda g, x, i: backward(g, x, [3, 3], [2, 2], [1, 1], [1, 1], False, i), grad, x, indices)
+
+
+# ---- stores past the caches -------------------------------------------------------------------------------------------
+
+
+def scheduled(function, *args):
+    graph, constants = graphs.graph_of(function, *args)
+    assert not constants
+    return schedule(lower(graph))
+
+
+def marks(made):
+    return [
+        argument.streamed for step in made.steps if isinstance(step, KernelLaunch) for argument in step.kernel.arguments
+    ]
+
+
+def test_only_results_that_take_more_than_half_of_the_cache_are():
+    made = scheduled(lambda x: (x + 1, (x * 2).sum(1)), torch.ones(64, 300))
+    size = 64 * 300 * 4
+    assert not any(marks(made))
+    assert streamed(made, None) is made
+    assert not any(marks(streamed(made, 2 * size)))
+    assert sum(marks(streamed(made, 2 * size - 2))) == 1
+    assert sum(marks(streamed(made, 2))) == 2
+
+
+def test_numbers_are_the_same():
+    x, weight = torch.randn(37, 300), torch.randn(300)
+    made = streamed(scheduled(lambda x, w: torch.nn.functional.layer_norm(x, (300,), w), x, weight), 2)
+    assert any(marks(made))
+    names = [name for name in made.program.inputs if isinstance(name, str)]
+    memory = native.run(made, dict(zip(names, (x.numpy(), weight.numpy()), strict=True)))
+    found = torch.from_numpy(memory[made.program.outputs[0].buffer].copy()).reshape(37, 300)
+    torch.testing.assert_close(found, torch.nn.functional.layer_norm(x, (300,), weight))

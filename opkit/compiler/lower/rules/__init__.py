@@ -6,20 +6,16 @@ from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
     arithmetic,
-    assembly,
     complex_rules,
     creation,
-    externs,
+    extern_calls,
     indexing,
-    lists,
+    joining,
     losses,
     normalisation,
     pointwise,
     pooling,
-    products,
     reductions,
-    resampling,
-    scatters,
     views,
 )
 
@@ -29,16 +25,13 @@ _SUBJECTS = (
     activations,
     creation,
     views,
-    assembly,
+    joining,
     reductions,
     normalisation,
     indexing,
-    products,
-    scatters,
+    extern_calls,
     losses,
     pooling,
-    resampling,
-    lists,
 )
 
 RULES = Table()
@@ -49,5 +42,5 @@ for _subject in _SUBJECTS:
 COMPLEX = complex_rules.TABLE
 """The rules for complex operands or results."""
 
-EXTERNS = externs.EXTERNS
-ALIASING = frozenset([*views.ALIASING, *externs.ALIASING])
+EXTERNS = extern_calls.EXTERNS
+ALIASING = frozenset([*views.ALIASING, *extern_calls.ALIASING])

@@ -1,16 +1,18 @@
 """Activation functions and their derivatives: tables from an operator's name to its formula, as ATen has it.
 
-A formula takes elements, then the operator's other numbers, whose defaults are the operator's.
+A formula takes elements and the operator's numbers in the operator's order and with its defaults.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
 from opkit.compiler.lower.rules.pointwise import computed, sigmoid
 from opkit.compiler.lower.scalar import Scalar
@@ -25,16 +27,12 @@ _TANH_CUBIC = 0.044715
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
 def _limited(x: Scalar, low: Any, high: Any) -> Scalar:
     at_least = f.where(x < low, low, x)
     return f.where(at_least > high, high, at_least)
-
-
-def _outside(x: Scalar, low: Any, high: Any) -> Scalar:
-    return (x <= low) | (x >= high)
-
-
-# ---- functions -------------------------------------------------------------------------------------------------------
 
 
 def silu(x: Scalar) -> Scalar:
@@ -128,16 +126,15 @@ def leaky_relu_backward(grad: Scalar, x: Scalar, slope: Any, is_result: bool) ->
 
 
 def elu_backward(grad: Scalar, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Scalar) -> Scalar:
-    falling = (
-        grad * input_scale * (x + alpha * scale)
-        if is_result
-        else grad * (input_scale * (alpha * scale)) * f.exp(x * input_scale)
-    )
-    return f.where(x <= 0, falling, grad * scale)
+    if is_result:
+        negative = grad * input_scale * (x + alpha * scale)
+    else:
+        negative = grad * (input_scale * (alpha * scale)) * f.exp(x * input_scale)
+    return f.where(x <= 0, negative, grad * scale)
 
 
 def hardtanh_backward(grad: Scalar, x: Scalar, low: Any, high: Any) -> Scalar:
-    return f.where(_outside(x, low, high), 0, grad)
+    return f.where((x <= low) | (x >= high), 0, grad)
 
 
 def hardsigmoid_backward(grad: Scalar, x: Scalar) -> Scalar:
@@ -194,6 +191,8 @@ _FORMULAS: dict[str, Formula] = {
     "celu": lambda x, alpha=1: elu(x, alpha, 1, 1 / alpha),
     "selu": lambda x: elu(x, _SELU_ALPHA, _SELU_SCALE),
     "relu6": lambda x: _limited(x, 0, 6),
+    "sigmoid_backward": sigmoid_backward,
+    "tanh_backward": tanh_backward,
     "threshold_backward": threshold_backward,
     "silu_backward": silu_backward,
     "gelu_backward": gelu_backward,
@@ -210,31 +209,21 @@ _FORMULAS: dict[str, Formula] = {
     "logit_backward": logit_backward,
 }
 
-_GRAD_INPUT: dict[str, Formula] = {"sigmoid_backward": sigmoid_backward, "tanh_backward": tanh_backward}
+
+def _apply(formula: Formula, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply a formula to the operator's arguments, with the elements of tensors in place of the tensors."""
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    operands = (element(a, kind.shape, inner) if isinstance(a, Tensor) else a for a in args)
+    return b.cast_elementwise(formula(*operands, **kwargs), kind)
 
 
-def _ruled(formula: Formula) -> Any:
-    """Return a rule that makes elements of the tensors among an operator's arguments, wherever they stand."""
-
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        places = [k for k, a in enumerate(args) if isinstance(a, Tensor)]
-
-        def of_elements(*elements: Scalar) -> Scalar:
-            filled = dict(zip(places, elements, strict=True))
-            return formula(*(filled.get(k, a) for k, a in enumerate(args)), **kwargs)
-
-        return computed(b, of_elements, *(args[k] for k in places))
-
-    return rule
-
-
-for _name, _formula in {**_FORMULAS, **_GRAD_INPUT}.items():
-    TABLE.rule(*overloads(_name))(_ruled(_formula))
+for _name, _formula in _FORMULAS.items():
+    TABLE.rule(*overloads(_name))(functools.partial(_apply, _formula))
 
 
 @TABLE.rule(*overloads("log_sigmoid_forward"))
 def log_sigmoid_forward(b: Builder, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result, and exp(-abs(x)) for the derivative."""
     exponential = computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
-    found = computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x)
-    return found, exponential
+    return computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x), exponential

@@ -1,14 +1,20 @@
-"""Pointwise operators with arguments that are no operands: scaled sums, division modes, powers, choices, limits, casts."""
+"""Pointwise operators with arguments that are no operands: scaled sums, division modes, powers, choices, limits, casts.
+
+Operators on lists of tensors (``_foreach_add`` and the like, of optimisers) apply the operator's own rule to each tensor.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
 from opkit.compiler.ir.dtypes import is_float
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
-from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.builder import Builder, element
+from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
+from opkit.compiler.lower.rules import pointwise
 from opkit.compiler.lower.rules.pointwise import (
     TENSOR_OR_NUMBER,
     Formula,
@@ -43,13 +49,9 @@ def rsub(b: Builder, x: Operand, y: Operand, alpha: Any = 1) -> Tensor:
 
 
 def _scaled(x: Scalar, alpha: Any) -> Scalar:
-    return x if not isinstance(alpha, Tensor) and alpha == 1 else x * _number(alpha)
-
-
-def _number(x: Any) -> Any:
-    if isinstance(x, Tensor):
+    if isinstance(alpha, Tensor):
         raise NoRule("a number that is read from memory")
-    return x
+    return x if alpha == 1 else x * alpha
 
 
 @TABLE.rule(*overloads("div", "Tensor", "Scalar", "Tensor_mode", "Scalar_mode"))
@@ -105,15 +107,15 @@ def clamp(b: Builder, x: Tensor, low: Any = None, high: Any = None) -> Tensor:
         return computed(b, lambda x: f.number(math.nan, x), x)
 
     def formula(x: Scalar, *bounds: Scalar) -> Scalar:
-        tensor_bounds = iter(bounds)
-        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(tensor_bounds))
-        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(tensor_bounds))
+        values = iter(bounds)
+        at_least = x if low is None else _limited(clamped_below, f.maximum, low)(x, next(values))
+        return at_least if high is None else _limited(clamped_above, f.minimum, high)(at_least, next(values))
 
     return computed(b, formula, x, *operands)
 
 
 def _limited(plain: Formula, with_nan: Formula, bound: Any) -> Formula:
-    """Bounds that are read may be NaN, which then is the result."""
+    """Return the formula for a bound; a bound that is read from memory may be NaN, which then is the result."""
     return with_nan if isinstance(bound, Tensor) else plain
 
 
@@ -167,16 +169,59 @@ def round_to(b: Builder, x: Tensor, *, decimals: int = 0) -> Tensor:
     raise NoRule("rounding to decimals")
 
 
-@TABLE.rule("prims.convert_element_type.default")
-def convert(b: Builder, x: Tensor, dtype: str) -> Tensor:
-    return _converted(b, x)
-
-
-@TABLE.rule(*overloads("_to_copy"), *overloads("to", "dtype"))
-def to_copy(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    return _converted(b, x)
-
-
-def _converted(b: Builder, x: Tensor) -> Tensor:
+@TABLE.rule("prims.convert_element_type.default", *overloads("_to_copy"), *overloads("to", "dtype"))
+def convert(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
     kind = b.result()
     return b.elementwise(f.cast(element(x, kind.shape), kind.dtype, asked=True).expr, kind)
+
+
+# ---- lists of tensors --------------------------------------------------------------------------------------------------
+
+_RULES = {**pointwise.TABLE, **TABLE}
+
+# The overloads of _foreach_<name>, with the overload of aten.<name> that each tensor uses.
+_OVERLOADS = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar"}
+_UNARY = ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "tanh", "sin", "cos", "round")
+_BINARY = ("add", "sub", "mul", "div")
+_OTHERS = {
+    "addcmul": {"Scalar": "aten.addcmul.default", "ScalarList": "aten.addcmul.default"},
+    "addcdiv": {"Scalar": "aten.addcdiv.default", "ScalarList": "aten.addcdiv.default"},
+    "lerp": {"Scalar": "aten.lerp.Scalar", "List": "aten.lerp.Tensor"},
+    "maximum": {"List": "aten.maximum.default", "Scalar": "aten.clamp_min.default"},
+    "minimum": {"List": "aten.minimum.default", "Scalar": "aten.clamp_max.default"},
+    "clamp_min": {"List": "aten.clamp_min.Tensor", "Scalar": "aten.clamp_min.default"},
+    "clamp_max": {"List": "aten.clamp_max.Tensor", "Scalar": "aten.clamp_max.default"},
+    "pow": {"Scalar": "aten.pow.Tensor_Scalar", "List": "aten.pow.Tensor_Tensor"},
+}
+
+
+def _for_each(rule: Rule, keywords: tuple[str, ...], b: Builder, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Apply a rule to the k-th items of all lists among the arguments, for each k.
+
+    ``keywords`` name the last positional arguments for rules that take them by name.
+    """
+    node = b.node
+    assert isinstance(node.result, tuple)
+    results: list[Tensor] = []
+    for k, kind in enumerate(node.result):
+        b.node = dataclasses.replace(node, name=f"{node.name}_{k}", result=kind)
+        own = [a[k] if isinstance(a, list | tuple) else a for a in args]
+        named = dict(zip(keywords, own[3:], strict=False)) if keywords else {}
+        results.append(rule(b, *(own[:3] if keywords else own), **named, **kwargs))
+    b.node = node
+    return tuple(results)
+
+
+def _register(name: str, overload: str, target: str) -> None:
+    keywords = ("value",) if name.startswith("addc") else ()
+    TABLE.rule(f"aten._foreach_{name}.{overload}")(functools.partial(_for_each, _RULES[target], keywords))
+
+
+for _name in _UNARY:
+    _register(_name, "default", f"aten.{_name}.default")
+for _name in _BINARY:
+    for _overload, _target in _OVERLOADS.items():
+        _register(_name, _overload, f"aten.{_name}.{_target}")
+for _name, _targets in _OTHERS.items():
+    for _overload, _target in _targets.items():
+        _register(_name, _overload, _target)

@@ -1,7 +1,7 @@
 """Complex numbers as pairs of elements: arithmetic and functions, written with those of real numbers.
 
-A product is four real products, also by a real number: infinities and NaN come out as ATen's do, which knows no real
-factors. Quotients, absolute values and square roots are scaled, so that they overflow only where the result does.
+A product is four real products, also by a real number, as in ATen, so that infinities and NaN are the same.
+Quotients, absolute values and square roots are scaled, so that they overflow only where the result does.
 
 >>> from opkit.compiler.lower.scalar import number
 >>> z = Complex(number(3.0, "f64"), number(-4.0, "f64")) * 2
@@ -111,7 +111,7 @@ def is_finite(x: Complex) -> Scalar:
     return (f.absolute(x.re) < math.inf) & (f.absolute(x.im) < math.inf)
 
 
-# ---- size and direction ----------------------------------------------------------------------------------------------
+# ---- absolute value and angle -------------------------------------------------------------------------------------------
 
 
 def conjugate(x: Complex) -> Complex:
@@ -126,12 +126,12 @@ def angle(x: Complex) -> Scalar:
     return f.apply("atan2", x.im, x.re)
 
 
-def polar(size: Scalar, direction: Scalar) -> Complex:
-    return Complex(size * f.cos(direction), size * f.sin(direction))
+def polar(size: Scalar, angle: Scalar) -> Complex:
+    return Complex(size * f.cos(angle), size * f.sin(angle))
 
 
 def sign(x: Complex) -> Complex:
-    """Return the number of size 1 in the same direction; 0 of 0."""
+    """Return the number of absolute value 1 with the same angle; 0 for 0."""
     size = absolute(x)
     zero = f.equal(size, 0)
     return Complex(f.where(zero, 0, x.re / size), f.where(zero, 0, x.im / size))
@@ -141,7 +141,7 @@ def sign(x: Complex) -> Complex:
 
 
 def quotient(x: Complex, y: Complex) -> Complex:
-    """By Smith's method: divided by the larger part of the divisor first."""
+    """Return the quotient by Smith's method: divide by the larger part of the divisor first."""
     wide = f.absolute(y.re) >= f.absolute(y.im)
     large, small = f.where(wide, y.re, y.im), f.where(wide, y.im, y.re)
     ratio = small / large
@@ -161,7 +161,7 @@ def square(x: Complex) -> Complex:
 
 
 def square_root(x: Complex) -> Complex:
-    """Of what lies in the right half of the plane, with a quarter of the size; the cut is the negative real axis."""
+    """Return the root in the right half of the plane, computed from a quarter of the argument."""
     a, b = f.absolute(x.re) * 0.25, f.absolute(x.im) * 0.25
     large = 2 * f.sqrt((a + hypotenuse(a, b)) * 0.5)
     small = f.where(f.equal(large, 0), 0, f.absolute(x.im) / (2 * large))
@@ -171,7 +171,7 @@ def square_root(x: Complex) -> Complex:
 
 
 def power(x: Complex, exponent: float) -> Complex:
-    """For a multiple of a half: products of squares, and the square root."""
+    """Return a power whose exponent is a multiple of a half, by products of squares and the square root."""
     if exponent < 0:
         return 1 / power(x, -exponent)
     whole = number(1, x.part) if exponent < 1 else _whole_power(x, int(exponent))
@@ -190,7 +190,7 @@ def _whole_power(x: Complex, exponent: int) -> Complex:
 
 
 def exp(x: Complex) -> Complex:
-    """By the square root of the size, which overflows for none whose parts do not; real where the argument is."""
+    """Return the exponential, by the square root of its absolute value, which does not overflow if the result does not."""
     half = f.exp(x.re * 0.5)
     im = f.where(f.equal(x.im, 0), x.im, (half * f.sin(x.im)) * half)
     return Complex((half * f.cos(x.im)) * half, im)
@@ -217,7 +217,7 @@ def cosh(x: Complex) -> Complex:
 
 
 def tanh(x: Complex) -> Complex:
-    """By the sum of tanh(re) and tanh(i im), which overflows for no argument."""
+    """Return tanh by the sum of tanh(re) and tanh(i im), which does not overflow."""
     u, v = f.tanh(x.re), f.apply("tan", x.im)
     slope = 1 / f.apply("cosh", x.re)
     below = 1 + (u * v) * (u * v)
@@ -225,8 +225,8 @@ def tanh(x: Complex) -> Complex:
 
 
 def tan(x: Complex) -> Complex:
-    turned = tanh(Complex(-x.im, x.re))
-    return Complex(turned.im, -turned.re)
+    rotated = tanh(Complex(-x.im, x.re))
+    return Complex(rotated.im, -rotated.re)
 
 
 def sigmoid(x: Complex) -> Complex:
@@ -234,5 +234,5 @@ def sigmoid(x: Complex) -> Complex:
 
 
 def scaled(x: Complex, by: float) -> Complex:
-    """Times a real number, each part by itself."""
+    """Return each part times a real number."""
     return Complex(x.re * by, x.im * by)

@@ -1,10 +1,13 @@
-"""Operators with complex operands or results. Views are those of real tensors, for they are maps of indices only; what moves
-or adds up elements is the real operator on each part; the rest are formulas of ``complex_arithmetic``.
+"""Operators with complex operands or results.
+
+The rules of views are those of real tensors, for they are maps of indices only. Operators that move or add up elements apply the
+real operator to each part. The others are formulas of ``complex_arithmetic``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +17,14 @@ from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Compute
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element, reads_buffer
-from opkit.compiler.lower.interleaved import alternating, complex_of, paired
-from opkit.compiler.lower.promotion import promoted
+from opkit.compiler.lower.builder import Builder, element, paired
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
-from opkit.compiler.lower.rules import assembly, creation, indexing, reductions, views
 from opkit.compiler.lower.rules import complex_arithmetic as c
+from opkit.compiler.lower.rules import creation, indexing, joining, reductions, views
 from opkit.compiler.lower.rules.complex_arithmetic import Complex
-from opkit.compiler.lower.rules.pointwise import TENSOR_OR_NUMBER
+from opkit.compiler.lower.rules.pointwise import TENSOR_OR_NUMBER, promoted
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Stored, Tensor, lazy
+from opkit.compiler.lower.tensors import Stored, Tensor, alternating, complex_of, lazy, memories
 
 TABLE = Table({name: rule for name, rule in views.TABLE.items() if name not in overloads("as_strided")})
 Operand = Tensor | Index | complex | float | int | bool
@@ -55,7 +56,7 @@ def operand(x: Operand, kind: TensorType, part: str) -> Complex:
 
 
 def stored(b: Builder, value: Complex, kind: TensorType) -> Tensor:
-    """Return the tensor of an element, over the formal axes of the result."""
+    """Return the complex tensor with ``value`` (over the formal axes of the result) as element."""
     return b.complex_elements([value.re.expr, value.im.expr], kind)
 
 
@@ -67,11 +68,11 @@ def computed(b: Builder, formula: Formula, *operands: Operand) -> Tensor:
 
 
 def measured(b: Builder, formula: Measure, *operands: Operand) -> Tensor:
-    """Return the real tensor of ``formula`` of the operands' elements, in the type in which they meet."""
+    """Return the real tensor of ``formula`` of the operands' elements, in their common type."""
     kind = b.result()
     part = part_type(promoted(operands))
     body = formula(*(operand(x, kind, part) for x in operands))
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 def _elementwise(formula: Formula) -> Rule:
@@ -188,13 +189,13 @@ def masked_fill(b: Builder, x: Tensor, mask: Tensor, value: Operand) -> Tensor:
 
 @TABLE.rule("prims.convert_element_type.default", *overloads("_to_copy"), *overloads("to", "dtype"))
 def convert(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    """To a complex type each part, to a real one the real part, to bool whether it is not 0."""
+    """Convert each part to a complex type, the real part to a real type, and whether it is not 0 to bool."""
     kind = b.result()
     if is_complex(kind.dtype):
         return computed(b, lambda x: x, x)
     body = operand(x, kind, part_type(x.dtype))
-    found = c.truth(body) if kind.dtype == "b1" else f.cast(body.re, kind.dtype, asked=True)
-    return b.elementwise(found.expr, kind)
+    converted = c.truth(body) if kind.dtype == "b1" else f.cast(body.re, kind.dtype, asked=True)
+    return b.elementwise(converted.expr, kind)
 
 
 # ---- from real tensors and back --------------------------------------------------------------------------------------
@@ -208,10 +209,10 @@ def complex_(b: Builder, re: Tensor, im: Tensor) -> Tensor:
 
 
 @TABLE.rule(*overloads("polar"))
-def polar(b: Builder, size: Tensor, direction: Tensor) -> Tensor:
+def polar(b: Builder, size: Tensor, angle: Tensor) -> Tensor:
     kind = b.result()
     part = part_type(kind.dtype)
-    return stored(b, c.polar(element(size, kind.shape, part), element(direction, kind.shape, part)), kind)
+    return stored(b, c.polar(element(size, kind.shape, part), element(angle, kind.shape, part)), kind)
 
 
 @TABLE.rule(*overloads("real"))
@@ -237,24 +238,20 @@ def view_as_real(b: Builder, x: Tensor) -> Tensor:
     return alternating(first, second, (*x.shape, index(2)))
 
 
-# ---- each part by itself ---------------------------------------------------------------------------------------------
+# ---- real operators on each part ----------------------------------------------------------------------------------------
 
 
-def by_parts(rule: Rule, values: int = 1) -> Rule:
-    """Return the rule of a real operator for both parts; so many of its first arguments are elements, others are not."""
-
-    def rule_of_parts(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        node, kind = b.node, b.result()
-        found: list[Tensor] = []
-        for k, name in enumerate(("re", "im")):
-            real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
-            b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
-            own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
-            found.append(rule(b, *own, **kwargs))
-        b.node = node
-        return paired(b, *found)
-
-    return rule_of_parts
+def by_parts(rule: Rule, values: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply the rule of a real operator to both parts; its first ``values`` arguments are complex tensors."""
+    node, kind = b.node, b.result()
+    parts: list[Tensor] = []
+    for k, name in enumerate(("re", "im")):
+        real = dataclasses.replace(kind, dtype=part_type(kind.dtype))
+        b.node = dataclasses.replace(node, name=f"{node.name}.{name}", result=real)
+        own = [_part(each, k, real.dtype) if n < values else each for n, each in enumerate(args)]
+        parts.append(rule(b, *own, **kwargs))
+    b.node = node
+    return paired(b, *parts)
 
 
 def _part(x: Any, k: int, dtype: str) -> Any:
@@ -268,9 +265,9 @@ def _part(x: Any, k: int, dtype: str) -> Any:
 
 for _table, _values, _names in (
     (reductions.TABLE, 1, [*overloads("sum", "default", "dim_IntList"), *overloads("cumsum")]),
-    (assembly.TABLE, 1, [*overloads("cat"), *overloads("concat"), *overloads("stack"), *overloads("slice_backward")]),
-    (assembly.TABLE, 1, [*overloads("select_backward"), *overloads("diagonal_backward")]),
-    (assembly.TABLE, 2, [*overloads("slice_scatter"), *overloads("select_scatter"), *overloads("diagonal_scatter")]),
+    (joining.TABLE, 1, [*overloads("cat"), *overloads("concat"), *overloads("stack"), *overloads("slice_backward")]),
+    (joining.TABLE, 1, [*overloads("select_backward"), *overloads("diagonal_backward")]),
+    (joining.TABLE, 2, [*overloads("slice_scatter"), *overloads("select_scatter"), *overloads("diagonal_scatter")]),
     (
         indexing.TABLE,
         1,
@@ -280,7 +277,7 @@ for _table, _values, _names in (
     (creation.TABLE, 1, [*overloads("clone"), *overloads("contiguous"), *overloads("tril"), *overloads("triu")]),
     (creation.TABLE, 2, [*overloads("copy")]),
 ):
-    TABLE.update({name: by_parts(_table[name], _values) for name in _names})
+    TABLE.update({name: functools.partial(by_parts, _table[name], _values) for name in _names})
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -290,29 +287,25 @@ for _table, _values, _names in (
 def mean(b: Builder, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
     kind = b.result()
     part = part_type(kind.dtype)
-    gone = reductions.dims_of(x, dims)
-    sums = [b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, gone, part, keepdim) for k in (0, 1)]
+    reduced = reductions.dims_of(x, dims)
+    sums = [b.reduce("sum", element(_part(x, k, part), x.shape, part), x.shape, reduced, part, keepdim) for k in (0, 1)]
     total = Complex(*(element(each, kind.shape) for each in sums))
-    return stored(b, total / reductions.count(x.shape, gone), kind)
+    return stored(b, total / reductions.count(x.shape, reduced), kind)
 
 
-def _of_truths(rule: Rule) -> Rule:
-    """Return a rule of real numbers on whether elements are zero."""
-
-    def found(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-        truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
-        return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
-
-    return found
+def _of_truths(rule: Rule, b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    """Apply the rule of a real operator to whether elements are not 0."""
+    truth = c.truth(Complex(*(element(each, x.shape) for each in x.parts)))
+    return rule(b, b.temporary(truth.expr, x.shape), *rest, **kwargs)
 
 
-TABLE.rule(*overloads("any", "default", "dim", "dims"))(_of_truths(reductions.any_))
-TABLE.rule(*overloads("all", "default", "dim", "dims"))(_of_truths(reductions.all_))
+TABLE.rule(*overloads("any", "default", "dim", "dims"))(functools.partial(_of_truths, reductions.any_))
+TABLE.rule(*overloads("all", "default", "dim", "dims"))(functools.partial(_of_truths, reductions.all_))
 
 
 @TABLE.rule(*overloads("linalg_vector_norm"))
 def vector_norm(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    """Of the absolute values."""
+    """Return the norm of the absolute values."""
     kind = dataclasses.replace(b.result(), shape=x.shape)
     size = c.absolute(operand(x, kind, part_type(x.dtype)))
     return reductions.vector_norm(b, b.temporary(size.expr, x.shape), *rest, **kwargs)
@@ -359,12 +352,12 @@ TABLE.rule(*overloads("empty", "memory_format"))(_constant(0))
 def constant_pad_nd(b: Builder, x: Tensor, pad: Any, value: Any = 0) -> Tensor:
     if value != 0:
         raise NoRule("padding with a number that is not 0")
-    return by_parts(assembly.constant_pad_nd)(b, x, pad)
+    return by_parts(joining.constant_pad_nd, 1, b, x, pad)
 
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write to both parts of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to both parts of ``x``; a source in the same memory at other positions is read completely before."""
     if not is_complex(x.dtype):
         return creation.copy_(b, x, convert(b, source))
     for part, each in zip(x.parts, _read_first(b, x, source), strict=True):
@@ -375,9 +368,9 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 
 def _read_first(b: Builder, x: Tensor, source: Tensor) -> Sequence[Tensor]:
-    """Return the parts of what is written to ``x``; in memory of their own where they lie in that of ``x`` at other places."""
+    """Return the parts of ``source``, copied if they lie in the memory of ``x`` at other positions."""
     part = part_type(x.dtype)
-    own = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
-    found = [_part(source, k, part) for k in (0, 1)]
-    apart = any(reads_buffer(each, own) and each.source != p.source for each, p in zip(found, x.parts, strict=True))
-    return [b.materialised(each) for each in found] if apart else found
+    memory = next(each.source.buffer.memory for each in x.leaves if isinstance(each.source, Stored))
+    parts = [_part(source, k, part) for k in (0, 1)]
+    overlap = any(memory in memories(each) and each.source != p.source for each, p in zip(parts, x.parts, strict=True))
+    return [b.materialised(each) for each in parts] if overlap else parts

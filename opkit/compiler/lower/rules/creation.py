@@ -1,8 +1,8 @@
-"""Tensors out of nothing, copies, and writes to inputs. What is constant or made of positions is never stored."""
+"""New tensors, copies, random numbers, and writes to inputs. Constants and formulas of positions are never stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opkit.compiler.ir import expr
@@ -10,11 +10,11 @@ from opkit.compiler.ir.dtypes import is_float
 from opkit.compiler.ir.index import Index, contiguous, flat
 from opkit.compiler.ir.program import Compute, Extern
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element, reads_buffer
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.pointwise import operand
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Stored, Tensor, formal, lazy, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, formal, lazy, memories, whole
 
 TABLE = Table()
 
@@ -28,7 +28,7 @@ def filled(b: Builder, value: Any) -> Tensor:
 
 
 def filled_like(b: Builder, value: Any, number: int) -> Tensor:
-    """One of the node's results with one value everywhere."""
+    """Return one of the node's results with one value everywhere."""
     kind = b.result(number)
     return b.elementwise(operand(value, kind, kind.dtype).expr, kind)
 
@@ -66,11 +66,11 @@ def ones(b: Builder, *rest: Any, **kwargs: Any) -> Tensor:
 
 
 def _along(b: Builder, start: Any, step: Any) -> Tensor:
-    """start + step * k; a float's in double precision, as ATen computes it."""
+    """Return start + step * k; floats are computed in double precision, as in ATen."""
     kind = b.result()
     inner = "f64" if is_float(kind.dtype) else "i64"
     at = Scalar(expr.position(formal(kind.shape)[0], inner))
-    return b.elementwise(f.cast(f.number(start, inner) + at * f.number(step, inner), kind.dtype).expr, kind)
+    return b.cast_elementwise(f.number(start, inner) + at * f.number(step, inner), kind)
 
 
 @TABLE.rule(*overloads("arange"))
@@ -92,23 +92,24 @@ def iota(b: Builder, length: Any, *, start: Any, step: Any, **kwargs: Any) -> Te
 def eye(b: Builder, *rest: Any, **kwargs: Any) -> Tensor:
     kind = b.result()
     row, column = (Scalar(expr.position(a)) for a in formal(kind.shape))
-    return b.elementwise(f.cast(f.equal(row, column), kind.dtype).expr, kind)
+    return b.cast_elementwise(f.equal(row, column), kind)
 
 
 @TABLE.rule(*overloads("tril"))
 def tril(b: Builder, x: Tensor, diagonal: Any = 0) -> Tensor:
-    return _triangle(b, x, lambda beyond: beyond <= f.number(diagonal, "i64"))
+    return _triangle(b, x, lambda number: number <= f.number(diagonal, "i64"))
 
 
 @TABLE.rule(*overloads("triu"))
 def triu(b: Builder, x: Tensor, diagonal: Any = 0) -> Tensor:
-    return _triangle(b, x, lambda beyond: beyond >= f.number(diagonal, "i64"))
+    return _triangle(b, x, lambda number: number >= f.number(diagonal, "i64"))
 
 
-def _triangle(b: Builder, x: Tensor, inside: Any) -> Tensor:
+def _triangle(b: Builder, x: Tensor, inside: Callable[[Scalar], Scalar]) -> Tensor:
+    """Return a tensor with zeros where ``inside`` of the number of the diagonal is false."""
     axes = formal(x.shape)
-    inside_mask = inside(Scalar(expr.position(axes[-1] - axes[-2])))
-    return b.elementwise(f.where(inside_mask, element(x, x.shape), 0).expr)
+    mask = inside(Scalar(expr.position(axes[-1] - axes[-2])))
+    return b.elementwise(f.where(mask, element(x, x.shape), 0).expr)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
@@ -127,22 +128,22 @@ def copy(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 @TABLE.rule(*overloads("copy_"))
 def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Write to the memory of ``x``, after reading all of a source that lies in the same memory otherwise."""
+    """Write to the memory of ``x``; a source in the same memory at other positions is read completely before."""
     if not isinstance(x.source, Stored):
-        raise NoRule("a copy to what is not in memory")
-    if reads_buffer(source, x.source.buffer.memory) and source.source != x.source:
+        raise NoRule("a copy to a tensor that is not in memory")
+    if x.source.buffer.memory in memories(source) and source.source != x.source:
         source = b.materialised(source)
     body = element(source, x.shape, x.dtype).expr
     b.steps.append(Compute(x.source.buffer.name, x.shape, x.source.coordinates, body, origin=b.origin))
     return x
 
 
-# ---- chance ----------------------------------------------------------------------------------------------------------
+# ---- random numbers ----------------------------------------------------------------------------------------------------------
 
 
 def seed(b: Builder) -> Scalar:
     """Return a number that the runtime draws from torch's generator at each call, one for each operator."""
-    buffer = b.made("i64", ())
+    buffer = b.new_buffer("i64", ())
     b.steps.append(Extern("opkit.seed", (), {}, (buffer.name,), origin=b.origin))
     return Scalar(whole(buffer).at(()))
 
@@ -168,4 +169,4 @@ def dropped(b: Builder, x: Tensor, mask: Tensor, scale: float) -> Tensor:
     kind = b.result(0)
     inner = "f64" if kind.dtype == "f64" else "f32"
     scaled = element(x, kind.shape, inner) * element(mask, kind.shape, inner) * scale
-    return b.elementwise(f.cast(scaled, kind.dtype).expr, kind)
+    return b.cast_elementwise(scaled, kind)

@@ -1,21 +1,21 @@
-"""Losses and their derivatives: a formula for each element, then the sum of all or their mean.
+"""Losses and their derivatives: a formula for each element, then the sum or the mean of all.
 
-``binary_cross_entropy`` gives NaN for what is not a probability, where eager raises.
+``binary_cross_entropy`` of a number that is not a probability is NaN; eager mode raises.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
-from opkit.compiler.lower.rules.indexing import place, read
+from opkit.compiler.lower.rules.indexing import checked_index, read
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, broadcast, formal
 
@@ -24,40 +24,7 @@ Formula = Callable[..., Scalar]
 _NONE, _MEAN = 0, 1  # ATen's numbers for reductions; 2 is the sum
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
-
-
-def total(b: Builder, body: Scalar, shape: Shape) -> Scalar:
-    """Return the sum of ``body`` over all of a shape, in the type that ``body`` has."""
-    if not shape:
-        return body
-    return Scalar(b.reduce("sum", body, shape, range(len(shape)), body.dtype).at(()))
-
-
-def reduced(b: Builder, body: Scalar, shape: Shape, reduction: int) -> Tensor:
-    """Return the loss: ``body`` for each element, their mean, or their sum."""
-    if reduction != _NONE:
-        body = total(b, body, shape)
-    if reduction == _MEAN:
-        body = body / product(shape)
-    return _rounded(b, body, b.result())
-
-
-def _rounded(b: Builder, body: Scalar, kind: TensorType) -> Tensor:
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
-
-
-def _share(shape: Shape, reduction: int, times: float = 1.0) -> Callable[[Scalar], Scalar]:
-    """Multiplies by ``times``, and for a mean by 1 / the number of elements."""
-    count = product(shape)
-    if reduction != _MEAN:
-        return lambda x: x if times == 1 else x * times
-    if count.constant is None:
-        return lambda x: x * (times / f.number(count, x))
-    return lambda x: x * (times / max(count.constant or 0, 1))
-
-
-# ---- of an element and its target ------------------------------------------------------------------------------------
+# ---- losses of an element and its target ---------------------------------------------------------------------------------
 
 
 def mse(x: Scalar, y: Scalar) -> Scalar:
@@ -114,7 +81,7 @@ def cross_entropy_slope(grad: Scalar, x: Scalar, y: Scalar, weight: Scalar | Non
     return slope if weight is None else slope * weight
 
 
-# The formula, and how many tensors, which may be None, the operator takes before its reduction.
+# The formula, and the number of tensors, which may be None, that the operator takes before its reduction.
 _LOSSES: dict[str, tuple[Formula, int]] = {
     "mse_loss": (mse, 2),
     "smooth_l1_loss": (smooth_l1, 2),
@@ -133,7 +100,7 @@ _SLOPES: dict[str, tuple[Formula, int]] = {
 
 
 def _operands(args: Sequence[Any], count: int) -> tuple[list[Tensor | None], int, Sequence[Any]]:
-    """Return an operator's tensors, its reduction (the mean where it is left out), and its other arguments."""
+    """Return an operator's tensors, its reduction (by default the mean), and its other arguments."""
     tensors = [*args[:count], *[None] * (count - len(args))]
     return tensors, args[count] if len(args) > count else _MEAN, args[count + 1 :]
 
@@ -143,68 +110,74 @@ def _elements(tensors: Sequence[Tensor | None], shape: Shape, dtype: str) -> lis
     return [None if t is None else element(t, shape, inner) for t in tensors]
 
 
-def _loss(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        tensors, reduction, rest = _operands(args, count)
-        reduction = kwargs.pop("reduction", reduction)
-        shape = broadcast(*(t.shape for t in tensors if t is not None))
-        body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
-        return reduced(b, body, shape, reduction)
+def _loss(formula: Formula, count: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    tensors, reduction, rest = _operands(args, count)
+    reduction = kwargs.pop("reduction", reduction)
+    shape = broadcast(*(t.shape for t in tensors if t is not None))
+    body = formula(*_elements(tensors, shape, b.result().dtype), *rest, **kwargs)
+    if reduction != _NONE:
+        body = _sum(b, body, shape)
+    return b.cast_elementwise(body / product(shape) if reduction == _MEAN else body)
 
-    return rule
+
+def _slope(formula: Formula, count: int, b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+    tensors, reduction, rest = _operands(args, count)
+    reduction = kwargs.pop("reduction", reduction)
+    kind = b.result()
+    body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
+    if reduction == _MEAN:
+        number = product(kind.shape)
+        body = body * (1.0 / (f.number(number, body) if number.constant is None else max(number.constant, 1)))
+    return b.cast_elementwise(body, kind)
 
 
-def _slope(formula: Formula, count: int) -> Any:
-    def rule(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
-        tensors, reduction, rest = _operands(args, count)
-        kind = b.result()
-        share = _share(kind.shape, kwargs.pop("reduction", reduction))
-        body = formula(*_elements(tensors, kind.shape, kind.dtype), *rest, **kwargs)
-        return _rounded(b, share(body), kind)
-
-    return rule
+def _sum(b: Builder, body: Scalar, shape: Shape) -> Scalar:
+    """Return the sum of ``body`` over all of a shape, in the type that ``body`` has."""
+    if not shape:
+        return body
+    return Scalar(b.reduce("sum", body, shape, range(len(shape)), body.dtype).at(()))
 
 
 for _name, (_formula, _count) in _LOSSES.items():
-    TABLE.rule(*overloads(_name))(_loss(_formula, _count))
+    TABLE.rule(*overloads(_name))(functools.partial(_loss, _formula, _count))
 for _name, (_formula, _count) in _SLOPES.items():
-    TABLE.rule(*overloads(_name))(_slope(_formula, _count))
+    TABLE.rule(*overloads(_name))(functools.partial(_slope, _formula, _count))
 
 
-# ---- of classes ------------------------------------------------------------------------------------------------------
+# ---- losses of classes -------------------------------------------------------------------------------------------------
 
 
 def _batched(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with a dimension for the batch; the classes are along dimension 1."""
+    """Return both with a dimension for the batch; the classes are along dimension 1."""
     if len(x.shape) > 1:
         return x, target
     return x.reshaped([index(1), *x.shape]), target.reshaped([index(1)])
 
 
 def _class(x: Tensor, target: Tensor, at: Sequence[Index], ignored: Any) -> tuple[Scalar, Index]:
-    """Return whether a target counts, and the class that it names: 0, not what is there, where it does not."""
-    named = f.cast(Scalar(target.at(at)), "i64")
-    counts = f.unequal(named, ignored)
-    return counts, place(f.where(counts, named, 0), x.shape[1])
+    """Return whether a target is not ignored, and its class; 0 for an ignored one."""
+    label = f.cast(Scalar(target.at(at)), "i64")
+    counts = f.unequal(label, ignored)
+    return counts, checked_index(f.where(counts, label, 0), x.shape[1])
 
 
 @TABLE.rule(*overloads("nll_loss_forward"), *overloads("nll_loss2d_forward"))
 def nll_loss(
     b: Builder, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the sum of the weights of the targets that count, which the derivative of a mean needs."""
+    """Return the loss, and the sum of the weights of the targets that are not ignored, for the derivative of a mean."""
     x, target = _batched(x, target)
     inner = DTYPES[x.dtype].compute
     first, *rest = axes = formal(target.shape)
     counts, label = _class(x, target, axes, ignored)
-    share = f.number(1, inner) if weight is None else f.cast(Scalar(read(weight, [label])), inner)
-    share = f.where(counts, share, 0)
-    loss = f.where(counts, -f.cast(Scalar(read(x, [first, label, *rest])), inner) * share, 0)
-    if reduction == _NONE and b.result().shape:  # of one element, eager gives its weight
-        return _rounded(b, loss, b.result()), _rounded(b, f.number(0, inner), b.result(1))
-    weights, losses = total(b, share, target.shape), total(b, loss, target.shape)
-    found = losses / weights if reduction == _MEAN else losses
-    return _rounded(b, found, b.result()), _rounded(b, weights, b.result(1))
+    factor = f.number(1, inner) if weight is None else f.cast(Scalar(read(weight, [label])), inner)
+    factor = f.where(counts, factor, 0)
+    loss = f.where(counts, -f.cast(Scalar(read(x, [first, label, *rest])), inner) * factor, 0)
+    if reduction == _NONE and b.result().shape:  # for a single element, eager mode returns its weight
+        return b.cast_elementwise(loss, b.result()), b.cast_elementwise(f.number(0, inner), b.result(1))
+    weights, losses = _sum(b, factor, target.shape), _sum(b, loss, target.shape)
+    loss = losses / weights if reduction == _MEAN else losses
+    return b.cast_elementwise(loss), b.cast_elementwise(weights, b.result(1))
 
 
 @TABLE.rule(*overloads("nll_loss_backward"), *overloads("nll_loss2d_backward"))
@@ -218,7 +191,7 @@ def nll_loss_backward(
     ignored: Any,
     weights: Tensor,
 ) -> Tensor:
-    """Not a scatter: each element compares its class with the target."""
+    """Return the gradient without a scatter: each element compares its class with the target."""
     kind = b.result()
     x, target = _batched(x, target)
     inner = DTYPES[kind.dtype].compute
@@ -228,5 +201,5 @@ def nll_loss_backward(
     slope = -f.cast(Scalar(grad.at(at if grad.shape else [])), inner)
     slope = slope / f.cast(Scalar(weights.at(())), inner) if reduction == _MEAN else slope
     slope = slope if weight is None else slope * f.cast(Scalar(weight.at([own])), inner)
-    hit = counts & f.equal(Scalar(expr.position(own)), Scalar(expr.position(label)))
-    return _rounded(b, f.where(hit, slope, 0), kind)
+    is_target = counts & f.equal(Scalar(expr.position(own)), Scalar(expr.position(label)))
+    return b.cast_elementwise(f.where(is_target, slope, 0), kind)

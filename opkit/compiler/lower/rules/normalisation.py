@@ -12,7 +12,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.creation import filled_like
 from opkit.compiler.lower.rules.reductions import count, moments
@@ -27,7 +27,7 @@ Maybe = Tensor | None
 
 
 def _inverse_deviation(b: Builder, squares: Tensor, number: Scalar, eps: Any) -> Tensor:
-    """1 / sqrt(variance + eps)"""
+    """Return 1 / sqrt(variance + eps), from the sum of squared differences of ``number`` elements."""
     body = 1 / f.sqrt(element(squares, squares.shape) / number + eps)
     return b.temporary(body.expr, squares.shape)
 
@@ -35,8 +35,8 @@ def _inverse_deviation(b: Builder, squares: Tensor, number: Scalar, eps: Any) ->
 def _as_result(b: Builder, x: Tensor, number: int) -> Tensor:
     """Return a tensor as a result of the node: in its shape and type."""
     kind = b.result(number)
-    found = x.reshaped(kind.shape)
-    return found if x.dtype == kind.dtype else b.elementwise(f.cast(element(found, kind.shape), kind.dtype).expr, kind)
+    reshaped = x.reshaped(kind.shape)
+    return reshaped if x.dtype == kind.dtype else b.cast_elementwise(element(reshaped, kind.shape), kind)
 
 
 def _affine(x: Scalar, weight: Maybe, bias: Maybe, shape: Shape) -> Scalar:
@@ -57,7 +57,7 @@ def _sum_as_result(b: Builder, body: Scalar, shape: Shape, dims: Sequence[int], 
 def _input_gradient(
     grad: Scalar, normal: Scalar, rstd: Scalar, sums: Sequence[Tensor], shape: Shape, number: Scalar
 ) -> Scalar:
-    """Of normalisation over ``number`` elements, all of which decide the mean and the deviation.
+    """Return the gradient by the input, of normalisation over ``number`` elements.
 
     ``sums`` are those of ``grad`` and of ``grad * normal`` over the same elements.
     """
@@ -77,9 +77,8 @@ def layer_norm(
     average, squares = moments(b, x, dims, inner)
     rstd = _inverse_deviation(b, squares, f.number(count(x.shape, dims), inner), eps)
     normal = (element(x, x.shape, inner) - element(average, x.shape)) * element(rstd, x.shape)
-    body = f.cast(_affine(normal, weight, bias, x.shape), b.result(0).dtype)
-    found = b.elementwise(body.expr, b.result(0))
-    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+    out = b.cast_elementwise(_affine(normal, weight, bias, x.shape), b.result(0))
+    return out, _as_result(b, average, 1), _as_result(b, rstd, 2)
 
 
 @TABLE.rule(*overloads("native_layer_norm_backward"))
@@ -92,7 +91,7 @@ def layer_norm_backward(
     rstd: Tensor,
     weight: Maybe,
     bias: Maybe,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe, Maybe]:
     inner = DTYPES[x.dtype].compute
     shape = x.shape
@@ -100,15 +99,15 @@ def layer_norm_backward(
     g, inverse = element(grad, shape, inner), element(rstd, shape, inner)
     normal = (element(x, shape, inner) - element(mean, shape, inner)) * inverse
     gx = gw = gb = None
-    if wanted[0]:
+    if output_mask[0]:
         scaled = _affine(g, weight, None, shape)
         sums = (_summed(b, scaled, shape, dims), _summed(b, scaled * normal, shape, dims))
         number = f.number(count(shape, dims), inner)
         body = _input_gradient(scaled, normal, inverse, sums, shape, number)
-        gx = b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
-    if wanted[1] and weight is not None:
+        gx = b.cast_elementwise(body, b.result(0))
+    if output_mask[1] and weight is not None:
         gw = _sum_as_result(b, g * normal, shape, outer, 1)
-    if wanted[2] and bias is not None:
+    if output_mask[2] and bias is not None:
         gb = _sum_as_result(b, g, shape, outer, 2)
     return gx, gw, gb
 
@@ -124,11 +123,10 @@ def group_norm(
     grouped = x.reshaped(_grouped(n, channels, inside, groups))
     average, squares = moments(b, grouped, [2, 3], inner)
     rstd = _inverse_deviation(b, squares, f.number(count(grouped.shape, [2, 3]), inner), eps)
-    spread = [_over_elements(t, x, groups) for t in (average, rstd)]
-    normal = (element(x, x.shape, inner) - element(spread[0], x.shape)) * element(spread[1], x.shape)
+    centre, inverse = (element(_over_elements(t, x, groups), x.shape) for t in (average, rstd))
+    normal = (element(x, x.shape, inner) - centre) * inverse
     body = _affine(normal, _per_channel(weight, x), _per_channel(bias, x), x.shape)
-    found = b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
-    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+    return b.cast_elementwise(body, b.result(0)), _as_result(b, average, 1), _as_result(b, rstd, 2)
 
 
 def _grouped(n: Any, channels: Any, inside: Any, groups: int) -> list[Index]:
@@ -136,13 +134,14 @@ def _grouped(n: Any, channels: Any, inside: Any, groups: int) -> list[Index]:
 
 
 def _over_elements(statistic: Tensor, x: Tensor, groups: int) -> Tensor:
-    """Return a number for each group as a tensor that broadcasts to the elements."""
+    """Return a tensor of one number for each group as a tensor that broadcasts to the elements."""
     n, channels = x.shape[:2]
-    spread = statistic.reshaped([n, index(groups), index(1)]).expanded([n, index(groups), channels // groups])
-    return spread.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
+    expanded = statistic.reshaped([n, index(groups), index(1)]).expanded([n, index(groups), channels // groups])
+    return expanded.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
 
 
-def _per_channel(x: Maybe, like: Tensor) -> Maybe:
+def _per_channel(x: Maybe, like: Tensor) -> Any:
+    """Return a tensor of one number for each channel as a tensor that broadcasts to the elements of ``like``; None for None."""
     return None if x is None else x.reshaped([like.shape[1]] + [index(1)] * (len(like.shape) - 2))
 
 
@@ -158,25 +157,25 @@ def group_norm_backward(
     channels: Index,
     inside: Index,
     groups: int,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe, Maybe]:
     inner = DTYPES[x.dtype].compute
-    four = tuple(_grouped(n, channels, inside, groups))
-    of_group = [index(n), index(groups), index(1), index(1)]
-    g, own = element(grad.reshaped(four), four, inner), element(x.reshaped(four), four, inner)
-    inverse = element(rstd.reshaped(of_group), four, inner)
-    normal = (own - element(mean.reshaped(of_group), four, inner)) * inverse
+    shape = tuple(_grouped(n, channels, inside, groups))
+    by_group = [index(n), index(groups), index(1), index(1)]
+    g, inverse = element(grad.reshaped(shape), shape, inner), element(rstd.reshaped(by_group), shape, inner)
+    centred = element(x.reshaped(shape), shape, inner) - element(mean.reshaped(by_group), shape, inner)
+    normal = centred * inverse
     gx = gw = gb = None
-    if wanted[0]:
-        scaled = g if weight is None else g * element(weight.reshaped([*four[1:3], index(1)]), four, inner)
-        sums = (_summed(b, scaled, four, [2, 3]), _summed(b, scaled * normal, four, [2, 3]))
-        number = f.number(product(four[2:]), inner)
-        body = _input_gradient(scaled, normal, inverse, sums, four, number)
-        gx = b.temporary(f.cast(body, x.dtype).expr, four).reshaped(x.shape)
-    if wanted[1]:
-        gw = _sum_as_result(b, g * normal, four, [0, 3], 1)
-    if wanted[2]:
-        gb = _sum_as_result(b, g, four, [0, 3], 2)
+    if output_mask[0]:
+        scaled = g if weight is None else g * element(weight.reshaped([*shape[1:3], index(1)]), shape, inner)
+        sums = (_summed(b, scaled, shape, [2, 3]), _summed(b, scaled * normal, shape, [2, 3]))
+        number = f.number(product(shape[2:]), inner)
+        body = _input_gradient(scaled, normal, inverse, sums, shape, number)
+        gx = b.temporary(f.cast(body, x.dtype).expr, shape).reshaped(x.shape)
+    if output_mask[1]:
+        gw = _sum_as_result(b, g * normal, shape, [0, 3], 1)
+    if output_mask[2]:
+        gb = _sum_as_result(b, g, shape, [0, 3], 2)
     return gx, gw, gb
 
 
@@ -189,33 +188,23 @@ def _other_dims(x: Tensor) -> list[int]:
 
 def _batch_normal(b: Builder, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     inner = DTYPES[x.dtype].compute
-    centre, inverse = (element(_channel(t, x), x.shape, inner) for t in (mean, rstd))
+    centre, inverse = (element(_per_channel(t, x), x.shape, inner) for t in (mean, rstd))
     normal = (element(x, x.shape, inner) - centre) * inverse
     body = _affine(normal, _per_channel(weight, x), _per_channel(bias, x), x.shape)
-    return b.elementwise(f.cast(body, x.dtype).expr, b.result(0))
+    return b.cast_elementwise(body, b.result(0))
 
 
-def _channel(x: Tensor, like: Tensor) -> Tensor:
-    found = _per_channel(x, like)
-    assert found is not None
-    return found
-
-
-def _frozen(
-    b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """With the running statistics: the result, and the inverse deviation."""
-    inner = DTYPES[x.dtype].compute
-    rstd = b.temporary((1 / f.sqrt(element(var, var.shape, inner) + eps)).expr, var.shape)
-    return _batch_normal(b, x, mean, rstd, weight, bias), rstd
+def _running_rstd(b: Builder, var: Tensor, dtype: str, eps: float) -> Tensor:
+    """Return the inverse deviation of the running variance."""
+    return b.temporary((1 / f.sqrt(element(var, var.shape, dtype) + eps)).expr, var.shape)
 
 
 @TABLE.rule(*overloads("_native_batch_norm_legit_no_training"))
 def batch_norm_inference(
     b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found, _ = _frozen(b, x, weight, bias, mean, var, eps)
-    return found, filled_like(b, 0, 1), filled_like(b, 0, 2)
+    rstd = _running_rstd(b, var, DTYPES[x.dtype].compute, eps)
+    return _batch_normal(b, x, mean, rstd, weight, bias), filled_like(b, 0, 1), filled_like(b, 0, 2)
 
 
 def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,7 +219,7 @@ def _running(b: Builder, old: Tensor, new: Scalar, momentum: float, number: int)
     inner = DTYPES[old.dtype].compute
     body = f.cast(new, inner) * momentum + element(old, old.shape, inner) * (1 - momentum)
     kind = b.result(number)  # float32 in torch 2.12 and newer, whatever the old one is
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 @TABLE.rule(*overloads("_native_batch_norm_legit_functional"))
@@ -246,22 +235,21 @@ def batch_norm_functional(
     eps: float,
 ) -> tuple[Tensor, ...]:
     if not training:
-        found, _ = _frozen(b, x, weight, bias, mean, var, eps)
-        return found, filled_like(b, 0, 1), filled_like(b, 0, 2), mean, var
-    found, average, squares, rstd = _trained(b, x, weight, bias, eps)
+        return *batch_norm_inference(b, x, weight, bias, mean, var, momentum, eps), mean, var
+    out, average, squares, rstd = _trained(b, x, weight, bias, eps)
     number = f.number(count(x.shape, _other_dims(x)), squares.dtype)
     unbiased = element(squares, squares.shape) / (number - 1)
     new_mean = _running(b, mean, element(average, average.shape), momentum, 3)
     new_var = _running(b, var, unbiased, momentum, 4)
-    return found, _as_result(b, average, 1), _as_result(b, rstd, 2), new_mean, new_var
+    return out, _as_result(b, average, 1), _as_result(b, rstd, 2), new_mean, new_var
 
 
 @TABLE.rule(*overloads("_native_batch_norm_legit", "no_stats"))
 def batch_norm_no_stats(
     b: Builder, x: Tensor, weight: Maybe, bias: Maybe, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found, average, _, rstd = _trained(b, x, weight, bias, eps)
-    return found, _as_result(b, average, 1), _as_result(b, rstd, 2)
+    out, average, _, rstd = _trained(b, x, weight, bias, eps)
+    return out, _as_result(b, average, 1), _as_result(b, rstd, 2)
 
 
 @TABLE.rule(*overloads("native_batch_norm"))
@@ -295,30 +283,27 @@ def batch_norm_backward(
     save_rstd: Maybe,
     training: bool,
     eps: float,
-    wanted: Sequence[bool],
+    output_mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe, Maybe]:
     inner = DTYPES[x.dtype].compute
-    mean, rstd = (save_mean, save_rstd) if training else (running_mean, _running_rstd(b, running_var, eps))
+    if training:
+        mean, rstd = save_mean, save_rstd
+    else:
+        assert running_var is not None
+        mean, rstd = running_mean, _running_rstd(b, running_var, DTYPES[running_var.dtype].compute, eps)
     assert mean is not None
     assert rstd is not None
     shape, dims = x.shape, _other_dims(x)
-    g, inverse = element(grad, shape, inner), element(_channel(rstd, x), shape, inner)
-    normal = (element(x, shape, inner) - element(_channel(mean, x), shape, inner)) * inverse
+    g, inverse = element(grad, shape, inner), element(_per_channel(rstd, x), shape, inner)
+    normal = (element(x, shape, inner) - element(_per_channel(mean, x), shape, inner)) * inverse
     sums = (_summed(b, g, shape, dims), _summed(b, g * normal, shape, dims))
     gx = gw = gb = None
-    if wanted[0]:
+    if output_mask[0]:
         number = f.number(count(shape, dims), inner)
         body = _input_gradient(g, normal, inverse, sums, shape, number) if training else g * inverse
-        gx = b.elementwise(f.cast(_affine(body, _per_channel(weight, x), None, shape), x.dtype).expr, b.result(0))
-    if wanted[1]:
+        gx = b.cast_elementwise(_affine(body, _per_channel(weight, x), None, shape), b.result(0))
+    if output_mask[1]:
         gw = _as_result(b, sums[1], 1)
-    if wanted[2]:
+    if output_mask[2]:
         gb = _as_result(b, sums[0], 2)
     return gx, gw, gb
-
-
-def _running_rstd(b: Builder, var: Maybe, eps: float) -> Maybe:
-    if var is None:
-        return None
-    inner = DTYPES[var.dtype].compute
-    return b.temporary((1 / f.sqrt(element(var, var.shape, inner) + eps)).expr, var.shape)

@@ -1,13 +1,14 @@
 """Arithmetic, comparison, logic, rounding and elementary functions: tables from an operator's name to a formula.
 
 The formulas take elements that are already of the type in which the operator computes: that of the result (float32 for
-the narrow floats), or for comparisons the one in which the operands meet.
+the narrow floats), or for comparisons the common type of the operands.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_float
@@ -15,8 +16,7 @@ from opkit.compiler.ir.expr import make
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
-from opkit.compiler.lower.promotion import promoted
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
@@ -26,7 +26,7 @@ Operand = Tensor | Index | int | float | bool
 Formula = Callable[..., Scalar]
 
 
-# ---- how operands become elements ------------------------------------------------------------------------------------
+# ---- rules of formulas -------------------------------------------------------------------------------------------------
 
 
 def operand(x: Operand, kind: TensorType, inner: str) -> Scalar:
@@ -39,12 +39,7 @@ def computed(b: Builder, formula: Formula, *operands: Operand, inner: str | None
     kind = b.result(number)
     inner = inner or DTYPES[kind.dtype].compute
     body = formula(*(operand(x, kind, inner) for x in operands))
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
-
-
-def compute_type(*operands: Operand) -> str:
-    """Return the type in which operands are compared."""
-    return DTYPES[promoted(operands)].compute
+    return b.cast_elementwise(body, kind)
 
 
 def _elementwise(formula: Formula) -> Any:
@@ -52,26 +47,59 @@ def _elementwise(formula: Formula) -> Any:
 
 
 def _comparison(formula: Formula) -> Any:
-    return lambda b, *operands: computed(b, formula, *operands, inner=compute_type(*operands))
+    return lambda b, *operands: computed(b, formula, *operands, inner=DTYPES[promoted(operands)].compute)
 
 
-def _in_bool(formula: Formula) -> Any:
-    """Return each operand by itself becomes whether it is not 0."""
-
-    def rule(b: Builder, *operands: Tensor) -> Tensor:
-        kind = b.result()
-        body = formula(*(f.truth(element(x, kind.shape)) for x in operands))
-        return b.elementwise(f.cast(body, kind.dtype).expr, kind)
-
-    return rule
-
-
-def _is_bool(x: Scalar) -> bool:
-    return x.dtype == "b1"
+def _of_truths(formula: Formula, b: Builder, *operands: Tensor) -> Tensor:
+    """Apply a formula to whether each operand is not 0."""
+    kind = b.result()
+    return b.cast_elementwise(formula(*(f.truth(element(x, kind.shape)) for x in operands)), kind)
 
 
 def _is_float(x: Scalar) -> bool:
     return is_float(x.dtype)
+
+
+# ---- type promotion, as in ``torch.result_type`` --------------------------------------------------------------------------
+
+_KINDS = ("bool", "int", "float", "complex")
+
+
+def promoted(operands: Iterable[Any]) -> str:
+    """Return the common dtype of tensors and numbers; that of Python's floats is f32.
+
+    A tensor of no dimensions counts less than one with some, and a number less than both: they decide only where they are
+    of a higher kind (bool, int, float).
+    """
+    numbers: dict[type, str] = {bool: "b1", int: "i64", Index: "i64", float: "f32", complex: "c64"}
+    ranks: list[list[str]] = [[], [], []]
+    for x in operands:
+        rank = 2 if not isinstance(x, Tensor) else 0 if x.shape else 1
+        ranks[rank].append(x.dtype if isinstance(x, Tensor) else numbers[type(x)])
+    result, *others = [functools.reduce(joined, dtypes) for dtypes in ranks if dtypes]
+    for dtype in others:
+        result = joined(result, dtype) if _kind(dtype) > _kind(result) else result
+    return result
+
+
+def joined(a: str, b: str) -> str:
+    """Return the dtype that two dtypes promote to.
+
+    >>> joined("u8", "i8"), joined("f16", "bf16"), joined("i64", "f16"), joined("f64", "c64")
+    ('i16', 'f32', 'f16', 'c128')
+    """
+    if "complex" in (DTYPES[a].kind, DTYPES[b].kind) and "f64" in (a, b):
+        return "c128"
+    if a == b or _kind(a) != _kind(b):
+        return a if _kind(a) >= _kind(b) else b
+    x, y = sorted((DTYPES[a], DTYPES[b]), key=lambda d: d.bytes)
+    if (x.kind == "int" and y.bytes == x.bytes) or (x.signed and not y.signed):
+        return {1: "i16", 2: "i32", 4: "i64"}.get(y.bytes, "f32")
+    return "f32" if x.bytes == y.bytes else y.name
+
+
+def _kind(dtype: str) -> int:
+    return _KINDS.index(DTYPES[dtype].kind)
 
 
 # ---- formulas --------------------------------------------------------------------------------------------------------
@@ -86,7 +114,7 @@ def sigmoid(x: Scalar) -> Scalar:
 
 
 def sign(x: Scalar) -> Scalar:
-    if _is_bool(x):
+    if x.dtype == "b1":
         return x
     if not DTYPES[x.dtype].signed:
         return f.cast(x > 0, x.dtype)
@@ -95,33 +123,33 @@ def sign(x: Scalar) -> Scalar:
 
 
 def angle(x: Scalar) -> Scalar:
-    """Of a real number: half a turn if it is negative."""
+    """Return the angle of a real number: pi if it is negative."""
     return f.where(f.is_nan(x), x, f.where(x < 0, f.number(math.pi, x), f.number(0, x)))
 
 
 def absolute(x: Scalar) -> Scalar:
-    return f.absolute(x) if DTYPES[x.dtype].signed and not _is_bool(x) else x
+    return f.absolute(x) if DTYPES[x.dtype].signed and x.dtype != "b1" else x
 
 
 def multiplied(x: Scalar, y: Scalar) -> Scalar:
-    return x & y if _is_bool(x) else x * y
+    return x & y if x.dtype == "b1" else x * y
 
 
 def remainder(x: Scalar, y: Scalar) -> Scalar:
-    """With the sign of the divisor, as in Python; of floats, a zero keeps the dividend's."""
+    """Return the remainder with the sign of the divisor, as in Python; a zero of floats has the sign of the dividend."""
     if not _is_float(x):
         return f.apply("rem", x, f.nonzero(y))
-    left = f.fmod(x, y)
-    return f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), left + y, left)
+    rest = f.fmod(x, y)
+    return f.where(f.unequal(rest, 0) & ((y < 0) ^ (rest < 0)), rest + y, rest)
 
 
 def floor_divided(x: Scalar, y: Scalar) -> Scalar:
-    """Python's ``//``: exact where the rounded quotient would not be."""
+    """Return Python's ``x // y``, which is exact also if the quotient rounds."""
     if not _is_float(x):
         return f.apply("floordiv", x, f.nonzero(y))
-    left = f.fmod(x, y)
-    exact = (x - left) / y
-    lowered = f.where(f.unequal(left, 0) & ((y < 0) ^ (left < 0)), exact - 1, exact)
+    rest = f.fmod(x, y)
+    exact = (x - rest) / y
+    lowered = f.where(f.unequal(rest, 0) & ((y < 0) ^ (rest < 0)), exact - 1, exact)
     whole = f.floor(lowered)
     nearest = f.where(lowered - whole > 0.5, whole + 1, whole)
     signed_zero = (x / y) * 0
@@ -133,7 +161,7 @@ def truncated(x: Scalar, y: Scalar) -> Scalar:
 
 
 def c_remainder(x: Scalar, y: Scalar) -> Scalar:
-    """With the sign of the dividend, as in C."""
+    """Return the remainder with the sign of the dividend, as in C."""
     return f.fmod(x, y if _is_float(x) else f.nonzero(y))
 
 
@@ -146,7 +174,7 @@ def clamped_above(x: Scalar, high: Scalar) -> Scalar:
 
 
 def _rounded(rounding: Formula) -> Formula:
-    """Return a rounding, which integers pass through."""
+    """Return a rounding function that returns integers unchanged."""
     return lambda x: rounding(x) if _is_float(x) else x
 
 
@@ -155,7 +183,7 @@ def _ignoring_nan(choose: Formula) -> Formula:
 
 
 def hypotenuse(x: Scalar, y: Scalar) -> Scalar:
-    """Scaled by the larger, so that squares do not overflow."""
+    """Return the square root of the sum of squares, scaled by the larger one, so that squares do not overflow."""
     a, b = f.absolute(x), f.absolute(y)
     big, small = f.maximum(a, b), f.minimum(a, b)
     ratio = small / big
@@ -172,42 +200,24 @@ def xlogy(x: Scalar, y: Scalar) -> Scalar:
     return f.where(f.is_nan(y), math.nan, f.where(f.equal(x, 0), 0, x * f.log(y)))
 
 
-def bits_of_sign(x: Scalar) -> Scalar:
-    """Return whether the sign is set, of -0.0 and NaN too."""
+def sign_bit(x: Scalar) -> Scalar:
+    """Return whether the sign bit is set, also of -0.0 and NaN."""
     if not _is_float(x):
-        return x < 0 if DTYPES[x.dtype].signed and not _is_bool(x) else f.cast(x, "b1") & False
+        return x < 0 if DTYPES[x.dtype].signed and x.dtype != "b1" else f.cast(x, "b1") & False
     whole = {"f32": "i32", "f64": "i64"}[x.dtype]
     return Scalar(make("bitcast", whole, (x.expr,))) < 0
 
 
 def copysign(x: Scalar, y: Scalar) -> Scalar:
     size = f.absolute(x)
-    return f.where(bits_of_sign(y), -size, size)
+    return f.where(sign_bit(y), -size, size)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 _FUNCTIONS = (
-    *(
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "sqrt",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-    ),
-    *("asinh", "acosh", "atanh", "erf", "erfc"),
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "erf", "erfc"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 )
 
 _UNARY: dict[str, Formula] = {
@@ -240,10 +250,9 @@ _UNARY_OF_TYPE: dict[str, Formula] = {
     "isfinite": lambda x: f.absolute(x) < math.inf if _is_float(x) else f.equal(x, x),
     "isposinf": lambda x: f.equal(x, math.inf) if _is_float(x) else f.unequal(x, x),
     "isneginf": lambda x: f.equal(x, -math.inf) if _is_float(x) else f.unequal(x, x),
-    "signbit": bits_of_sign,
+    "signbit": sign_bit,
 }
 
-_TENSOR = ("Tensor",)
 TENSOR_OR_NUMBER = ("Tensor", "Scalar")
 _DEFAULT = ("default",)
 _ALL = ("Tensor", "Scalar", "Scalar_Tensor")
@@ -295,4 +304,4 @@ for _name, (_forms, _formula) in _BINARY.items():
 for _name, _formula in _COMPARISONS.items():
     TABLE.rule(*overloads(_name, *TENSOR_OR_NUMBER))(_comparison(_formula))
 for _name, _formula in _LOGIC.items():
-    TABLE.rule(*overloads(_name))(_in_bool(_formula))
+    TABLE.rule(*overloads(_name))(functools.partial(_of_truths, _formula))

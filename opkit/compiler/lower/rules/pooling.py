@@ -1,8 +1,8 @@
 """Pooling over windows of the last dimensions: one reduction each, whose axes are the result's and then the window's.
 
-Maxima of small windows are formulas without a loop instead. What lies in the padding is not read. Derivatives of means go
-over the windows that hold an element; those of maxima are scatters. Where a large window holds several NaN, the index is
-that of the first, and of the last in eager.
+Maxima of small windows are formulas without a loop instead. The padding is not read. Derivatives of means are sums over the
+windows that contain an element; those of maxima are scatters. If a large window contains several NaN, the index is that of the
+first one, in eager mode of the last.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_float
-from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, flat, index, product
+from opkit.compiler.ir.ops import neutral
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.rules.assembly import within
-from opkit.compiler.lower.rules.indexing import place
-from opkit.compiler.lower.rules.scatters import neutral, scattered, zeros
+from opkit.compiler.lower.rules.indexing import checked_index, scattered, zeros
+from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal
 
 TABLE = Table()
 Sizes = Sequence[IndexLike]
-_UNROLLED = 25  # elements of a window of which the greatest is found without a loop
+MAX_UNROLLED = 25  # elements of a window whose maximum is computed without a loop
 
 
 class Windows:
-    """Windows over the last dimensions of a tensor, of which each has a size, a step, a padding and a dilation."""
+    """Windows over the last dimensions of a tensor, each with a size, a step, a padding and a dilation."""
 
     def __init__(self, rank: int, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1) -> None:
         self.rank = rank
@@ -47,11 +46,11 @@ class Windows:
         return product(self.size)
 
     def begins(self, at: Sequence[Index]) -> list[Index]:
-        """Return where the window of a result starts, in the padding where that is negative."""
+        """Return the first position of the window of a result; a negative one is in the padding."""
         return [a * s - p for a, s, p in zip(at[-self.rank :], self.step, self.padding, strict=True)]
 
     def elements(self, shape: Shape) -> list[list[Index]]:
-        """Return where each element of a result's window is in the pooled tensor, for windows of known sizes."""
+        """Return the coordinates in the pooled tensor of each element of a result's window; the sizes of windows are known."""
         at = formal(shape)
         begins, sizes = self.begins(at), [n.constant or 0 for n in self.size]
         steps = itertools.product(*map(range, sizes))
@@ -59,7 +58,7 @@ class Windows:
         return [[*at[: len(shape) - self.rank], *each] for each in moved]
 
     def read(self, shape: Shape) -> tuple[Shape, list[Index]]:
-        """Axes for a result of ``shape`` and its windows, and where in the pooled tensor an element of them is."""
+        """Return axes for a result of ``shape`` and its windows, and the coordinates in the pooled tensor over them."""
         axes = (*shape, *self.size)
         at = formal(axes)
         begins, steps = self.begins(at[: len(shape)]), at[len(shape) :]
@@ -68,24 +67,24 @@ class Windows:
 
 
 def _each(sizes: Any, rank: int) -> tuple[Index, ...]:
-    """One number for each dimension."""
+    """Return one number for each dimension."""
     numbers = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     return tuple(map(index, numbers * rank if len(numbers) == 1 else numbers))
 
 
 def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
-    """Return an element as ``dtype``; ``outside`` where the coordinates are not in the tensor."""
-    there = within(at, x.shape)
-    found = f.cast(Scalar(x.at(at, there)), dtype)
-    return found if there is None else f.where(Scalar(there), found, outside)
+    """Return an element as ``dtype``; ``outside`` if the coordinates are not in the tensor."""
+    mask = within(at, x.shape)
+    inside = f.cast(Scalar(x.at(at, mask)), dtype)
+    return inside if mask is None else f.where(Scalar(mask), inside, outside)
 
 
 # ---- maxima ----------------------------------------------------------------------------------------------------------
 
 
 def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Return the greatest of each window, and its row-major position in the dimensions that are pooled."""
-    if (count := windows.count.constant) is not None and count <= _UNROLLED:
+    """Return the maximum of each window, and its row-major position in the dimensions that are pooled."""
+    if (count := windows.count.constant) is not None and count <= MAX_UNROLLED:
         return _maxima_unrolled(b, x, windows)
     kind, indices = b.result(0), b.result(1)
     inner = DTYPES[x.dtype].compute
@@ -93,100 +92,92 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     body = _read(x, at, inner, neutral("max", inner))
     dims = range(len(kind.shape), len(axes))
     values = b.reduce("max", body, axes, dims, kind.dtype, strides=kind.strides)
-    found = b.reduce("argmax", body, axes, dims, "i64", strides=indices.strides)
-    return values, b.elementwise(_linear(windows, Scalar(found.at(formal(kind.shape))), x, kind.shape).expr, indices)
+    in_window = b.reduce("argmax", body, axes, dims, "i64", strides=indices.strides)
+    position = _linear(windows, Scalar(in_window.at(formal(kind.shape))), x, kind.shape)
+    return values, b.elementwise(position.expr, indices)
 
 
 def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Return the same by a chain of choices in each element, which runs along channels or rows as any other formula does."""
-    kind, indices = (dataclasses.replace(b.result(k), strides=_laid_out(b, x, b.result(k))) for k in (0, 1))
+    """Return the same, computed by a chain of comparisons for each element, which vectorises like any formula."""
+    kind, indices = (dataclasses.replace(b.result(k), strides=_strides(b, x, b.result(k))) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
     strides = contiguous(x.shape[-windows.rank :])
     begins = windows.begins(formal(kind.shape))
-    first = [_within(Scalar(expr.position(at)), d) for at, d in zip(begins, windows.dilation, strict=True)]
+    first = [_skip_padding(Scalar(expr.position(at)), d) for at, d in zip(begins, windows.dilation, strict=True)]
     greatest = f.number(neutral("max", inner), inner)
-    found = functools.reduce(lambda a, z: a + z, [at * stride for at, stride in zip(first, strides, strict=True)])
-    short = _position_type(x.shape[-windows.rank :])
-    found = f.cast(found, short)
+    # the narrowest type of positions
+    count = product(x.shape[-windows.rank :]).constant
+    short = "i32" if count is not None and count < 1 << 31 else "i64"
+    index_of_greatest = f.cast(_sum([at * stride for at, stride in zip(first, strides, strict=True)]), short)
     for coordinates in windows.elements(kind.shape):
         here = _read(x, coordinates, inner, neutral("max", inner))
         greater = greatest < here
         replaces = f.apply("or", greater, f.is_nan(here)) if is_float(inner) else greater
         position = f.cast(Scalar(expr.position(flat(coordinates[-windows.rank :], strides))), short)
-        greatest, found = f.where(replaces, here, greatest), f.where(replaces, position, found)
-    values = b.elementwise(f.cast(greatest, kind.dtype).expr, kind)
-    return values, b.elementwise(f.cast(found, "i64").expr, indices)
+        greatest = f.where(replaces, here, greatest)
+        index_of_greatest = f.where(replaces, position, index_of_greatest)
+    values = b.cast_elementwise(greatest, kind)
+    return values, b.cast_elementwise(index_of_greatest, indices)
 
 
-def _within(at: Scalar, dilation: Index) -> Scalar:
-    """Return a coordinate of a window's element, or that of the first element after it which is in the tensor."""
+def _skip_padding(at: Scalar, dilation: Index) -> Scalar:
+    """Return the first coordinate from ``at`` on, in steps of the dilation, that is not negative."""
     return f.maximum(at, 0 if dilation == 1 else at - f.apply("floordiv", at, dilation) * dilation)
 
 
-def _position_type(sizes: Shape) -> str:
-    """Return the narrowest type that holds a position among so many elements."""
-    count = product(sizes).constant
-    return "i32" if count is not None and count < 1 << 31 else "i64"
-
-
-def _laid_out(b: Builder, x: Tensor, kind: TensorType) -> Shape:
-    """Return the strides of a result: with the channels innermost where the tensor has them so."""
+def _strides(b: Builder, x: Tensor, kind: TensorType) -> Shape:
+    """Return the strides of a result: channels-last if those of the tensor are."""
     strided = x.strided()
-    if (
-        strided is None
-        or len(kind.shape) != 4
-        or not b.target.channels_last
-        or strided.strides != channels_last(x.shape)
-    ):
+    if strided is None or len(kind.shape) != 4 or not b.target.channels_last:
         return kind.strides
-    return channels_last(kind.shape)
+    return channels_last(kind.shape) if strided.strides == channels_last(x.shape) else kind.strides
 
 
-def _linear(windows: Windows, found: Scalar, x: Tensor, shape: Shape) -> Scalar:
-    """Return the position in the tensor of a position in a window; of a window of -inf, the first that is in the tensor."""
+def _linear(windows: Windows, in_window: Scalar, x: Tensor, shape: Shape) -> Scalar:
+    """Return the position in the tensor of a position in a window; one in the padding becomes the first in the tensor."""
     begins = [Scalar(expr.position(at)) for at in windows.begins(formal(shape))]
-    steps = [f.apply("floordiv", found, step) for step in contiguous(windows.size)]
+    steps = [f.apply("floordiv", in_window, step) for step in contiguous(windows.size)]
     offsets = [f.apply("rem", i, n) if k else i for k, (i, n) in enumerate(zip(steps, windows.size, strict=True))]
     at = [
-        _within(begin + i * step, step) if pad != 0 else begin + i * step
+        _skip_padding(begin + i * step, step) if pad != 0 else begin + i * step
         for begin, i, step, pad in zip(begins, offsets, windows.dilation, windows.padding, strict=True)
     ]
     strides = contiguous(x.shape[-windows.rank :])
-    return functools.reduce(lambda a, z: a + z, [a * stride for a, stride in zip(at, strides, strict=True)])
+    return _sum([a * stride for a, stride in zip(at, strides, strict=True)])
 
 
-def _max_pool(rank: int) -> Any:
-    def rule(b: Builder, x: Tensor, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1, *rest: Any) -> Any:
-        return _maxima(b, x, Windows(rank, size, step, padding, dilation))
-
-    return rule
+def _sum(summands: Sequence[Scalar]) -> Scalar:
+    return functools.reduce(lambda a, z: a + z, summands)
 
 
-def _max_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        indices = rest[-1]
-        sizes = x.shape[-rank:]
-        axes = formal(grad.shape)
-        at = place(Scalar(indices.at(axes)), product(sizes))
-        found = [at // step for step in contiguous(sizes)]
-        target = [a % n if k else a for k, (a, n) in enumerate(zip(found, sizes, strict=True))]
-        return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
+def _max_pool(
+    rank: int, b: Builder, x: Tensor, size: Any, step: Any = (), padding: Any = 0, dilation: Any = 1, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return _maxima(b, x, Windows(rank, size, step, padding, dilation))
 
-    return rule
+
+def _max_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    indices = rest[-1]
+    sizes = x.shape[-rank:]
+    axes = formal(grad.shape)
+    at = checked_index(Scalar(indices.at(axes)), product(sizes))
+    steps = [at // step for step in contiguous(sizes)]
+    target = [a % n if k else a for k, (a, n) in enumerate(zip(steps, sizes, strict=True))]
+    return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
 
 
 # ---- means -----------------------------------------------------------------------------------------------------------
 
 
 class Means:
-    """What the sum of a window is divided by."""
+    """The divisors of sums of windows."""
 
     def __init__(self, windows: Windows, sizes: Shape, ceil: bool, with_padding: bool, divisor: Any) -> None:
         self.windows, self.sizes = windows, sizes
         self.ceil, self.with_padding, self.divisor = ceil, with_padding, divisor
 
     def over(self, x: Scalar, at: Sequence[Index]) -> Scalar:
-        """Return the mean whose sum is ``x``, of the window for the result at coordinates."""
+        """Return the mean for the sum ``x`` of the window of the result at coordinates."""
         if self.divisor is not None:
             return x / self.divisor
         padded = any(p != 0 for p in self.windows.padding)
@@ -206,7 +197,7 @@ class Means:
 def _means(
     x: Tensor, rank: int, size: Any, step: Any = (), padding: Any = 0, ceil: bool = False, *rest: Any, **kwargs: Any
 ) -> Means:
-    """Return the windows of an operator that takes means, whose last two arguments, if given, are as in ``Means``."""
+    """Return the divisors of an operator; its last two arguments, which may be missing, are as in ``Means``."""
     if not is_float(x.dtype):
         raise NoRule("means of integers")
     with_padding, divisor = [*rest, *(True, None)[len(rest) :]]
@@ -222,22 +213,19 @@ def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
     dims = range(len(kind.shape), len(axes))
     total = b.reduce("sum", _read(x, at, inner, 0), axes, dims, inner, strides=kind.strides)
     mean = means.over(element(total, kind.shape), formal(kind.shape))
-    return b.elementwise(f.cast(mean, kind.dtype).expr, kind)
+    return b.cast_elementwise(mean, kind)
 
 
-def _avg_pool(rank: int) -> Any:
-    return lambda b, x, *rest, **kwargs: _averaged(b, x, _means(x, rank, *rest, **kwargs))
+def _avg_pool(rank: int, b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    return _averaged(b, x, _means(x, rank, *rest, **kwargs))
 
 
-def _avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-        return _spread(b, grad, _means(x, rank, *rest, **kwargs))
-
-    return rule
+def _avg_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    return _averaged_backward(b, grad, _means(x, rank, *rest, **kwargs))
 
 
-def _spread(b: Builder, grad: Tensor, means: Means) -> Tensor:
-    """For each element the sum over the windows that hold it: along each dimension the last one, and those before."""
+def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
+    """Return for each element the sum over the windows that contain it: along each dimension the last one, and those before."""
     kind, windows = b.result(), means.windows
     inner = DTYPES[kind.dtype].compute
     overlaps = [(n + s - 1) // s for n, s in zip(windows.size, windows.step, strict=True)]
@@ -247,54 +235,46 @@ def _spread(b: Builder, grad: Tensor, means: Means) -> Tensor:
     own = [a + p for a, p in zip(at[len(outer) :], windows.padding, strict=True)]
     window = [a // s - j for a, s, j in zip(own, windows.step, earlier, strict=True)]
     offset = [a % s + j * s for a, s, j in zip(own, windows.step, earlier, strict=True)]
-    there = within([*window, *offset], [*grad.shape[len(outer) :], *windows.size])
-    body = means.over(_masked(grad, [*outer, *window], there, inner), [*outer, *window])
-    body = body if there is None else f.where(Scalar(there), body, 0)
+    mask = within([*window, *offset], [*grad.shape[len(outer) :], *windows.size])
+    body = means.over(f.cast(Scalar(grad.at([*outer, *window], mask)), inner), [*outer, *window])
+    body = body if mask is None else f.where(Scalar(mask), body, 0)
     if all(n == 1 for n in overlaps):
-        return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+        return b.cast_elementwise(body, kind)
     return b.reduce("sum", body, axes, range(len(at), len(axes)), kind.dtype, strides=kind.strides)
 
 
-def _masked(x: Tensor, at: Sequence[Index], mask: Expr | None, dtype: str) -> Scalar:
-    return f.cast(Scalar(x.at(at, mask)), dtype)
-
-
-# ---- windows that the sizes of the result decide ---------------------------------------------------------------------
+# ---- adaptive pooling --------------------------------------------------------------------------------------------------
 
 
 def _dividing(sizes: Shape, results: Sizes) -> Windows:
-    """Return the windows into which dimensions fall apart."""
+    """Return windows without overlap that cover dimensions."""
     if any(n == 0 or n % index(m) != ZERO for n, m in zip(sizes, results, strict=True)):
         raise NoRule("windows of different sizes")
     return Windows(len(sizes), [n // index(m) for n, m in zip(sizes, results, strict=True)])
 
 
-def _adaptive_avg_pool(rank: int) -> Any:
-    def rule(b: Builder, x: Tensor, sizes: Any) -> Tensor:
-        windows = _dividing(x.shape[-rank:], b.result().shape[-rank:])
-        return _averaged(b, x, Means(windows, x.shape[-rank:], False, True, None))
-
-    return rule
+def _adaptive_avg_pool(rank: int, b: Builder, x: Tensor, sizes: Any) -> Tensor:
+    windows = _dividing(x.shape[-rank:], b.result().shape[-rank:])
+    return _averaged(b, x, Means(windows, x.shape[-rank:], False, True, None))
 
 
-def _adaptive_avg_pool_backward(rank: int) -> Any:
-    def rule(b: Builder, grad: Tensor, x: Tensor) -> Tensor:
-        windows = _dividing(x.shape[-rank:], grad.shape[-rank:])
-        return _spread(b, grad, Means(windows, x.shape[-rank:], False, True, None))
-
-    return rule
+def _adaptive_avg_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor) -> Tensor:
+    windows = _dividing(x.shape[-rank:], grad.shape[-rank:])
+    return _averaged_backward(b, grad, Means(windows, x.shape[-rank:], False, True, None))
 
 
-def _adaptive_max_pool(rank: int) -> Any:
-    return lambda b, x, sizes: _maxima(b, x, _dividing(x.shape[-rank:], b.result(0).shape[-rank:]))
+def _adaptive_max_pool(rank: int, b: Builder, x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+    return _maxima(b, x, _dividing(x.shape[-rank:], b.result(0).shape[-rank:]))
 
 
 for _rank in (2, 3):
-    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices"))(_max_pool(_rank))
-    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices_backward"))(_max_pool_backward(_rank))
-    TABLE.rule(*overloads(f"avg_pool{_rank}d"))(_avg_pool(_rank))
-    TABLE.rule(*overloads(f"avg_pool{_rank}d_backward"))(_avg_pool_backward(_rank))
-    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d"))(_adaptive_avg_pool(_rank))
-    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d_backward"))(_adaptive_avg_pool_backward(_rank))
-    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(_adaptive_max_pool(_rank))
-    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(_max_pool_backward(_rank))
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices"))(functools.partial(_max_pool, _rank))
+    TABLE.rule(*overloads(f"max_pool{_rank}d_with_indices_backward"))(functools.partial(_max_pool_backward, _rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d"))(functools.partial(_avg_pool, _rank))
+    TABLE.rule(*overloads(f"avg_pool{_rank}d_backward"))(functools.partial(_avg_pool_backward, _rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d"))(functools.partial(_adaptive_avg_pool, _rank))
+    TABLE.rule(*overloads(f"_adaptive_avg_pool{_rank}d_backward"))(
+        functools.partial(_adaptive_avg_pool_backward, _rank)
+    )
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(functools.partial(_adaptive_max_pool, _rank))
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(functools.partial(_max_pool_backward, _rank))

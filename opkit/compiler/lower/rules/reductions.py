@@ -1,7 +1,7 @@
-"""Reductions and scans: sums, extremes and their places, variances, softmax, norms.
+"""Reductions and scans: sums, extremes and their positions, variances, softmax, norms.
 
-The narrow floats accumulate in float32, integers in int64; where an operator does several things (a softmax is a
-maximum, a sum and a quotient) each is a step of its own.
+Narrow floats accumulate in float32, integers in int64. An operator that does several things (a softmax is a maximum, a sum and a
+quotient) becomes a step for each.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.context import Builder, element
+from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor
 
 TABLE = Table()
@@ -26,7 +25,7 @@ Dims = Sequence[int] | int | None
 
 
 def dims_of(x: Tensor, dims: Dims) -> list[int]:
-    """Return the dimensions that are meant, from 0; all of them for None or an empty list."""
+    """Return the dimensions, counted from 0 and sorted; all of them for None or an empty list."""
     if isinstance(dims, int):
         dims = [dims]
     rank = len(x.shape)
@@ -46,15 +45,12 @@ def count(shape: Shape, dims: Sequence[int]) -> Index:
 def reduced(
     b: Builder, reduction: str, x: Tensor, dims: Sequence[int], dtype: str, keep: bool = False, inner: str | None = None
 ) -> Tensor:
-    """Return a reduction of a tensor's elements, as values of ``inner``, with the node's strides if it is the node's result."""
+    """Return a reduction of a tensor's elements, as values of ``inner``, with the node's strides if the rank is its result's."""
     inner = inner or DTYPES[dtype].compute
-    return b.reduce(reduction, element(x, x.shape, inner), x.shape, dims, dtype, keep, _strides(b, x, dims, keep))
-
-
-def _strides(b: Builder, x: Tensor, dims: Sequence[int], keep: bool) -> Shape | None:
     kind = b.result()
     rank = len(x.shape) if keep else len(x.shape) - len(dims)
-    return kind.strides if len(kind.shape) == rank else None
+    strides = kind.strides if len(kind.shape) == rank else None
+    return b.reduce(reduction, element(x, x.shape, inner), x.shape, dims, dtype, keep, strides)
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
@@ -75,11 +71,11 @@ def prod(b: Builder, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtyp
 @TABLE.rule(*overloads("mean", "default", "dim"))
 def mean(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
     kind = b.result()
-    gone = dims_of(x, dims)
+    reduced_dims = dims_of(x, dims)
     inner = DTYPES[kind.dtype].compute
-    total = reduced(b, "sum", x, gone, inner, keepdim)
-    body = element(total, kind.shape) / f.number(count(x.shape, gone), inner)
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    total = reduced(b, "sum", x, reduced_dims, inner, keepdim)
+    body = element(total, kind.shape) / f.number(count(x.shape, reduced_dims), inner)
+    return b.cast_elementwise(body, kind)
 
 
 @TABLE.rule(*overloads("cumsum"))
@@ -96,9 +92,9 @@ def _scan(b: Builder, x: Tensor, dim: int, reduction: str) -> Tensor:
     kind = b.result()
     body = element(x, x.shape, accumulator(kind.dtype))
     if not x.shape:
-        return b.elementwise(f.cast(body, kind.dtype).expr)
+        return b.cast_elementwise(body)
     along = frozenset([dim % len(x.shape)])
-    return b.compute(b.like(), x.shape, body.expr, reduction=f"scan:{reduction}", reduced=along)
+    return b.compute(b.result_buffer(), x.shape, body.expr, reduction=f"scan:{reduction}", reduced=along)
 
 
 # ---- extremes --------------------------------------------------------------------------------------------------------
@@ -126,32 +122,32 @@ def min_(b: Builder, x: Tensor) -> Tensor:
 
 @TABLE.rule(*overloads("max", "dim"))
 def max_dim(b: Builder, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return amax(b, x, dim, keepdim), place(b, "argmax", x, dim, keepdim)
+    return amax(b, x, dim, keepdim), _position(b, "argmax", x, dim, keepdim)
 
 
 @TABLE.rule(*overloads("min", "dim"))
 def min_dim(b: Builder, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return amin(b, x, dim, keepdim), place(b, "argmin", x, dim, keepdim)
+    return amin(b, x, dim, keepdim), _position(b, "argmin", x, dim, keepdim)
 
 
 @TABLE.rule(*overloads("argmax"))
 def argmax(b: Builder, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return place(b, "argmax", x, dim, keepdim)
+    return _position(b, "argmax", x, dim, keepdim)
 
 
 @TABLE.rule(*overloads("argmin"))
 def argmin(b: Builder, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return place(b, "argmin", x, dim, keepdim)
+    return _position(b, "argmin", x, dim, keepdim)
 
 
-def place(b: Builder, reduction: str, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """Return where the first extreme is along a dimension, or among all elements in row-major order."""
+def _position(b: Builder, reduction: str, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Return the position of the first extreme along a dimension, or among all elements in row-major order."""
     inner = "u8" if x.dtype == "b1" else DTYPES[x.dtype].compute
     if dim is not None and x.shape:
         return reduced(b, reduction, x, dims_of(x, dim), "i64", keepdim, inner)
     whole = x.reshaped([product(x.shape)])
-    found = b.reduce(reduction, element(whole, whole.shape, inner), whole.shape, [0], "i64")
-    return found.reshaped([index(1)] * len(x.shape) if keepdim else [])
+    position = b.reduce(reduction, element(whole, whole.shape, inner), whole.shape, [0], "i64")
+    return position.reshaped([index(1)] * len(x.shape) if keepdim else [])
 
 
 @TABLE.rule(*overloads("any", "default", "dim", "dims"))
@@ -174,47 +170,41 @@ def _truths(b: Builder, reduction: str, x: Tensor, dims: Dims, keepdim: bool) ->
 def moments(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> tuple[Tensor, Tensor]:
     """Return the mean, and the sum of squared differences from it, with reduced dimensions of extent 1."""
     total = b.reduce("sum", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
-    average = b.temporary((element(total, total.shape) / _count(x, dims, inner)).expr, total.shape)
-    off = element(x, x.shape, inner) - element(average, x.shape)
-    return average, b.reduce("sum", off * off, x.shape, dims, inner, keep=True)
+    average = b.temporary((element(total, total.shape) / count(x.shape, dims)).expr, total.shape)
+    difference = element(x, x.shape, inner) - element(average, x.shape)
+    return average, b.reduce("sum", difference * difference, x.shape, dims, inner, keep=True)
 
 
-def _count(x: Tensor, dims: Sequence[int], dtype: str) -> Scalar:
-    return f.number(count(x.shape, dims), dtype)
-
-
-def _variance(
-    b: Builder, x: Tensor, dims: Dims, correction: Any, number: int, square_root: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the variance (result ``number``) and the mean in the type of the arithmetic, both with reduced dimensions kept."""
-    kind = b.result(number)
+def _variance(b: Builder, x: Tensor, dims: Dims, correction: Any, square_root: bool) -> tuple[Tensor, Tensor]:
+    """Return the variance or its square root, and the mean in the type of the arithmetic, with reduced dimensions of extent 1."""
+    kind = b.result()
     inner = DTYPES[kind.dtype].compute
-    gone = dims_of(x, dims)
-    average, squares = moments(b, x, gone, inner)
-    degrees = f.maximum(_count(x, gone, inner) - (1 if correction is None else correction), f.number(0, inner))
-    body = element(squares, squares.shape) / degrees
-    found = b.temporary(f.cast(f.sqrt(body) if square_root else body, kind.dtype).expr, squares.shape)
-    return found, average
+    reduced_dims = dims_of(x, dims)
+    average, squares = moments(b, x, reduced_dims, inner)
+    number = f.number(count(x.shape, reduced_dims), inner)
+    body = element(squares, squares.shape) / f.maximum(number - (1 if correction is None else correction), 0)
+    variance = b.temporary(f.cast(f.sqrt(body) if square_root else body, kind.dtype).expr, squares.shape)
+    return variance, average
 
 
 @TABLE.rule(*overloads("var", "correction"))
 def var(b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _variance(b, x, dim, correction, 0, False)[0].reshaped(b.result().shape)
+    return _variance(b, x, dim, correction, False)[0].reshaped(b.result().shape)
 
 
 @TABLE.rule(*overloads("std", "correction"))
 def std(b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _variance(b, x, dim, correction, 0, True)[0].reshaped(b.result().shape)
+    return _variance(b, x, dim, correction, True)[0].reshaped(b.result().shape)
 
 
 @TABLE.rule(*overloads("var_mean", "correction"))
 def var_mean(
     b: Builder, x: Tensor, dim: Dims = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    found, average = _variance(b, x, dim, correction, 0, False)
+    variance, average = _variance(b, x, dim, correction, False)
     kind = b.result(1)
-    narrowed = f.cast(element(average.reshaped(kind.shape), kind.shape), kind.dtype)
-    return found.reshaped(b.result(0).shape), b.elementwise(narrowed.expr, kind)
+    average = b.cast_elementwise(element(average.reshaped(kind.shape), kind.shape), kind)
+    return variance.reshaped(b.result(0).shape), average
 
 
 @TABLE.rule(*overloads("linalg_vector_norm"))
@@ -223,7 +213,7 @@ def vector_norm(
 ) -> Tensor:
     kind = b.result()
     inner = DTYPES[kind.dtype].compute
-    gone = dims_of(x, dims)
+    reduced_dims = dims_of(x, dims)
     size = f.absolute(element(x, x.shape, inner))
     if isinstance(order, Index):
         raise NoRule("an order that is a size")
@@ -233,11 +223,11 @@ def vector_norm(
         body, reduction = {0: f.cast(f.unequal(size, 0), inner), 1: size, 2: size * size}[order], "sum"
     else:
         body, reduction = f.power(size, order), "sum"
-    total = b.reduce(reduction, body, x.shape, gone, inner, keepdim)
-    found = element(total, kind.shape)
+    total = b.reduce(reduction, body, x.shape, reduced_dims, inner, keepdim)
+    norm = element(total, kind.shape)
     if order not in (0, 1, math.inf, -math.inf):
-        found = f.sqrt(found) if order == 2 else f.power(found, 1 / order)
-    return b.elementwise(f.cast(found, kind.dtype).expr, kind)
+        norm = f.sqrt(norm) if order == 2 else f.power(norm, 1 / order)
+    return b.cast_elementwise(norm, kind)
 
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -247,11 +237,6 @@ def _greatest(b: Builder, x: Tensor, dims: Sequence[int], inner: str) -> Tensor:
     return b.reduce("max", element(x, x.shape, inner), x.shape, dims, inner, keep=True)
 
 
-def _inverse(b: Builder, total: Tensor, shape: Shape) -> Scalar:
-    """1 / total, one division a row: exact enough for a result that is rounded to a narrow float."""
-    return element(b.temporary((1 / element(total, total.shape)).expr, total.shape), shape)
-
-
 @TABLE.rule(*overloads("_softmax"), *overloads("_safe_softmax"))
 def softmax(b: Builder, x: Tensor, dim: int, half_to_float: Any = False) -> Tensor:
     kind = b.result()
@@ -259,12 +244,16 @@ def softmax(b: Builder, x: Tensor, dim: int, half_to_float: Any = False) -> Tens
     dims = dims_of(x, dim)
     greatest = _greatest(b, x, dims, inner)
     shifted = element(x, x.shape, inner) - element(greatest, x.shape)
-    raised = element(b.temporary(f.exp(shifted).expr, x.shape), x.shape)  # by itself, so that its rows can be kept
-    total = b.reduce("sum", raised, x.shape, dims, inner, keep=True)
-    body = raised * _inverse(b, total, x.shape) if kind.dtype != inner else raised / element(total, x.shape)
-    if "_safe_" in b.node.target:  # a row of -inf alone gives zeros
+    exponential = element(b.temporary(f.exp(shifted).expr, x.shape), x.shape)  # a step, so that rows can be stored
+    total = b.reduce("sum", exponential, x.shape, dims, inner, keep=True)
+    if kind.dtype != inner:  # one division a row is exact enough for a result that is rounded to a narrow float
+        inverse = b.temporary((1 / element(total, total.shape)).expr, total.shape)
+        body = exponential * element(inverse, x.shape)
+    else:
+        body = exponential / element(total, x.shape)
+    if "_safe_" in b.node.target:  # a row of -inf alone becomes zeros
         body = f.where(f.equal(element(greatest, x.shape), -math.inf), 0, body)
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 @TABLE.rule(*overloads("_log_softmax"))
@@ -275,25 +264,23 @@ def log_softmax(b: Builder, x: Tensor, dim: int, half_to_float: bool = False) ->
     greatest = _greatest(b, x, dims, inner)
     shifted = element(x, x.shape, inner) - element(greatest, x.shape)
     total = b.reduce("sum", f.exp(shifted), x.shape, dims, inner, keep=True)
-    return b.elementwise(f.cast(shifted - f.log(element(total, x.shape)), kind.dtype).expr, kind)
+    return b.cast_elementwise(shifted - f.log(element(total, x.shape)), kind)
 
 
 @TABLE.rule(*overloads("logsumexp"))
 def logsumexp(b: Builder, x: Tensor, dims: Dims, keepdim: bool = False) -> Tensor:
     kind = b.result()
     inner = DTYPES[kind.dtype].compute
-    gone = dims_of(x, dims)
-    if not is_float(x.dtype) or any(x.shape[d] == 0 for d in gone):
-        raise NoRule("integers, or nothing, to bring together")
-    greatest = _greatest(b, x, gone, inner)
-    finite = f.where(
-        f.equal(f.absolute(element(greatest, greatest.shape)), math.inf), 0, element(greatest, greatest.shape)
-    )
-    shift = b.temporary(finite.expr, greatest.shape)
-    raised = f.exp(element(x, x.shape, inner) - element(shift, x.shape))
-    total = b.reduce("sum", raised, x.shape, gone, inner, keep=True)
-    found = f.log(element(total.reshaped(kind.shape), kind.shape)) + element(shift.reshaped(kind.shape), kind.shape)
-    return b.elementwise(f.cast(found, kind.dtype).expr, kind)
+    reduced_dims = dims_of(x, dims)
+    if not is_float(x.dtype) or any(x.shape[d] == 0 for d in reduced_dims):
+        raise NoRule("a reduction of integers, or of no elements")
+    greatest = _greatest(b, x, reduced_dims, inner)
+    maximum = element(greatest, greatest.shape)
+    shift = b.temporary(f.where(f.equal(f.absolute(maximum), math.inf), 0, maximum).expr, greatest.shape)
+    exponential = f.exp(element(x, x.shape, inner) - element(shift, x.shape))
+    total = b.reduce("sum", exponential, x.shape, reduced_dims, inner, keep=True)
+    logarithm = f.log(element(total.reshaped(kind.shape), kind.shape))
+    return b.cast_elementwise(logarithm + element(shift.reshaped(kind.shape), kind.shape), kind)
 
 
 @TABLE.rule(*overloads("_softmax_backward_data"))
@@ -303,7 +290,7 @@ def softmax_backward(b: Builder, grad: Tensor, y: Tensor, dim: int, input_dtype:
     weighted = element(grad, y.shape, inner) * element(y, y.shape, inner)
     total = b.reduce("sum", weighted, y.shape, dims_of(y, dim), inner, keep=True)
     body = weighted - element(y, y.shape, inner) * element(total, y.shape)
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)
 
 
 @TABLE.rule(*overloads("_log_softmax_backward_data"))
@@ -312,4 +299,4 @@ def log_softmax_backward(b: Builder, grad: Tensor, y: Tensor, dim: int, input_dt
     inner = DTYPES[kind.dtype].compute
     total = b.reduce("sum", element(grad, y.shape, inner), y.shape, dims_of(y, dim), inner, keep=True)
     body = element(grad, y.shape, inner) - f.exp(element(y, y.shape, inner)) * element(total, y.shape)
-    return b.elementwise(f.cast(body, kind.dtype).expr, kind)
+    return b.cast_elementwise(body, kind)

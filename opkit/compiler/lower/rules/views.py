@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, flat, index, is_nonnegative, product
-from opkit.compiler.lower.context import Builder
+from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
 from opkit.compiler.lower.tensors import Tensor, formal, is_dense
 
@@ -38,15 +39,10 @@ def alias(b: Builder, x: Tensor) -> Tensor:
 
 
 @_view(*overloads("view"), *overloads("reshape"), *overloads("_unsafe_view"), *overloads("_reshape_alias"))
-def view(b: Builder, x: Tensor, shape: Sizes, *rest: Any) -> Tensor:
-    # The graph says what -1 stands for.
-    return x.reshaped(b.result().shape)
-
-
 @_view(*overloads("flatten", "using_ints"), *overloads("unflatten", "int"), *overloads("squeeze", "default"))
 @_view(*overloads("squeeze", "dim", "dims"), *overloads("unsqueeze"), *overloads("view_as"))
-def regrouped(b: Builder, x: Tensor, *rest: Any) -> Tensor:
-    return x.reshaped(b.result().shape)
+def view(b: Builder, x: Tensor, *rest: Any) -> Tensor:
+    return x.reshaped(b.result().shape)  # the graph has the size that -1 stands for
 
 
 @_view(*overloads("permute"))
@@ -127,7 +123,7 @@ def unbind(b: Builder, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def unbound(x: Tensor, dim: int, count: int) -> tuple[Tensor, ...]:
-    """Return the first so many slices of a tensor along a dimension."""
+    """Return the first ``count`` slices of a tensor along a dimension."""
     dim %= len(x.shape)
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     axes = formal(shape)
@@ -155,67 +151,63 @@ def diagonal(b: Builder, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 
 
 @_view(*overloads("as_strided"))
 def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any = None) -> Tensor:
-    """Over the memory that eager has, in which each element of what is viewed has one place."""
+    """Return a view of the memory that eager mode has, in which each element of the base tensor has one position."""
     nodes = {node.name: node for node in b.graph.nodes}
-    own = base = nodes[b.node.args[0].name]
+    viewed = base = nodes[b.node.args[0].name]
     while base.target in _VIEWS or (base.target == "getitem" and nodes[base.args[0].name].target in _VIEWS):
         base = nodes[base.args[0].name]
-    kind, value, viewed = base.result, b.values[base.name], own.result
+    kind, value, view_type = base.result, b.values[base.name], viewed.result
     if base.target in ("input", "constant") or not isinstance(kind, TensorType) or not isinstance(value, Tensor):
         raise NoRule("as_strided of an input of the graph")
     if not is_dense(kind.shape, kind.strides) or kind.dtype != x.dtype:
         raise NoRule("as_strided of memory with gaps, or of another type")
-    assert isinstance(viewed, TensorType)
-    place = flat(formal(shape), strides) + index(viewed.offset if offset is None else offset)
-    there = [ZERO if n == 1 else place // s % n for n, s in zip(kind.shape, kind.strides, strict=True)]
-    laid = value.strided()
-    if laid is None or any(n != 1 and s != t for n, s, t in zip(kind.shape, laid.strides, kind.strides, strict=True)):
+    assert isinstance(view_type, TensorType)
+    place = flat(formal(shape), strides) + index(view_type.offset if offset is None else offset)
+    at = [ZERO if n == 1 else place // s % n for n, s in zip(kind.shape, kind.strides, strict=True)]
+    own = value.strided()
+    if own is None or any(n != 1 and s != t for n, s, t in zip(kind.shape, own.strides, kind.strides, strict=True)):
         value = b.materialised(value, kind.strides)
-    return value.mapped(b.result().shape, there)
+    return value.mapped(b.result().shape, at)
 
 
 def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
-    """Return a part of a dimension: ``move`` gives where in it an element is."""
+    """Return a part of a dimension; ``move`` maps a position in the part to one in the dimension."""
     dim %= len(x.shape)
     shape = tuple(length if k == dim else n for k, n in enumerate(x.shape))
     return x.mapped(shape, [move(a) if k == dim else a for k, a in enumerate(formal(shape))])
 
 
 def from_end(at: Any, extent: Index) -> Index:
-    """Return a position, which counts from the end where it is negative."""
-    at = _whole(at)
+    """Return a position from the start; a negative one counts from the end."""
+    if isinstance(at, Tensor):
+        raise NoRule("a position that is read from memory")
+    at = index(at)
     if at.constant is not None:
         return at + extent if at.constant < 0 else at
     if not is_nonnegative(at):
-        raise NoRule(f"whether the position {at} is negative is not known")
+        raise NoRule(f"the position {at}, which may be negative")
     return at
 
 
-def _whole(at: Any) -> Index:
-    if isinstance(at, Tensor):
-        raise NoRule("a position that is read from memory")
-    return index(at)
-
-
 def clamped(at: Any, extent: Index) -> Index:
-    """Return where a slice begins, within the dimension."""
-    found = from_end(at, extent)
-    if is_nonnegative(extent - found):
-        return found if is_nonnegative(found) else ZERO
-    if is_nonnegative(found - extent):
+    """Return the begin of a slice, limited to the dimension."""
+    begin = from_end(at, extent)
+    if is_nonnegative(extent - begin):
+        return begin if is_nonnegative(begin) else ZERO
+    if is_nonnegative(begin - extent):
         return extent
-    if is_nonnegative(-found):
+    if is_nonnegative(-begin):
         return ZERO
-    raise NoRule(f"whether {found} is in a dimension of {extent} is not known")
+    raise NoRule(f"a slice from {begin}, which may be outside of a dimension of {extent}")
 
 
-# ---- elements that move ----------------------------------------------------------------------------------------------
+# ---- copies that move elements -----------------------------------------------------------------------------------------
 
 
 @TABLE.rule(*overloads("flip"))
 def flip(b: Builder, x: Tensor, dims: Sequence[int]) -> Tensor:
-    turned = {d % max(len(x.shape), 1) for d in dims}
-    axes = [x.shape[k] - 1 - a if k in turned else a for k, a in enumerate(formal(x.shape))]
+    flipped = {d % max(len(x.shape), 1) for d in dims}
+    axes = [x.shape[k] - 1 - a if k in flipped else a for k, a in enumerate(formal(x.shape))]
     return x.mapped(x.shape, axes, copied=True)
 
 
@@ -242,7 +234,7 @@ def repeat(b: Builder, x: Tensor, repeats: Sizes) -> Tensor:
     return x.mapped(shape, [ZERO if n == 1 else a % n for a, n in zip(axes, x.shape, strict=True)], copied=True)
 
 
-# ---- views in memory of their own, as the bodies of control flow operators have them ---------------------------------
+# ---- copies of views, as the bodies of control flow operators have them ------------------------------------------------
 
 _COPIED = (
     *("_reshape_alias", "alias", "detach", "diagonal", "expand", "permute", "select", "slice", "split"),
@@ -250,23 +242,18 @@ _COPIED = (
 )
 
 
-def _copying(view: Rule) -> Rule:
-    """Return the rule of the operator that copies what a view shows."""
-
-    def rule(b: Builder, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        found = view(b, x, *args, **kwargs)
-        return tuple(map(_copied, found)) if isinstance(found, tuple) else _copied(found)
-
-    return rule
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.mapped(x.shape, formal(x.shape), copied=True)
+def _copied(view: Rule, b: Builder, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    """Return copies of the results of the rule of a view."""
+    result = view(b, *args, **kwargs)
+    copies = [
+        x.mapped(x.shape, formal(x.shape), copied=True) for x in (result if isinstance(result, tuple) else [result])
+    ]
+    return tuple(copies) if isinstance(result, tuple) else copies[0]
 
 
 for _name in _VIEWS:
     _, _operator, _overload = _name.split(".")
     if _operator in _COPIED:
-        TABLE.rule(f"aten.{_operator}_copy.{_overload}")(_copying(TABLE[_name]))
+        TABLE.rule(f"aten.{_operator}_copy.{_overload}")(functools.partial(_copied, TABLE[_name]))
 
 ALIASING = frozenset(_VIEWS)

@@ -6,12 +6,10 @@ import itertools
 import torch
 
 from opkit.compiler.ir.index import Axis, index, size
-from opkit.compiler.ir.kernel import Kernel, KernelArgument, Loop
+from opkit.compiler.ir.kernel import Kernel, KernelArgument, KernelLaunch, Loop, batches
 from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.ir.schedule import KernelLaunch, batches
-from opkit.compiler.lower import batch
-from opkit.compiler.lower.batch import BatchSizes, batched
-from opkit.compiler.lower.memory_planning import nbytes
+from opkit.compiler.lower import scheduling
+from opkit.compiler.lower.scheduling import BatchSizes, batched, nbytes
 from tests.compiler import native
 from tests.compiler.lower.test_scheduling import check, r
 
@@ -93,7 +91,7 @@ def test_small_launches_move_up_past_what_they_do_not_depend_on():
 
 
 def test_a_large_launch_joins_the_last_batch_alone(monkeypatch):
-    monkeypatch.setattr(batch, "SMALL", 0.5)
+    monkeypatch.setattr(scheduling, "SMALL_LAUNCH", 0.5)
     steps = [launch("a", "x", "y"), launch("b", "y", "z"), launch("c", "v", "w")]
     assert of(*steps)[0] == [["a"], ["b", "c"]]
 
@@ -117,7 +115,7 @@ def test_memory_that_an_operator_gave_twice_is_one():
 
 
 def test_a_batch_needs_no_more_of_the_arena_than_it_may():
-    half = batch.MEMORY / 2
+    half = scheduling.BATCH_MEMORY / 2
     steps = [launch(name, f"{name}0", f"{name}1") for name in "abc"]
     found, reasons, _ = of(*steps, arena={"a1": half, "b1": half, "c1": half})
     assert found == [["a", "b"], ["c"]]

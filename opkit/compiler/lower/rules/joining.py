@@ -1,0 +1,238 @@
+"""Join, pad and resize tensors, replace parts of them, and the derivatives of views."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from opkit.compiler.ir.expr import Expr, const, op, position
+from opkit.compiler.ir.expr import where as chosen
+from opkit.compiler.ir.index import ZERO, Index, index, is_below, is_nonnegative, value
+from opkit.compiler.lower import scalar as f
+from opkit.compiler.lower.builder import Builder
+from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.views import clamped, from_end, permute
+from opkit.compiler.lower.scalar import Scalar, cast, number
+from opkit.compiler.lower.tensors import Tensor, formal, lazy
+
+TABLE = Table()
+Sizes = Sequence[Index | int]
+
+
+# ---- joined and padded with a constant ---------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("cat"), *overloads("concat"))
+def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    buffer = b.result_buffer()
+    dim = dim % len(buffer.shape)
+    begin = ZERO
+    joined: Tensor | None = None
+    for x in tensors:
+        if len(x.shape) != len(buffer.shape):  # torch ignores an empty tensor of one dimension
+            continue
+        target = [a + begin if k == dim else a for k, a in enumerate(formal(x.shape))]
+        joined = b.compute(buffer, x.shape, _as(x.at(formal(x.shape)), buffer.dtype), target)
+        begin = begin + x.shape[dim]
+    if joined is None:
+        raise NoRule("a list of empty tensors")
+    return joined
+
+
+@TABLE.rule(*overloads("stack"))
+def stack(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= len(b.result().shape)
+    shape = tensors[0].shape
+    return cat(b, [x.reshaped([*shape[:dim], index(1), *shape[dim:]]) for x in tensors], dim)
+
+
+@TABLE.rule(*overloads("constant_pad_nd"))
+def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor:
+    shape = b.result().shape
+    rank = len(shape)
+    before = [index(pad[2 * (rank - 1 - k)]) if 2 * (rank - k) <= len(pad) else ZERO for k in range(rank)]
+    axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
+    inside = within(axes, x.shape, shape)
+    fill = number(value, x.dtype).expr
+    return b.compute(
+        b.result_buffer(), shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill)
+    )
+
+
+# ---- a part replaced -------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("slice_scatter"))
+def slice_scatter(
+    b: Builder, x: Tensor, part: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    dim %= len(x.shape)
+    begin = clamped(0 if start is None else start, x.shape[dim])
+    return _replaced(b, x, part, dim, begin, step)
+
+
+@TABLE.rule(*overloads("slice_backward"))
+def slice_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, start: Any, end: Any, step: int) -> Tensor:
+    return slice_scatter(b, _zeros(b), grad, dim, start, end, step)
+
+
+@TABLE.rule(*overloads("select_scatter"))
+def select_scatter(b: Builder, x: Tensor, part: Tensor, dim: int, position: Any) -> Tensor:
+    dim %= len(x.shape)
+    one = (*x.shape[:dim], index(1), *x.shape[dim + 1 :])
+    return _replaced(b, x, part.reshaped(one), dim, from_end(position, x.shape[dim]), 1)
+
+
+@TABLE.rule(*overloads("select_backward"))
+def select_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, position: Any) -> Tensor:
+    return select_scatter(b, _zeros(b), grad, dim, position)
+
+
+@TABLE.rule(*overloads("diagonal_scatter"))
+def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rank = len(x.shape)
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    axes = formal(x.shape)
+    row, column = axes[dim1] - max(-offset, 0), axes[dim2] - max(offset, 0)
+    rest = [a for k, a in enumerate(axes) if k not in (dim1, dim2)]
+    inside = within([row], part.shape[-1:])
+    on_diagonal = op("eq", position(row), position(column))
+    mask = on_diagonal if inside is None else op("and", on_diagonal, inside)
+    return b.elementwise(chosen(mask, _as(part.at([*rest, row], mask), x.dtype), x.at(axes)))
+
+
+@TABLE.rule(*overloads("diagonal_backward"))
+def diagonal_backward(b: Builder, grad: Tensor, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Tensor:
+    return diagonal_scatter(b, _zeros(b), grad, offset, dim1, dim2)
+
+
+def _zeros(b: Builder) -> Tensor:
+    kind = b.result()
+    return lazy(number(0, kind.dtype).expr, kind.shape)
+
+
+def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step: int) -> Tensor:
+    """Return ``x`` with ``part`` in place of every ``step``-th element of a dimension from ``begin`` on."""
+    axes = formal(x.shape)
+    offset = axes[dim] - begin
+    at = [offset // step if k == dim else a for k, a in enumerate(axes)]
+    mask = None if part.shape[dim] == x.shape[dim] else within([at[dim]], [part.shape[dim]])
+    if step != 1:
+        on_step = op("eq", position(offset % step), const(0, "i64"))
+        mask = on_step if mask is None else op("and", mask, on_step)
+    body = _as(part.at(at, mask), x.dtype)
+    return b.elementwise(body if mask is None else chosen(mask, body, x.at(axes)))
+
+
+def within(at: Sequence[Index], extents: Sequence[Index], whole: Sequence[Index] | None = None) -> Expr | None:
+    """Return whether coordinates are in extents, or None if they always are; the axes of ``whole`` are in its extents."""
+    conditions: list[Expr] = []
+    for k, (a, n) in enumerate(zip(at, extents, strict=True)):
+        if whole is not None and whole[k] == n and a == formal(whole)[k]:
+            continue
+        if not is_nonnegative(a):
+            conditions.append(op("le", const(0, "i64"), position(a)))
+        if not is_below(a, n):
+            conditions.append(op("lt", position(a), position(n)))
+    return functools.reduce(lambda x, y: op("and", x, y), conditions) if conditions else None
+
+
+def _as(x: Expr, dtype: str) -> Expr:
+    return cast(Scalar(x), dtype).expr
+
+
+# ---- nearest neighbours ----------------------------------------------------------------------------------------------
+
+
+def _nearest(b: Builder, x: Tensor, scales: Sequence[float | None]) -> Tensor:
+    shape = b.result().shape
+    outer = len(shape) - len(scales)
+    axes = formal(shape)
+    moved = [_source(axes[k], shape[k], x.shape[k], scales[k - outer]) for k in range(outer, len(shape))]
+    return x.mapped(shape, [*axes[:outer], *moved], copied=True)
+
+
+def _source(at: Index, result: Index, size: Index, scale: float | None) -> Index:
+    """Return ``at * size // result``, if ATen's computation in float32 results in that for every position."""
+    if result == size:
+        return at
+    if result.constant is None or size.constant is None:
+        raise NoRule("nearest neighbours in dimensions of symbolic sizes")
+    exact = np.arange(result.constant) * size.constant // result.constant
+    if result != size * 2 and not np.array_equal(exact, _rounded(result.constant, size.constant, scale)):
+        raise NoRule("nearest neighbours that depend on rounding")
+    return at * size // result
+
+
+def _rounded(result: int, size: int, scale: float | None) -> Any:
+    """Return the positions of the neighbours that ATen computes."""
+    ratio = np.float32(1.0 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(result)
+    return np.minimum(np.floor(np.arange(result).astype(np.float32) * ratio).astype(np.int64), size - 1)
+
+
+def _upsample(rank: int, b: Builder, x: Tensor, sizes: Any, *scales: float | None) -> Tensor:
+    return _nearest(b, x, [*scales, *[None] * (rank - len(scales))])
+
+
+def _upsample_vec(rank: int, b: Builder, x: Tensor, sizes: Any, scales: Sequence[float] | None = None) -> Tensor:
+    return _nearest(b, x, scales or [None] * rank)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def _replicated(at: Scalar, size: Index) -> Scalar:
+    """Return the nearest position in the tensor."""
+    return f.minimum(f.maximum(at, 0), size - 1)
+
+
+def _reflected(at: Scalar, size: Index) -> Scalar:
+    """Return the position mirrored at the first or the last element."""
+    last = f.number(size - 1, at)
+    return last - f.absolute(last - f.absolute(at))
+
+
+def _padded(source: Callable[[Scalar, Index], Scalar], b: Builder, x: Tensor, pad: Sequence[Any]) -> Tensor:
+    """Pad a tensor; ``source`` maps a position, also outside of the tensor, to that of the element to read."""
+    shape = b.result().shape
+    at = list(formal(shape))
+    for k in range(len(pad) // 2):
+        dim = len(shape) - 1 - k
+        at[dim] = at[dim] - index(pad[2 * k])
+        if shape[dim] != x.shape[dim]:
+            at[dim] = value(source(Scalar(position(at[dim])), x.shape[dim]).expr)
+    return b.elementwise(x.at(at))
+
+
+for _rank in (1, 2, 3):
+    TABLE.rule(*overloads(f"upsample_nearest{_rank}d"))(functools.partial(_upsample, _rank))
+    TABLE.rule(*overloads(f"upsample_nearest{_rank}d", "vec"))(functools.partial(_upsample_vec, _rank))
+    TABLE.rule(*overloads(f"replication_pad{_rank}d"))(functools.partial(_padded, _replicated))
+    TABLE.rule(*overloads(f"reflection_pad{_rank}d"))(functools.partial(_padded, _reflected))
+
+
+# ---- channels and pixels ---------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("pixel_shuffle"))
+def pixel_shuffle(b: Builder, x: Tensor, factor: int) -> Tensor:
+    *batch, channels, height, width = x.shape
+    split = x.reshaped([*batch, channels // (factor * factor), index(factor), index(factor), height, width])
+    return _permuted_copy(b, split, len(batch), [0, 3, 1, 4, 2])
+
+
+@TABLE.rule(*overloads("pixel_unshuffle"))
+def pixel_unshuffle(b: Builder, x: Tensor, factor: int) -> Tensor:
+    *batch, channels, height, width = x.shape
+    split = x.reshaped([*batch, channels, height // factor, index(factor), width // factor, index(factor)])
+    return _permuted_copy(b, split, len(batch), [0, 2, 4, 1, 3])
+
+
+def _permuted_copy(b: Builder, x: Tensor, batch: int, order: Sequence[int]) -> Tensor:
+    """Return the tensor with the dimensions after ``batch`` permuted, in the result's shape."""
+    shape = b.result().shape
+    permuted = permute(b, x, [*range(batch), *(batch + k for k in order)])
+    return permuted.reshaped(shape).mapped(shape, formal(shape), copied=True)
