@@ -13,7 +13,7 @@ from typing import Any
 from opkit.compiler import logs, user_lowerings
 from opkit.compiler.capture.conversion import Captured
 from opkit.compiler.compiled_graph import CompiledGraph, Stages
-from opkit.compiler.emit.source import source
+from opkit.compiler.emit.c.source import source
 from opkit.compiler.explained_graph import batch_texts
 from opkit.compiler.ir.schedule import KernelLaunch, Schedule
 from opkit.compiler.lower.graph_to_program import lower

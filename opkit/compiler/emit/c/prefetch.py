@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from opkit.compiler.emit.functions import is_called
+from opkit.compiler.emit.analysis import values
+from opkit.compiler.emit.c.functions import is_elementary_function
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Axis, Index, Value, index, product
+from opkit.compiler.ir.index import Axis, Index, index, product
 from opkit.compiler.ir.kernel import Let, Loop, Statement, Store, Update
 
 _LINE = 64  # bytes of a line of the cache
@@ -67,7 +68,7 @@ class Prefetches:
     by_strip: tuple[PrefetchedRow, ...] = ()
 
 
-def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
+def prefetches(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
     """Return what a kernel prefetches; ``loops`` are the parallel ones around ``body``."""
     passes = [s for s in body if isinstance(s, Loop)]
     if not loops or len(passes) < 2 or not all(each.how == "vector" for each in passes[:2]):
@@ -78,7 +79,7 @@ def of(loops: Sequence[Loop], body: Sequence[Statement]) -> Prefetches:
     reads = {(n.data[0], n.data[1], n.dtype) for n in _nodes(passes[0]) if n.op == "load" and not n.args}
     found = [_prefetched_row(*read, passes[0].axis, loops[-1].axis, rows) for read in sorted(reads, key=str)]
     prefetched = [each for each in found if each is not None]
-    if not any(map(is_called, _nodes(passes[1]))):
+    if not any(map(is_elementary_function, _nodes(passes[1]))):
         before = tuple(each for each in prefetched if each.bytes <= _FIRST)
         return Prefetches(passes[1], before, tuple(each for each in prefetched if each not in before))
     return Prefetches(passes[1], by_strip=tuple(each for each in prefetched if each.line <= _LINE // _WIDE))
@@ -100,6 +101,6 @@ def _prefetched_row(
         return None
     if not _SHORT <= length * size <= _SECOND or rows * length * size < _BUFFER or apart.constant < length:
         return None
-    if any(isinstance(leaf, Value) for leaf in at.leaves()):
+    if values(at):
         return None
     return PrefetchedRow(buffer, at.substitute({within: index(0)}) + apart, length, max(1, _LINE // size))

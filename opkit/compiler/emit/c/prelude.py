@@ -1,13 +1,25 @@
-"""This module holds the C that kernels call: small functions, of which a unit includes those it needs, and thread launches."""
+"""This module holds the C that kernels call apart from elementary functions; a unit includes what it needs.
+
+It has integer arithmetic, atomic updates, random numbers, streaming stores, and launches of kernels on threads.
+
+Random numbers: Philox-4x32-10, from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3". A number
+depends on its seed (the key) and its count alone, so that loops may draw in any order and in vectors. A call of Philox gives four
+words. An f64 is the upper 53 bits of the first two that its count gives. An f32 is the upper 24 bits of one word: 64 counts in a
+row share sixteen calls, the lanes of a vector, each of which gives every sixteenth number. So a loop along the counts
+(:mod:`opkit.compiler.emit.c.strips`) takes a quarter of the calls.
+
+Streaming stores write memory past the caches, by whole lines of 64 bytes, and the rest of a first and a last line as any other
+memory. Such stores may become visible after later ones: ``opk_streamed`` orders them before all that follow. Where the compiler
+or the processor has none, ``opk_stream`` copies.
+"""
 
 from __future__ import annotations
 
 import re
 import string
 
-from opkit.compiler.emit import functions
-from opkit.compiler.emit.expressions import apply
-from opkit.compiler.emit.types import C_TYPES
+from opkit.compiler.emit.c import functions
+from opkit.compiler.emit.c.expressions import C_TYPES, apply
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 
 _HEAD = "static inline __attribute__((always_inline)) "
@@ -42,6 +54,126 @@ _ATOMIC = (
     "__builtin_memcpy(&a, &old, sizeof a); b = $NEXT; __builtin_memcpy(&new, &b, sizeof b); } while (!__atomic_compare_"
     "exchange_n(($U *)p, &old, new, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)); }"
 )
+
+LANES = 16
+
+_PHILOX_ROUND = """\
+    {
+        const unsigned long long p0 = 0xd2511f53ull * c0, p1 = 0xcd9e8d57ull * c2;
+        const unsigned h0 = (unsigned)(p1 >> 32) ^ c1 ^ k0, h2 = (unsigned)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (unsigned)p1;
+        c3 = (unsigned)p0;
+        c0 = h0;
+        c2 = h2;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+"""
+
+_PHILOX = f"""\
+OPK_INLINE void opk_philox(unsigned long long seed, unsigned long long count, unsigned *words, long apart) {{
+    unsigned c0 = (unsigned)count, c1 = (unsigned)(count >> 32), c2 = 0, c3 = 0;
+    unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
+{_PHILOX_ROUND * 10}    words[0] = c0;
+    words[apart] = c1;
+    words[2 * apart] = c2;
+    words[3 * apart] = c3;
+}}
+"""
+
+_RANDOM_F32 = f"""\
+OPK_INLINE float opk_random_f32(unsigned long long seed, unsigned long long count) {{
+    unsigned words[4];
+    opk_philox(seed, count / {4 * LANES} * {LANES} + count % {LANES}, words, 1);
+    return (float)(int)(words[count / {LANES} % 4] >> 8) * 0x1p-24f;
+}}
+"""
+
+_RANDOM_F64 = """\
+OPK_INLINE double opk_random_f64(unsigned long long seed, unsigned long long count) {
+    unsigned words[4];
+    opk_philox(seed, count, words, 1);
+    const double high = (double)(int)(words[0] >> 6), low = (double)(int)((words[0] & 0x3fu) << 21 | words[1] >> 11);
+    return (high * 0x1p+27 + low) * 0x1p-53;
+}
+"""
+
+_RANDOM_ROW = f"""\
+static __attribute__((noinline)) void opk_random_row(
+    unsigned long long seed, unsigned long long count, long length, float *out) {{
+    for (long done = 0; done < length;) {{
+        const unsigned long long at = count + (unsigned long long)done, first = at % {4 * LANES};
+        const long most = {4 * LANES} - (long)first, these = length - done < most ? length - done : most;
+        unsigned words[{4 * LANES}] __attribute__((aligned(64)));
+        _Pragma("omp simd")
+        for (int lane = 0; lane < {LANES}; ++lane)
+            opk_philox(seed, at / {4 * LANES} * {LANES} + (unsigned)lane, words + lane, {LANES});
+        for (long k = 0; k < these; ++k) out[done + k] = (float)(int)(words[(long)first + k] >> 8) * 0x1p-24f;
+        done += these;
+    }}
+}}
+"""
+
+
+_PART = """\
+#if defined(__AVX512F__)
+#define OPK_PART 64
+#define OPK_MOVE __builtin_ia32_movntps512
+#elif defined(__AVX__)
+#define OPK_PART 32
+#define OPK_MOVE __builtin_ia32_movntps256
+#elif defined(__SSE__)
+#define OPK_PART 16
+#define OPK_MOVE __builtin_ia32_movntps
+#elif defined(__clang__)
+#define OPK_PART 16
+#endif
+#if defined(OPK_PART)
+typedef float stream_part __attribute__((vector_size(OPK_PART), may_alias));
+typedef float stream_anywhere __attribute__((vector_size(OPK_PART), aligned(1), may_alias));
+#endif
+#if defined(__clang__)
+#define OPK_STREAM(to, from) __builtin_nontemporal_store(*(const stream_anywhere *)(from), (stream_part *)(to))
+#elif defined(OPK_PART)
+#define OPK_STREAM(to, from) OPK_MOVE((float *)(to), *(const stream_anywhere *)(from))
+#endif
+"""
+
+_STREAM = (
+    _PART
+    + """\
+static __attribute__((noinline)) void opk_stream(void *to, const void *from, long bytes) {
+    long done = -(long)to & 63;
+    done = done < bytes ? done : bytes;
+    __builtin_memcpy(to, from, (unsigned long)done);
+#if defined(OPK_STREAM)
+    for (; done + 64 <= bytes; done += 64)
+        for (long part = 0; part < 64; part += OPK_PART)
+            OPK_STREAM((char *)to + done + part, (const char *)from + done + part);
+#endif
+    __builtin_memcpy((char *)to + done, (const char *)from + done, (unsigned long)(bytes - done));
+}
+"""
+)
+
+_STREAMED = """\
+OPK_INLINE void opk_streamed(void) {
+#if defined(__SSE__)
+    __builtin_ia32_sfence();
+#elif defined(__aarch64__)
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+"""
+
+_TEXT = {
+    "philox": _PHILOX,
+    "random_f32": _RANDOM_F32,
+    "random_f64": _RANDOM_F64,
+    "random_row": _RANDOM_ROW,
+    "stream": _STREAM,
+    "streamed": _STREAMED,
+}
 
 RUNTIME = """
 struct opkit_runtime {
@@ -163,6 +295,8 @@ def _collect(code: str, own: dict[str, str], others: dict[str, None]) -> None:
 
 def _definition(name: str) -> str | None:
     stem, _, dtype = name.rpartition("_")
+    if name in _TEXT:
+        return _TEXT[name]
     if dtype not in DTYPES:
         return None
     if stem.startswith("bits_"):

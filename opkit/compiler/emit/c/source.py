@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import indices, near, prelude
-from opkit.compiler.emit.c import function
-from opkit.compiler.emit.types import TYPEDEFS
+from opkit.compiler.emit.c import blocks, expressions, prelude
+from opkit.compiler.emit.c.expressions import TYPEDEFS
+from opkit.compiler.emit.c.kernel import function
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Atom, Div, Mod, Size, product
 from opkit.compiler.ir.kernel import Kernel, parallel
@@ -96,7 +96,7 @@ def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, i
     parameters = [f"call->buffers[{i}]" for i in range(len(kernel.arguments))]
     parameters += [f"call->sizes[{i}]" for i in range(len(kernel.sizes))]
     arguments = f"({', '.join([*parameters, 'call->runtime', 'begin', 'end'])})"
-    types = near.types(kernel, exclusive)
+    types = blocks.near_types(kernel, exclusive)
     first = [function(kernel, f"{name}_near", exclusive, types, order)] if types else []
     call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"
     origins = [f"// {', '.join(kernel.origins)}"] if kernel.origins else []
@@ -132,9 +132,9 @@ def _call(launch: KernelLaunch, name: str, buffers: Mapping[str, int], sizes: Ma
 
     def spell(atom: Atom) -> str:
         assert isinstance(atom, Size | Div | Mod), atom
-        return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Size) else indices.divided(atom, spell)
+        return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Size) else expressions.division(atom, spell)
 
-    count = indices.text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
+    count = expressions.index_text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
     return f"{{{name}_range, {pointers}, {numbers}, runtime, {count}, {max(1, launch.kernel.grain)}}}"
 
 

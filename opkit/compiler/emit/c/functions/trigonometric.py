@@ -1,11 +1,17 @@
-"""sin, cos and tan, for arguments of any size with no branch.
+"""sin, cos and tan: for arguments of any size without a branch, and in fewer steps for arguments near zero.
 
-Method: the argument in turns, x / 2 pi, less its whole part, after Payne and Hanek: x is multiplied by pieces of 1 / 2 pi,
-each product is exact, and what it holds of whole turns is dropped before they are added. Pieces whose product with x is
-a whole number are left out, so which are used depends on the exponent of x. f32: 2 / pi as a sum of two doubles, one of four
-such sums by comparison; the product with the first, less its whole part, is rounded once. f64: products with their errors,
-pieces from a table with a row for 32 exponents.
-Then sin and cos of at most an eighth of a turn by minimax polynomials, exchanged and negated by the quadrant.
+Any size: x / 2 pi less its whole part, after Payne and Hanek. x is multiplied by pieces of 1 / 2 pi. Each product is exact, and
+its whole part is dropped before the products are added. Pieces whose product with x is a whole number are left out, so the
+exponent of x decides which ones are used. f32: 2 / pi as a sum of two doubles, one of four such sums by comparison; the product
+with the first, less its whole part, is rounded once. f64: products with their errors, and pieces from a table with a row for 32
+exponents.
+
+Then sin and cos of at most an eighth of a full turn by minimax polynomials, exchanged and negated by the quadrant.
+
+Near zero: Cody and Waite's reduction, x less a number of quarter turns, with pi / 2 as a sum of three numbers of the argument's
+type. With fused multiply-add the first difference is exact, and the rounding error of the second one is known; without it these
+functions call the others. ``LIMITS`` has the greatest argument: 2**17 and 2**30, far below where the third number does not
+suffice.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import functools
 import math
 from fractions import Fraction
 
-from opkit.compiler.emit.functions.templates import estrin, fill, horner
+from opkit.compiler.emit.c.functions.floats import estrin, fill, horner
 
 SIN32 = "-0x1.55553ap-3 0x1.110322p-7 -0x1.97f88p-13"
 COS32 = "0x1.555542p-5 -0x1.6c07a6p-10 0x1.98b652p-16"
@@ -233,7 +239,7 @@ def _table() -> str:
     return f"static const double opk_turns[128] = {{\n    {numbers},\n}};\n"
 
 
-TEXT = {
+_ANY_SIZE_TEXT = {
     "turns": _table(),
     "reduced_f32": fill(_REDUCED32, "f32", c1=_chosen("c1", 0), c2=_chosen("c2", 1)),
     "fused24": fill(_FUSED24, "f64"),
@@ -251,3 +257,105 @@ TEXT = {
     "tangent_f64": fill(_TANGENT64, "f64"),
     "tan_f64": fill(_TAN_F64, "f64"),
 }
+
+LIMITS = {f"{op}_{t}": limit for op in ("sin", "cos", "tan") for t, limit in (("f32", "0x1p+17f"), ("f64", "0x1p+30"))}
+"""The functions that ``opk_<op>_near_<type>`` is a form of, and up to which size of the argument."""
+
+_FMA = "defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)"
+
+# The angle as r + low, and the lowest bits of the number of quarter turns; -pi / 2 is c1 + c2 + c3.
+_REDUCED_NEAR = """
+OPK_INLINE $T opk_reduced_near_$t($T x, $T *low, $U *quarter) {
+    const $T shifted = opk_fma_$t(x, 0x1.45f306dc9c883p-1$f, $round$f), n = shifted - $round$f;
+    const $T first = opk_fma_$t(n, $c1$f, x), p = n * $c2$f, r = first + p;
+    *low = opk_fma_$t(n, $c3$f, ((first - r) + p) + opk_fma_$t(n, $c2$f, -p));
+    *quarter = opk_bits_$t(shifted);
+    return r;
+}
+"""
+_PARTS = {
+    "f32": {"round": "0x1.8p+23", "c1": "-0x1.921fb6p+0", "c2": "0x1.777a5cp-25", "c3": "0x1.ee59dap-50"},
+    "f64": {
+        "round": "0x1.8p+52",
+        "c1": "-0x1.921fb54442d18p+0",
+        "c2": "-0x1.1a62633145c07p-54",
+        "c3": "0x1.f1976b7ed8fbcp-110",
+    },
+}
+
+_QUARTER_NEAR32 = """
+OPK_INLINE float opk_quarter_near_f32(float x, unsigned more) {
+    const float shifted = opk_fma_f32(x, 0x1.45f306p-1f, $round), n = shifted - $round;
+    const float r = opk_fma_f32(n, $c3, opk_fma_f32(n, $c2, opk_fma_f32(n, $c1, x))), s = r * r;
+    const float sine = opk_fma_f32(r * s, $sin, r);
+    const float cosine = opk_fma_f32(s * s, $cos, opk_fma_f32(s, -0.5f, 1.0f));
+    const unsigned quarter = opk_bits_f32(shifted) + more;
+    return opk_from_bits_f32(opk_bits_f32(quarter & 1u ? cosine : sine) ^ (quarter & 2u) << 30);
+}
+"""
+
+_QUARTER_NEAR64 = """
+OPK_INLINE double opk_quarter_near_f64(double x, unsigned long long more) {
+    double low, rest;
+    unsigned long long quarter;
+    const double r = opk_reduced_near_f64(x, &low, &quarter);
+    const double sine = opk_sine_f64(r, low, &rest), cosine = opk_cosine_f64(r, low, &rest);
+    quarter += more;
+    return opk_from_bits_f64(opk_bits_f64(quarter & 1 ? cosine : sine) ^ (quarter & 2) << 62);
+}
+"""
+
+_TAN_NEAR32 = """
+    float low;
+    unsigned quarter;
+    const float r = opk_reduced_near_f32(x, &low, &quarter), s = r * r, s2 = s * s, s4 = s2 * s2;
+    const float more = opk_fma_f32(r * s, $tan, opk_fma_f32(low, s, low));
+    return opk_tangent_f32(x, quarter, r, more);
+"""
+
+_TAN_NEAR64 = """
+    double low;
+    unsigned long long quarter;
+    const double r = opk_reduced_near_f64(x, &low, &quarter);
+    return opk_tangent_f64(x, quarter, r, low);
+"""
+
+_BODIES = {
+    "sin_f32": "const float y = opk_quarter_near_f32(x, 0);\n    return x == 0.0f ? x : y;",
+    "cos_f32": "return opk_quarter_near_f32(x, 1);",
+    "tan_f32": fill(_TAN_NEAR32, "f32", tan=estrin("f32", "s", TAN32)),
+    "sin_f64": "const double y = opk_quarter_near_f64(x, 0);\n    return __builtin_fabs(x) < 0x1p-30 ? x : y;",
+    "cos_f64": "return opk_quarter_near_f64(x, 1);",
+    "tan_f64": _TAN_NEAR64.strip(),
+}
+
+_FUNCTION = """
+OPK_INLINE $T opk_${op}_near_$t($T x) {
+#if $fma
+    $body
+#else
+    return opk_${op}_$t(x);
+#endif
+}
+"""
+
+
+def _function(name: str) -> str:
+    op, t = name.split("_")
+    return fill(_FUNCTION, t, op=op, body=_BODIES[name].strip(), fma=_FMA)
+
+
+_NEAR_TEXT = {
+    **{f"reduced_near_{t}": fill(_REDUCED_NEAR, t, **parts) for t, parts in _PARTS.items()},
+    "quarter_near_f32": fill(
+        _QUARTER_NEAR32,
+        "f32",
+        sin=horner("f32", "s", SIN32),
+        cos=horner("f32", "s", COS32),
+        **{name: f"{part}f" for name, part in _PARTS["f32"].items()},
+    ),
+    "quarter_near_f64": fill(_QUARTER_NEAR64, "f64"),
+    **{"{}_near_{}".format(*name.split("_")): _function(name) for name in LIMITS},
+}
+
+TEXT = _ANY_SIZE_TEXT | _NEAR_TEXT

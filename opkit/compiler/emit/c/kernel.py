@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit import calls, indices, near, prefetch, streaming_stores, strips
-from opkit.compiler.emit.blocks import CScope, CWriter, marks_nan, values
-from opkit.compiler.emit.expressions import apply, convert
-from opkit.compiler.emit.types import C_TYPES, NARROW, number, variable_type
+from opkit.compiler.emit.analysis import changed_by, neutral, roots_of
+from opkit.compiler.emit.c import blocks, expressions, prefetch, strips
+from opkit.compiler.emit.c.blocks import CScope, CWriter, marks_nan
+from opkit.compiler.emit.c.expressions import C_TYPES, NARROW, apply, convert, number, variable_type
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
-from opkit.compiler.ir.expr import Callee, Expr
+from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import (
     Accumulator,
@@ -44,21 +44,23 @@ def function(
         kernel: the kernel.
         name: the function's name.
         exclusive: whether no two arguments share memory.
-        types: the types whose functions near zero the function calls (:mod:`opkit.compiler.emit.near`); it returns if one failed.
+        types: the types whose functions for arguments near zero it calls (:mod:`opkit.compiler.emit.c.blocks`); it then returns
+            whether an argument was too large.
         order: the numbers of library functions in the runtime's table.
     """
     loops, body = parallel(kernel)
     writer = CWriter(
         near=types,
         dtypes={a.buffer: a.dtype for a in kernel.arguments},
-        streamed=streaming_stores.buffers(kernel),
-        prefetches=prefetch.of(loops, body),
+        streamed=strips.streamed_buffers(kernel),
+        prefetches=prefetch.prefetches(loops, body),
         callees=order or {},
     )
-    calls.declare(writer, list(dict.fromkeys(callees(kernel.body))))
+    for callee in dict.fromkeys(callees(kernel.body)):
+        writer.line(blocks.declare_callee(callee, writer.callees[callee]))
     flags = [f"far_{t}" for t in sorted(types)]
     for t, flag in zip(sorted(types), flags, strict=True):
-        writer.line(f"{near.FLAGS[t]} {flag} = 0;")
+        writer.line(f"{blocks.FAR_FLAGS[t]} {flag} = 0;")
     large = list(_large(kernel.body))
     _allocate(writer, large)
     _iterations(CScope(writer, {}, {}, {}), loops, body, frozenset(s.name for s in large))
@@ -116,7 +118,7 @@ def _odometer(scope: CScope, axes: list[str], extents: list[str], innermost: Loo
 
 
 def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
-    changed = _changed(loop.body)
+    changed = changed_by(loop.body)
     scope.forget(changed)
     for row in scope.writer.prefetches.before if loop is scope.writer.prefetches.within else ():
         scope.writer.line(row.text(scope.index(row.at), "0", str(row.length)))
@@ -126,32 +128,29 @@ def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
 
 def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
     """Write a loop over a part of its axis; if ``first`` is the axis's name, from its current value on."""
-    a, writer, roots = f"a{loop.axis.number}", scope.writer, _roots(loop.body)
-    rows = strips.of(loop, roots, writer)
+    a, writer, roots = f"a{loop.axis.number}", scope.writer, roots_of(loop.body)
+    rows = strips.strip_rows(loop, roots, writer)
     if rows:
-        scope, first, last = strips.begin(scope, loop.axis, rows, first, last)
+        scope, first, last = strips.begin_strip(scope, loop.axis, rows, first, last)
     if _vectorises(scope, loop):
-        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{calls.far_clauses(writer, roots)})")
+        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{strips.far_clauses(writer, roots)})")
     writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
     _inside(scope, loop.body, large, loop.stop)
     writer.line("}")
     if rows:
-        strips.end(scope, loop.axis, rows)
+        strips.end_strip(scope, loop.axis, rows)
 
 
 def _vectorises(scope: CScope, loop: Loop) -> bool:
     """Return whether a loop gets ``omp simd``: its iterations are independent, and nothing jumps out of it."""
+    updated = [scope.writer.accumulators[s.name] for s in loop.body if isinstance(s, Update)]
     return (
         loop.how == "vector"
         and loop.stop is None
         and not any(isinstance(s, Loop) or (isinstance(s, Store) and s.atomic) for s in loop.body)
-        and not any(isinstance(s, Update) and not _is_clause(scope.writer.accumulators[s.name]) for s in loop.body)
-        and not any(scope.fails(root) for root in _roots(loop.body))
+        and not any(a.reduction in _POSITIONED or a.dtype in NARROW for a in updated)
+        and not any(scope.fails(root) for root in roots_of(loop.body))
     )
-
-
-def _is_clause(accumulator: Accumulator) -> bool:
-    return accumulator.reduction not in _POSITIONED and accumulator.dtype not in NARROW
 
 
 def _clauses(writer: CWriter, loop: Loop) -> str:
@@ -169,7 +168,7 @@ def _inside(
     scope: CScope, body: Sequence[Statement], large: frozenset[str], stop: tuple[Index, Index] | None = None
 ) -> None:
     """The body of a loop."""
-    inner = scope.within(_roots(body))
+    inner = scope.within(roots_of(body))
     scope.writer.depth += 1
     if stop is not None:
         scope.writer.line(f"if ({inner.index(stop[0])} >= {inner.index(stop[1])}) break;")
@@ -178,7 +177,7 @@ def _inside(
 
 
 def _block(scope: CScope, body: Sequence[Statement], large: frozenset[str]) -> None:
-    _statements(scope.within(_roots(body)), body, large)
+    _statements(scope.within(roots_of(body)), body, large)
 
 
 # ---- statements ------------------------------------------------------------------------------------------------------
@@ -231,18 +230,6 @@ def _accumulator(scope: CScope, accumulator: Accumulator) -> None:
         scope.writer.line(f"int64_t v_{accumulator.name}_at = {number(2**63 - 1, 'i64')};")
 
 
-def neutral(accumulator: Accumulator) -> bool | int | float:
-    """Return the neutral value of a reduction."""
-    start, row = REDUCTIONS[accumulator.reduction][1], dtype(accumulator.dtype)
-    if start in ("zero", "one"):
-        return int(start == "one")
-    if is_float(row.name):
-        return float("inf") if start == "greatest" else float("-inf")
-    bits = 1 if row.kind == "bool" else 8 * row.bytes
-    least, greatest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if row.signed else (0, 2**bits - 1)
-    return greatest if start == "greatest" else least
-
-
 def _update(scope: CScope, update: Update) -> None:
     accumulator = scope.writer.accumulators[update.name]
     x, v = scope.value(update.value, named=True), f"v_{update.name}"
@@ -274,25 +261,7 @@ def _position(scope: CScope, update: Update, accumulator: Accumulator, x: str) -
 _SIMPLE = {Let: _let, Store: _store, Accumulator: _accumulator, Update: _update}
 
 
-# ---- what statements need and change ---------------------------------------------------------------------------------
-
-
-def _roots(body: Iterable[Statement]) -> list[Expr]:
-    """Return the expressions of the statements themselves, not of loops among them."""
-    roots: list[Expr] = []
-    for s in body:
-        roots += [s.value] if isinstance(s, Let | Store | Update) else []
-        roots += values(s.at) if isinstance(s, Store | Update) and s.at is not None else []
-    return roots
-
-
-def _changed(body: Iterable[Statement]) -> frozenset[str]:
-    """Return the buffers and accumulators that statements write to."""
-    names: set[str] = set()
-    for s in body:
-        names |= {s.buffer} if isinstance(s, Store) else _changed(s.body) if isinstance(s, Loop) else set()
-        names |= {s.name, f"{s.name}_at"} if isinstance(s, Update | Accumulator) else set()
-    return frozenset(names)
+# ---- scratch memory --------------------------------------------------------------------------------------------------
 
 
 def _large(body: Iterable[Statement]) -> Iterable[Scratch]:
@@ -311,7 +280,7 @@ def _allocate(writer: CWriter, large: Sequence[Scratch]) -> None:
     for s in large:
         writer.line(f"void *m_{s.name} = 0;")
     for s in large:
-        length, ctype = indices.text(s.length, indices.nested), C_TYPES[s.dtype]
+        length, ctype = expressions.index_text(s.length, expressions.nested_text), C_TYPES[s.dtype]
         writer.line(f"const int64_t b_{s.name} = ({length}) * (int64_t)sizeof({ctype});")
         writer.line(f"if (!(m_{s.name} = malloc((unsigned long)b_{s.name} + 64))) {{")
         writer.line(f"  opkit_fail(runtime, 2, b_{s.name}, 0); goto end; }}")

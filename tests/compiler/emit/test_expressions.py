@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from opkit.compiler.emit.expressions import SPELLED
-from opkit.compiler.emit.source import source
+from opkit.compiler.emit.c.expressions import SPELLED
+from opkit.compiler.emit.c.source import source
 from opkit.compiler.ir.expr import cast, const, load, op, var, where
 from opkit.compiler.ir.index import Axis, axis, index, size
 from opkit.compiler.ir.kernel import Accumulator, Kernel, KernelArgument, Loop, Store, Update

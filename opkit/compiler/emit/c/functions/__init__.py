@@ -1,7 +1,7 @@
-"""The functions that generated C calls, as C text without #include: elementary functions, narrow floats, random numbers.
+"""Elementary functions and conversions of narrow floats as C text without #include, which generated C calls.
 
-They are accurate to 2 ulp over the whole range of their type and have no branches, so that gcc and clang make vectors of
-a loop that calls them under ``-O3 -fno-math-errno -fno-trapping-math``. ``opk_exp_f32`` is the function named "exp_f32".
+They are accurate to 2 ulp over the whole range of their type and have no branches, so that gcc and clang vectorise a loop that
+calls them under ``-O3 -fno-math-errno -fno-trapping-math``. ``opk_exp_f32`` is the function named "exp_f32".
 
 >>> print(text(["bf16_to_f32"]).splitlines()[-2].strip())
 return opk_from_bits_f32((unsigned)h << 16);
@@ -12,40 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from opkit.compiler.emit.functions import (
-    bits,
-    error,
-    exponential,
-    hyperbolic,
-    inverse,
-    logarithm,
-    narrow,
-    near,
-    power,
-    random,
-    rounding,
-    stream,
-    trigonometric,
-)
+from opkit.compiler.emit.c.functions import exponential, floats, hyperbolic, logarithm, trigonometric
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.ops import OPS
 
-_MODULES = (
-    bits,
-    rounding,
-    narrow,
-    exponential,
-    logarithm,
-    inverse,
-    hyperbolic,
-    trigonometric,
-    near,
-    error,
-    power,
-    random,
-    stream,
-)
+_MODULES = (floats, exponential, logarithm, hyperbolic, trigonometric)
 _TEXT = {name: body for module in _MODULES for name, body in module.TEXT.items()}
 _CALL = re.compile(r"\bopk_(\w+)")
 _PREAMBLE = "#define OPK_INLINE static inline __attribute__((always_inline))\n"
@@ -58,9 +30,9 @@ SPELLED: dict[tuple[str, str], str] = {
 }
 
 
-def is_called(node: Expr) -> bool:
-    """Return whether an expression is an elementary function: many operations for the element or two that it reads."""
-    return (node.op, DTYPES[node.dtype].compute) in SPELLED
+def is_elementary_function(node: Expr) -> bool:
+    """Return whether an expression takes many operations for the element or two that it reads."""
+    return node.op == "random" or (node.op, DTYPES[node.dtype].compute) in SPELLED
 
 
 def text(names: Iterable[str]) -> str:
