@@ -2,6 +2,10 @@
 
 An entry contains the calling convention of the graphs (``Wiring``) and the keys of their plans. Only plain graphs have entries;
 the log says why another graph has none. An entry that is damaged, or whose plan is missing, is written again.
+
+The functions of ``torch.compile(..., backend="opkit").aot_compile(...)`` are saved in the same form. torch's container is a
+pickle of Dynamo's part: guards and bytecode. opkit's part in it is JSON: the calling convention of the graphs, their plans, and
+their C, whose binary comes from the build cache or from the C compiler.
 """
 
 from __future__ import annotations
@@ -10,22 +14,23 @@ import contextlib
 import dataclasses
 import gc
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from opkit.compiler import logs
-from opkit.compiler.capture import cache_key, wiring
+from opkit.compiler import diagnostics
+from opkit.compiler.capture import cache_key
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
-from opkit.compiler.run.graph_constants import GraphConstants, from_json, to_json
 from opkit.compiler.run.library import flags
-from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
+from opkit.errors import CompileError
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
@@ -50,7 +55,7 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
         versions = f"{torch.version.git_version} {private.cache_tag()!r}"
         return plan_cache.key(f"dynamo {about} {versions} {cache_key.key_text(module, inputs)}")
     except NotCacheable as why:
-        logs.compiler.debug("Dynamo's graph is not cached: %s.", why)
+        diagnostics.log.debug("Dynamo's graph is not cached: %s.", why)
         return None
 
 
@@ -66,7 +71,7 @@ def find(entry: str) -> Callable[..., Any] | None:
         with _no_garbage_collection():
             return function(content)
     except Exception as error:
-        logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
+        diagnostics.log.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
 
 
@@ -103,7 +108,7 @@ def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list
     plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if plan is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    runner = build(plan, texts, next_name(kind)).load(from_json(content["constants"]))
+    runner = build(plan, texts, next_name(kind)).load(constants_from_json(content["constants"]))
     return _refusing_negative_sizes(runner) if plan.sizes else runner
 
 
@@ -135,7 +140,7 @@ class PlanBuild:
             ToolchainError, CompileError: the C cannot be compiled.
         """
         runner = assemble(self.plan, constants, self.segments.wait())
-        logs.output_code.debug(
+        diagnostics.output_code_log.debug(
             "%s\n%s\n%s", self.plan.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
         )
         return runner
@@ -182,19 +187,13 @@ class Recording:
 
         def run(*inputs: Any) -> Any:
             if not own:
-                if not self._has_both_graphs():
+                if self.entry is None or not tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]:
                     return function(*inputs)
-                own.append(self._training())
+                assert self._wiring is not None
+                own.append(autograd.training(self._wiring, self._functions["forward"], self._functions["backward"]))
             return own[0](*inputs)
 
         return run
-
-    def _has_both_graphs(self) -> bool:
-        return self.entry is not None and tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]
-
-    def _training(self) -> Callable[..., Any]:
-        assert self._wiring is not None
-        return autograd.training(self._wiring, self._functions["forward"], self._functions["backward"])
 
     def add_graph(
         self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
@@ -205,7 +204,7 @@ class Recording:
         try:
             self._add_graph(kind, plan_key, plan, texts, constants)
         except Exception as why:
-            logs.compiler.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
+            diagnostics.log.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
             self.entry, self.refusal = None, str(why)
 
     def _add_graph(
@@ -213,14 +212,16 @@ class Recording:
     ) -> None:
         if (plan.sizes and not self.is_saving) or kind in self._graphs:
             raise NotCacheable("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "constants": to_json(constants)}
+        self._graphs[kind] = {"plan": plan_key, "constants": constants_to_json(constants)}
         if self.is_saving:
             self._graphs[kind]["content"] = plan_cache.to_json(plan, texts)
         if kind != "backward":
             metadata = private.forward_metadata()
-            self._wiring = wiring.wiring(metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving)
+            self._wiring = autograd.wiring_of(
+                metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving
+            )
         elif self._wiring is not None:
-            self._wiring = wiring.connected(self._wiring, plan.outputs)
+            self._wiring = autograd.connected(self._wiring, plan.outputs)
         if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
             self._write(self._wiring)
 
@@ -230,3 +231,52 @@ class Recording:
             self.saved = content
         elif self.entry is not None:
             plan_cache.write(self.entry, content)
+
+
+# ---- saved functions -------------------------------------------------------------------------------------------------
+
+
+class SavedFunction(private.SerializableCallable):
+    """A compiled graph of Dynamo's that can be saved.
+
+    Args:
+        call: the function that runs it.
+        recording: its compiled graphs; None for a function that was loaded.
+    """
+
+    def __init__(self, call: Callable[..., Any], recording: Recording | None = None) -> None:
+        self.call, self.recording = call, recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: SavedFunction) -> bytes:
+        """Return the function as JSON.
+
+        Raises:
+            CompileError: the function cannot be saved; the message says why.
+        """
+        recording = fn.recording
+        if recording is None or recording.saved is None:
+            why = "it was loaded from a file itself" if recording is None else recording.refusal or "it is not compiled"
+            raise CompileError(
+                f"torch.compile(backend='opkit') cannot save this function: {why}. The limits are in docs/compiler.md, "
+                "'Saved functions'; what was compiled runs in this process."
+            )
+        return json.dumps({"versions": plan_cache.versions(), "torch": torch.__version__, **recording.saved}).encode()
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> SavedFunction:
+        """Return the function that was saved.
+
+        Raises:
+            CompileError: another version of torch or of opkit saved it.
+        """
+        content = json.loads(data)
+        if content["versions"] != plan_cache.versions():
+            raise CompileError(
+                f"This function was saved by torch {content['torch']} and another version of opkit than this one, or by "
+                f"another torch than {torch.__version__}. Compile and save it again."
+            )
+        return cls(function(content))

@@ -281,7 +281,7 @@ def test_operators_fuse_unless_they_have_a_kernel(name, inline, kernel, caplog):
 )
 def test_options_are_checked(given, message):
     with pytest.raises(errors.ArgumentError, match=message):
-        backend.options(given)
+        backend.compile_options(given)
 
 
 def test_modes_are_refused():
@@ -291,8 +291,8 @@ def test_modes_are_refused():
 
 def test_the_setting_and_the_option(settings):
     settings(strict=1)
-    assert backend.options(None).strict
-    assert not backend.options({"strict": False}).strict
+    assert backend.compile_options(None).strict
+    assert not backend.compile_options({"strict": False}).strict
 
 
 LOG = """

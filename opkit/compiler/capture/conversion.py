@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.partition import has_effect
+from opkit.compiler.capture.aot_autograd import has_effect
 from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.run.control_flow import CONTROL_FLOW
+from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.op import operator as operators
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
