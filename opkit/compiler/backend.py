@@ -88,11 +88,11 @@ def opkit_backend(
     diagnostics.set_up_logs()
     chosen = compile_options(options)
     if private.is_saving():
+        from opkit.compiler.saved_function import SavedFunction  # no other call needs it
+
         recording = graph_cache.Recording(None, example_inputs, is_saving=True)
         with private.without_autograd_cache():
-            return graph_cache.SavedFunction(
-                _compile_with_aot_autograd(module, example_inputs, chosen, recording), recording
-            )
+            return SavedFunction(_compile_with_aot_autograd(module, example_inputs, chosen, recording), recording)
     entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
     cached = None if entry is None or _is_observed() else graph_cache.find(entry)
     return cached or _compile_with_aot_autograd(

@@ -2,10 +2,6 @@
 
 An entry contains the calling convention of the graphs (``Wiring``) and the keys of their plans. Only plain graphs have entries;
 the log says why another graph has none. An entry that is damaged, or whose plan is missing, is written again.
-
-The functions of ``torch.compile(..., backend="opkit").aot_compile(...)`` are saved in the same form. torch's container is a
-pickle of Dynamo's part: guards and bytecode. opkit's part in it is JSON: the calling convention of the graphs, their plans, and
-their C, whose binary comes from the build cache or from the C compiler.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +25,6 @@ from opkit.compiler.run.autograd import Wiring
 from opkit.compiler.run.library import flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
-from opkit.errors import CompileError
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
@@ -231,52 +225,3 @@ class Recording:
             self.saved = content
         elif self.entry is not None:
             plan_cache.write(self.entry, content)
-
-
-# ---- saved functions -------------------------------------------------------------------------------------------------
-
-
-class SavedFunction(private.SerializableCallable):
-    """A compiled graph of Dynamo's that can be saved.
-
-    Args:
-        call: the function that runs it.
-        recording: its compiled graphs; None for a function that was loaded.
-    """
-
-    def __init__(self, call: Callable[..., Any], recording: Recording | None = None) -> None:
-        self.call, self.recording = call, recording
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    @classmethod
-    def serialize_compile_artifacts(cls, fn: SavedFunction) -> bytes:
-        """Return the function as JSON.
-
-        Raises:
-            CompileError: the function cannot be saved; the message says why.
-        """
-        recording = fn.recording
-        if recording is None or recording.saved is None:
-            why = "it was loaded from a file itself" if recording is None else recording.refusal or "it is not compiled"
-            raise CompileError(
-                f"torch.compile(backend='opkit') cannot save this function: {why}. The limits are in docs/compiler.md, "
-                "'Saved functions'; what was compiled runs in this process."
-            )
-        return json.dumps({"versions": plan_cache.versions(), "torch": torch.__version__, **recording.saved}).encode()
-
-    @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> SavedFunction:
-        """Return the function that was saved.
-
-        Raises:
-            CompileError: another version of torch or of opkit saved it.
-        """
-        content = json.loads(data)
-        if content["versions"] != plan_cache.versions():
-            raise CompileError(
-                f"This function was saved by torch {content['torch']} and another version of opkit than this one, or by "
-                f"another torch than {torch.__version__}. Compile and save it again."
-            )
-        return cls(function(content))

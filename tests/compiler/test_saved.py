@@ -6,7 +6,7 @@ import fresh_process
 import pytest
 import torch
 
-from opkit.compiler.graph_cache import SavedFunction
+from opkit.compiler.saved_function import SavedFunction
 from opkit.errors import CompileError
 
 pytestmark = [

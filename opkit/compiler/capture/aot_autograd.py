@@ -186,15 +186,13 @@ def _draw_again(graph: fx.Graph, node: fx.Node, state: Any, target: Any, args: A
         graph.call_function(random_set_state, (state,))
         value = graph.call_function(target, args, kwargs)
         graph.call_function(random_set_state, (before,))
-    value.meta = dict(node.meta) if "val" in node.meta else {"val": _fake_result(target, args, kwargs)}
+    value.meta = dict(node.meta)
+    if "val" not in node.meta:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+        with private.fake_mode():
+            value.meta = {"val": target(*fake_args, **fake_kwargs)}
     node.replace_all_uses_with(value)
     graph.erase_node(node)
-
-
-def _fake_result(target: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with private.fake_mode():
-        return target(*args, **kwargs)
 
 
 # ---- decompositions for operators whose fake returns other dtypes or strides than their kernels ----------------------

@@ -139,7 +139,8 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
             values = forward([*inputs])
-            _save(ctx, values[count:])
+            # a view is detached, since it would keep its base and its history alive
+            ctx.save_for_backward(*[t.detach() if private.is_view(t) else t for t in values[count:]])
             return _returned(ctx, wiring, values, fixed)
 
         @staticmethod
@@ -154,11 +155,6 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             return tuple(backward(arguments))
 
     return CompiledTraining
-
-
-def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Save tensors for the backward; a view is detached, since it would keep its base and its history alive."""
-    ctx.save_for_backward(*[tensor.detach() if private.is_view(tensor) else tensor for tensor in tensors])
 
 
 def _returned(

@@ -157,17 +157,17 @@ def _sources(plan: ExecutionPlan) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, plan_input in enumerate(plan.inputs):
         if isinstance(plan_input, Index):
-            _note(found, plan_input, f"inputs[{number}]")
+            _add_source(found, plan_input, f"inputs[{number}]")
         if not isinstance(plan_input, str):
             continue
         buffer = plan.buffers[plan_input]
         for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):
-            _note(found, extent, f"inputs[{number}].shape[{d}]")
-            _note(found, stride, f"inputs[{number}].stride({d})")
+            _add_source(found, extent, f"inputs[{number}].shape[{d}]")
+            _add_source(found, stride, f"inputs[{number}].stride({d})")
     return found
 
 
-def _note(found: dict[str, str], at: Index, text: str) -> None:
+def _add_source(found: dict[str, str], at: Index, text: str) -> None:
     if list(at.terms.values()) == [1]:
         (monomial,) = at.terms
         if len(monomial) == 1 and isinstance(monomial[0], Size):

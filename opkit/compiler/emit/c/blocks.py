@@ -185,10 +185,11 @@ def _nonzero(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
 
 def _scalar(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     if scope.writer.near and has_near_form(node):
-        text, dtype = near_argument(node, args[0])
-        x = scope.writer.name(C_TYPES[dtype], text)
-        scope.writer.line(far_statement(node, x))
-        return near_call(node, x)
+        t = _compute_type(node)
+        x = scope.writer.name(C_TYPES[t], convert(args[0], node.dtype, t))
+        is_far = f"__builtin_fabs{'f' if t == 'f32' else ''}({x}) > {LIMITS[f'{node.op}_{t}']}"
+        scope.writer.line(f"far_{t} |= {is_far};")
+        return convert(f"opk_{node.op}_near_{t}({x})", t, node.dtype)
     return apply(node.op, node.args[-1].dtype, args, node.dtype)
 
 
@@ -273,22 +274,6 @@ def types_with_near_form(nodes: Iterable[Expr]) -> frozenset[str]:
 def has_near_form(node: Expr) -> bool:
     """Return whether a node is a call of such a function."""
     return bool(node.args) and f"{node.op}_{_compute_type(node)}" in LIMITS
-
-
-def far_statement(node: Expr, x: str) -> str:
-    """Return the statement that records whether the argument, a variable, is too large."""
-    t = _compute_type(node)
-    return f"far_{t} |= __builtin_fabs{'f' if t == 'f32' else ''}({x}) > {LIMITS[f'{node.op}_{t}']};"
-
-
-def near_argument(node: Expr, text: str) -> tuple[str, str]:
-    """Return the argument in the function's type, and that type."""
-    return convert(text, node.dtype, _compute_type(node)), _compute_type(node)
-
-
-def near_call(node: Expr, x: str) -> str:
-    """Return the call of the function for arguments near zero."""
-    return convert(f"opk_{node.op}_near_{_compute_type(node)}({x})", _compute_type(node), node.dtype)
 
 
 def _compute_type(node: Expr) -> str:

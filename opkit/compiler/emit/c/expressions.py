@@ -43,7 +43,7 @@ TYPEDEFS = "\n".join(
 
 
 def variable_type(dtype: str) -> str:
-    """Return the type of a variable: as in memory, but truth values are C's own, which the vectoriser keeps as masks."""
+    """Return the type of a variable: as in memory, but truth values are C's own, which the vectoriser represents as masks."""
     return "_Bool" if dtype == "b1" else C_TYPES[dtype]
 
 
@@ -86,7 +86,7 @@ def _float_literal(value: float, dtype: str) -> str:
 
 
 def _integer_literal(value: int, dtype: str) -> str:
-    """Wrapped into the type; the least i64 is written as a difference, for C has no such literal."""
+    """Return an integer, wrapped into the type; the lowest one is written as a difference, since C has no literal of it."""
     size = 8 * DTYPES[dtype].bytes
     value = int(value != 0) if dtype == "b1" else value % 2**size
     if DTYPES[dtype].signed and value >= 2 ** (size - 1):
@@ -98,6 +98,8 @@ def _integer_literal(value: int, dtype: str) -> str:
         return "(-2147483647 - 1)"
     return f"({value}{suffix})" if value < 0 else f"{value}{suffix}"
 
+
+# ---- ops and conversions ---------------------------------------------------------------------------------------------
 
 # {a} {b} {c} are the arguments, {w} narrows an integer to the result's type, {s} is the arguments' type,
 # {f} the suffix of C's functions.
@@ -152,7 +154,7 @@ def apply(op: str, dtype: str, texts: Sequence[str], result: str) -> str:
 
 
 def convert(text: str, source: str, target: str) -> str:
-    """C's conversion, by way of f32 for the narrow floats.
+    """Return a value converted as C does, by way of f32 for narrow floats.
 
     >>> convert("x", "f32", "b1"), convert("x", "bf16", "i64"), convert("x", "i64", "f16")
     ('(x != 0)', '(int64_t)opk_bf16_to_f32(x)', 'opk_f32_to_f16((float)x)')
@@ -171,7 +173,7 @@ def convert(text: str, source: str, target: str) -> str:
 
 
 def _float_to_integer(text: str, source: str, target: str) -> str:
-    """Return a float as an integer: through a wide one, as ATen does, for C leaves open what does not fit."""
+    """Return a float as an integer: through a wide one, as ATen does, since C does not define what happens to larger values."""
     if target == "u64":
         return f"opk_whole_{source}({text})"
     wide = "(int64_t)" if target == "u32" or (target == "u8" and source == "f64") else "(int32_t)"
@@ -189,30 +191,27 @@ def reinterpret(text: str, source: str, target: str) -> str:
     return f"({C_TYPES[target]}){text}"
 
 
+# ---- indices ---------------------------------------------------------------------------------------------------------
+
 Spell = Callable[[Atom], str]
 
 
 def index_text(index: Index, spell: Spell) -> str:
-    """Return the value; ``spell`` writes the atoms. Terms with the fewest axes come first, so that a loop's own stands last.
+    """Return an index as C; ``spell`` writes the atoms. Terms of outer axes come first, so that an inner loop's own is last.
 
     >>> from opkit.compiler.ir.index import axis, size
-    >>> text(axis(1, 8) + axis(0, 4) * 8 * size("n") - 3, plain)
+    >>> index_text(axis(1, 8) + axis(0, 4) * 8 * size("n") - 3, atom_name)
     '-3 + a0*n_n*8 + a1'
     """
-    terms = [_term([spell(atom) for atom in monomial], c) for monomial, c in sorted(index.terms.items(), key=_depth)]
+
+    def depth(term: tuple[tuple[Atom, ...], int]) -> int:
+        return max((atom.number for atom in term[0] if isinstance(atom, Axis)), default=-1)
+
+    terms: list[str] = []
+    for monomial, coefficient in sorted(index.terms.items(), key=depth):
+        literal = f"{coefficient}" if abs(coefficient) < 2**31 else f"{coefficient}L"
+        terms.append("*".join([*map(spell, monomial), *([] if coefficient == 1 and monomial else [literal])]))
     return " + ".join(terms) or "0"
-
-
-def _term(factors: list[str], coefficient: int) -> str:
-    number = (
-        [] if coefficient == 1 and factors else [f"{coefficient}" if abs(coefficient) < 2**31 else f"{coefficient}L"]
-    )
-    return "*".join([*factors, *number])
-
-
-def _depth(term: tuple[tuple[Atom, ...], int]) -> int:
-    numbers = [atom.number for atom in term[0] if isinstance(atom, Axis)]
-    return max(numbers, default=-1)
 
 
 def atom_name(atom: Atom) -> str:
@@ -230,7 +229,7 @@ def division(atom: Div | Mod, spell: Spell) -> str:
     """Return a quotient or remainder: unsigned where nothing is negative, in 32 bits where all fits, for these are fast.
 
     >>> from opkit.compiler.ir.index import axis, size
-    >>> divided(Div(axis(0, 8), axis(1, 4)), plain), divided(Mod(axis(0, size("n")), size("m")), plain)
+    >>> division(Div(axis(0, 8), axis(1, 4)), atom_name), division(Mod(axis(0, size("n")), size("m")), atom_name)
     ('(int64_t)((uint32_t)(a0)/(uint32_t)(a1))', '(int64_t)((uint64_t)(a0)%(uint64_t)(n_m))')
     """
     a, b = index_text(atom.dividend, spell), index_text(atom.divisor, spell)

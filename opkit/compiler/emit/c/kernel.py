@@ -167,7 +167,7 @@ def _clauses(writer: CWriter, loop: Loop) -> str:
 def _inside(
     scope: CScope, body: Sequence[Statement], large: frozenset[str], stop: tuple[Index, Index] | None = None
 ) -> None:
-    """The body of a loop."""
+    """Write the body of a loop."""
     inner = scope.within(roots_of(body))
     scope.writer.depth += 1
     if stop is not None:

@@ -32,7 +32,7 @@ def both(templates: Mapping[str, str]) -> dict[str, str]:
 
 
 def horner(dtype: str, variable: str, coefficients: str) -> str:
-    """Return a polynomial, the coefficient of the power zero first, as multiplications and additions that are fused if they can.
+    """Return a polynomial as multiply-adds; the first coefficient is the constant term.
 
     >>> horner("f32", "x", "1.0 2.0 3.0")
     'opk_fma_f32(opk_fma_f32(3.0f, x, 2.0f), x, 1.0f)'
@@ -45,7 +45,7 @@ def horner(dtype: str, variable: str, coefficients: str) -> str:
 
 
 def estrin(dtype: str, variable: str, coefficients: str) -> str:
-    """Return the same in fewer steps after one another: processors wait for results more than they lack units for them.
+    """Return the same polynomial with fewer steps that depend on each other, so that a processor computes several at once.
 
     The text uses the variables ``x2``, ``x4`` and so on for the powers of ``x``.
 
@@ -64,7 +64,7 @@ def _estrin(dtype: str, variable: str, terms: list[str]) -> str:
 
 
 def through_f64(*names: str, arguments: tuple[str, ...] = ("x",)) -> dict[str, str]:
-    """Functions of f32 that call those of f64 and round: for what would lose too much in f32."""
+    """Return functions of f32 that call those of f64 and round, where f32 would lose too much accuracy."""
     takes = ", ".join(f"float {a}" for a in arguments)
     return {
         f"{name}_f32": f"OPK_INLINE float opk_{name}_f32({takes}) {{\n"
@@ -73,7 +73,7 @@ def through_f64(*names: str, arguments: tuple[str, ...] = ("x",)) -> dict[str, s
     }
 
 
-# Where there is no instruction for it, __builtin_fma is a slow call: the functions are accurate with two roundings too.
+# Without an instruction for it, __builtin_fma is a slow call. The functions are accurate with two roundings as well.
 _FMA = """
 OPK_INLINE $T opk_fma_$t($T a, $T b, $T c) {
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)
@@ -100,7 +100,7 @@ OPK_INLINE $T opk_from_bits_$t($U bits) {
 }
 """
 
-# The error of p = a * b, exact: where there is no fused multiply-add, by Dekker's products of halves.
+# The exact rounding error of p = a * b; without fused multiply-add, by Dekker's products of halves.
 _PRODUCT_ERROR = """\
 OPK_INLINE double opk_product_error(double a, double b, double p) {
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)
@@ -113,7 +113,7 @@ OPK_INLINE double opk_product_error(double a, double b, double p) {
 }
 """
 
-# The error of s = a + b, exact (Knuth).
+# The exact rounding error of s = a + b (Knuth).
 _SUM_ERROR = """\
 OPK_INLINE double opk_sum_error(double a, double b, double s) {
     const double c = s - a;
@@ -172,8 +172,8 @@ _ABS = "OPK_INLINE $T opk_abs_$t($T x) { return __builtin_fabs$f(x); }"
 _MIN = "OPK_INLINE $T opk_min_$t($T a, $T b) { return (a < b) | (a != a) ? a : b; }"
 _MAX = "OPK_INLINE $T opk_max_$t($T a, $T b) { return (a > b) | (a != a) ? a : b; }"
 
-# Exact: the significands divided as whole numbers, eleven (forty) more bits of the quotient at a time. It has a loop, so
-# a loop that calls it is not made a vector of.
+# Exact: the significands are divided as integers, with eleven (forty) more bits of the quotient in each step. It has a
+# loop, so a loop that calls it is not vectorised.
 _FMOD = """
 OPK_INLINE unsigned long long opk_significand_$t($T a, int *exponent) {
     const $T normal = a < $least ? a * 0x1p+64$f : a;
@@ -205,7 +205,7 @@ OPK_INLINE $T opk_rem_$t($T x, $T y) {
 }
 """
 
-# As ATen divides: the quotient of what the remainder leaves is near a whole number, which it is rounded to.
+# As ATen: the quotient without the remainder is near an integer, and is rounded to it.
 _FLOORDIV = """
 OPK_INLINE $T opk_floordiv_$t($T x, $T y) {
     const $T left = opk_fmod_$t(x, y), plain = x / y;
@@ -225,7 +225,7 @@ _FMOD_TEXT = {t: fill(_FMOD, t, **widths) for t, widths in _WIDTHS.items()}
 _INTS = {"i8": "signed char", "i16": "short", "i32": "int", "i64": "long long"}
 _INTS |= {"u8": "unsigned char", "u16": "unsigned short", "u32": "unsigned", "u64": "unsigned long long"}
 
-# Integers wrap around, and by zero give zero. Dividing by -1 is negating: the least number by -1 does not fit.
+# Integers wrap around, and a division by zero returns zero. A division by -1 negates, since the lowest number does not fit.
 _INTEGERS = {
     "min": "return a < b ? a : b;",
     "max": "return a > b ? a : b;",

@@ -38,7 +38,7 @@ OPK_INLINE float opk_tanh_f32(float x) {
 """
 
 # With a = n ln 2 + r, sinh and cosh of a are 2**(n-1) ((1 -+ w) cosh(r) + (1 +- w) sinh(r)) where w = 2**-2n. even is
-# cosh(r) - 1; the scale is a quarter of what it should be, for it is not infinite then.
+# cosh(r) - 1. The scale is a quarter of the full one, so that it is not infinite.
 _PARTS = """
 OPK_INLINE float opk_hyperbolic_f32(float a, float *odd, float *even, float *w) {
     const float y = a > 90.0f ? 90.0f : a;
@@ -148,7 +148,7 @@ OPK_INLINE double opk_acosh_f64(double x) {
 }
 """
 
-# With q = 2a / (1 - a), atanh(a) is log(1 + q) / 2; what q was rounded by is found from its product with 1 - a.
+# With q = 2a / (1 - a), atanh(a) is log(1 + q) / 2; the rounding error of q comes from its product with 1 - a.
 _ATANH_F64 = """
 OPK_INLINE double opk_atanh_f64(double x) {
     const double a = __builtin_fabs(x), d = 1.0 - a, d_rest = (1.0 - d) - a;
@@ -193,7 +193,7 @@ _ATAN32 = (
 )
 _ASIN32 = "0x1.5555c8p-3 0x1.330204p-4 0x1.747bb8p-5 0x1.8c3e4ep-6 0x1.595c66p-5"
 
-# The angle of (b, a), or of (-b, a) if left, for a and b that are not negative.
+# The angle of the point (b, a), or of (-b, a) if left; a and b are not negative.
 _ANGLE = """
 OPK_INLINE double opk_angle_f64(double a, double b, int left) {
     const int low = a <= 0x1.a827999fcef32p-2 * b, high = a > 0x1.3504f333f9de6p+1 * b;
@@ -215,7 +215,7 @@ OPK_INLINE double opk_atan_f64(double x) {
 }
 """
 
-# Scaling keeps sums from overflowing and quotients of subnormal numbers exact; two infinities are as far as each other.
+# Scaling prevents overflow in sums and makes quotients of subnormal numbers exact; two infinities count as equal.
 _ATAN2_F64 = """
 OPK_INLINE double opk_atan2_f64(double y, double x) {
     const double a = __builtin_fabs(y), b = __builtin_fabs(x);
@@ -253,8 +253,8 @@ OPK_INLINE double opk_acos_f64(double x) {
 }
 """
 
-# Up to pi / 4 it is the arctangent of the quotient of the lesser by the greater, and above pi / 2 less it; no scaling
-# is needed, as a quotient that underflows is what then is to be rounded.
+# Up to pi / 4, the arctangent of the lesser number divided by the greater; above, pi / 2 minus it. No scaling is needed: a
+# quotient that underflows is the result before rounding.
 _ANGLE_F32 = """
 OPK_INLINE float opk_angle_f32(float a, float b, int left) {
     const int high = a > b;

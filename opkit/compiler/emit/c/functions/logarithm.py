@@ -21,7 +21,7 @@ P64 = (
     "0x1.39fdba1d27321p-3 0x1.2b5fb4a667867p-3"
 )
 
-# log(1 + f) + k ln 2; in f32, k is given times 2**23, as it stands in the bits.
+# log(1 + f) + k ln 2; in f32 the argument is k 2**23, as in the bits.
 _REDUCED_F32 = """
 OPK_INLINE float opk_log_reduced_f32(float f, float k) {
     const float f2 = f * f, f4 = f2 * f2, p = opk_fma_f32($p, f, -0.5f);
@@ -52,7 +52,7 @@ OPK_INLINE float opk_log_f32(float x) {
 }
 """
 
-# What is written as 2**52 + 2048 + k becomes a double with no conversion from 64-bit integers, which AVX2 lacks.
+# The bits of 2**52 + 2048 + k are a double without a conversion from 64-bit integers, which AVX2 lacks.
 _LOG_F64 = """
 OPK_INLINE double opk_log_f64(double x) {
     const double y = x < 0x1p-1022 ? x * 0x1p+52 : x;
@@ -91,7 +91,7 @@ OPK_INLINE double opk_log1p_f64(double x) {
 }
 """
 
-# log(2**k0 (high + low)), where low is what was lost when high was rounded, for a positive normal high.
+# log(2**k0 (high + low)), where low is the rounding error of high, a positive normal number.
 _LOG_SUM = """
 OPK_INLINE double opk_log_sum_f64(double high, double low, double k0) {
     const unsigned long long bits = opk_bits_f64(high);
@@ -152,7 +152,7 @@ OPK_INLINE double opk_log_pair_f64(double a, double *low) {
 }
 """
 
-# Nothing that comes of the rest counts where the product is infinite.
+# The rest is left out where the product is infinite.
 _POW = """
 OPK_INLINE double opk_pow_f64(double x, double y) {
     const double a = __builtin_fabs(x);
@@ -173,7 +173,7 @@ OPK_INLINE double opk_pow_f64(double x, double y) {
 }
 """
 
-# log2(a) of a positive normal a, for what is rounded to f32.
+# log2(a) of a positive normal a, for results in f32.
 _LOG2_WIDE = """
 OPK_INLINE double opk_log2_wide(double a) {
     const unsigned long long bits = opk_bits_f64(a);
@@ -205,7 +205,7 @@ OPK_INLINE double opk_$name(double x) {
 }
 """
 
-# A y that is clamped makes any other power than one of 1 infinite or 0 as before.
+# Clamping y changes no result: any power except one of 1 is infinite or 0 there.
 _POW_F32 = """
 OPK_INLINE float opk_pow_f32(float x, float y) {
     const double a = __builtin_fabsf(x), finite = opk_log2_wide(a);

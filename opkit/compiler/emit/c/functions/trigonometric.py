@@ -40,7 +40,7 @@ _STARTS = (0, 50, 77, 103)  # exponents from which f32 takes the next pieces
 
 @functools.cache
 def _turns() -> int:
-    """2**_BITS / 2 pi, with pi after Machin: 16 atan(1/5) - 4 atan(1/239)."""
+    """Return 2**_BITS / 2 pi, with Machin's formula for pi: 16 atan(1/5) - 4 atan(1/239)."""
     one = 1 << _BITS + 32
 
     def arctangent(n: int) -> int:
@@ -51,7 +51,7 @@ def _turns() -> int:
 
 
 def _pieces(shift: int, whole: int, sizes: tuple[int, ...]) -> list[str]:
-    """2**shift / 2 pi, modulo 2**whole, as doubles with so many bits each."""
+    """Return 2**shift / 2 pi, modulo 2**whole, as doubles with ``sizes`` bits."""
     scaled = (_turns() << shift) % (1 << _BITS + whole)
     pieces, top = [], scaled.bit_length()
     for size in sizes:
@@ -62,9 +62,9 @@ def _pieces(shift: int, whole: int, sizes: tuple[int, ...]) -> list[str]:
 
 
 def _pair(start: int) -> tuple[str, str]:
-    """2 / pi modulo 2**(25 - start), the nearest to zero, as a sum of two doubles, each the nearest.
+    """Return 2 / pi modulo 2**(25 - start), the value nearest to zero, as a sum of two doubles, each rounded to the nearest.
 
-    Four turns of a quarter divide what is left out times a float of at least 2**start.
+    The part that is left out, times a float of at least 2**start, is a multiple of four quarter turns.
     """
     scaled, modulus = _turns() << 2, 1 << _BITS + 25 - start
     left = Fraction((scaled + modulus // 2) % modulus - modulus // 2, 1 << _BITS)
@@ -73,7 +73,7 @@ def _pair(start: int) -> tuple[str, str]:
 
 
 def _chosen(name: str, piece: int) -> str:
-    """Declares one of the pieces, by the size of a: one choice in a statement, for gcc joins those that are nested."""
+    """Return statements that select one of the pieces by the size of ``a``: one choice each, since gcc joins nested ones."""
     first, *others = [_pair(start)[piece] for start in _STARTS]
     lines, value = [], first
     for i, (start, other) in enumerate(zip(_STARTS[1:], others, strict=True), 1):
@@ -83,7 +83,7 @@ def _chosen(name: str, piece: int) -> str:
     return "\n    ".join(lines)
 
 
-# x c + d, rounded but once, of an x of 24 bits, where x c or what is left of it with d is no more than 2**51.
+# x c + d with one rounding, for an x of 24 bits, where x c, or x c + d, is at most 2**51.
 _FUSED24 = """
 OPK_INLINE double opk_fused24(double x, double c, double d) {
 #if defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)
@@ -95,7 +95,7 @@ OPK_INLINE double opk_fused24(double x, double c, double d) {
 }
 """
 
-# The angle that is left in f64, at most pi / 4 and a little; quarter: the lowest bits of the number of quarter turns.
+# The reduced angle in f64, at most pi / 4 and a little; quarter: the lowest bits of the number of quarter turns.
 _REDUCED32 = """
 OPK_INLINE double opk_reduced_f32(double x, unsigned long long *quarter) {
     const double a = __builtin_fabs(x);
@@ -127,7 +127,7 @@ OPK_INLINE float opk_sin_f32(float x) {
 
 _COS_F32 = "OPK_INLINE float opk_cos_f32(float x) { return opk_quarter_f32(x, 1); }"
 
-# The tangent of what is left, r + more, and so that of x.
+# The tangent of the reduced angle r + more, and from it that of x.
 _TANGENT32 = """
 OPK_INLINE float opk_tangent_f32(float x, unsigned quarter, float r, float more) {
     const float t = r + more, rest = (r - t) + more, inverse = -1.0f / t;
@@ -136,7 +136,7 @@ OPK_INLINE float opk_tangent_f32(float x, unsigned quarter, float r, float more)
 }
 """
 
-# low: what the angle was rounded by; the slope of tan there is nearly 1 + r**2.
+# low: the rounding error of the angle; the slope of tan there is nearly 1 + r**2.
 _TAN_F32 = """
 OPK_INLINE float opk_tan_f32(float x) {
     unsigned long long quarter;
@@ -147,7 +147,7 @@ OPK_INLINE float opk_tan_f32(float x) {
 }
 """
 
-# The sum of the parts in two doubles: terms are added from the largest, and every error is kept but those of the last.
+# The sum of the parts in two doubles: terms are added from the largest on, with every rounding error but the last ones.
 _REDUCED64 = """
 OPK_INLINE double opk_reduced_f64(double x, double *low, unsigned long long *quarter) {
     const unsigned long long biased = opk_bits_f64(x) >> 52 & 0x7ff;
@@ -259,7 +259,7 @@ _ANY_SIZE_TEXT = {
 }
 
 LIMITS = {f"{op}_{t}": limit for op in ("sin", "cos", "tan") for t, limit in (("f32", "0x1p+17f"), ("f64", "0x1p+30"))}
-"""The functions that ``opk_<op>_near_<type>`` is a form of, and up to which size of the argument."""
+"""The largest argument of each function that has a form ``opk_<op>_near_<type>``."""
 
 _FMA = "defined(__FMA__) || defined(__aarch64__) || defined(__FP_FAST_FMA)"
 
