@@ -1,4 +1,4 @@
-"""Blocks of memory: one a call, and again the same for the next."""
+"""Arenas: each call has one of its own, and the next call gets it again."""
 
 import pytest
 
