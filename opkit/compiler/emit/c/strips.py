@@ -46,7 +46,7 @@ class StripRows:
 
     Attributes:
         drawn: random numbers that are drawn before a strip.
-        called: calls of libraries' functions before a strip; see ``hoisted_calls``.
+        called: calls of libraries' functions before a strip; see ``_hoisted_calls``.
         moved: results that are written past the caches after a strip.
         prefetched: rows whose part for the next row's strip is prefetched.
     """
@@ -64,7 +64,7 @@ def strip_rows(loop: Loop, roots: Sequence[Expr], writer: CWriter) -> StripRows:
     """Return the rows of an innermost loop with these expressions."""
     if loop.stop is not None or any(isinstance(statement, Loop) for statement in loop.body):
         return StripRows()
-    called = {} if loop.how == "plain" else hoisted_calls(loop.body, roots)
+    called = {} if loop.how == "plain" else _hoisted_calls(loop.body, roots)
     prefetched = writer.prefetches.by_strip if loop is writer.prefetches.within else ()
     return StripRows(_drawn(loop.axis, roots), called, _moved_stores(loop, roots, writer.streamed), prefetched)
 
@@ -148,7 +148,7 @@ def _fill_drawn(scope: CScope, node: Expr, row: str, elements: str) -> None:
 # ---- calls of library functions --------------------------------------------------------------------------------------
 
 
-def hoisted_calls(body: Sequence[Statement], roots: Sequence[Expr]) -> dict[Expr, Expr]:
+def _hoisted_calls(body: Sequence[Statement], roots: Sequence[Expr]) -> dict[Expr, Expr]:
     """Return the calls of a loop's body, each with its variables resolved; none if they cannot be moved before the loop.
 
     They can if the body begins with all its variables, and they read nothing that it overwrites except through these.
