@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from opkit.compiler.emit import functions
+from opkit.compiler.emit.c import functions
 from opkit.compiler.run.library import flags
 
 COUNT, ROUNDS = 1 << 16, 61

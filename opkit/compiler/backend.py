@@ -12,28 +12,23 @@ import difflib
 import functools
 import logging
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from opkit import config
-from opkit.compiler import graph_cache, logs
-from opkit.compiler.capture import conversion, partition, reproduction
+from opkit.compiler import diagnostics, graph_cache
+from opkit.compiler.capture import aot_autograd, conversion
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
-from opkit.compiler.capture.decompositions import DECOMPOSITIONS
-from opkit.compiler.compiled_graph import CompiledGraph, Stages
-from opkit.compiler.ir.graph import Node
+from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import LoweringTarget
-from opkit.compiler.run import arena, plan_cache
-from opkit.compiler.run.graph_constants import GraphConstants
-from opkit.compiler.run.plan import ExecutionPlan
-from opkit.compiler.run.runner import Runner
-from opkit.errors import ArgumentError, CompileError, NoCompilerWarning, ToolchainError
+from opkit.compiler.run import plan_cache
+from opkit.compiler.run.plan import ExecutionPlan, GraphConstants
+from opkit.compiler.run.runner import Runner, release_arenas
+from opkit.errors import ArgumentError, CompileError, ToolchainError
 from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
 
@@ -63,7 +58,7 @@ class CompileOptions:
     inline: bool | None = None
 
 
-def options(values: Mapping[str, Any] | None) -> CompileOptions:
+def compile_options(values: Mapping[str, Any] | None) -> CompileOptions:
     """Return the options of a call of torch.compile.
 
     Raises:
@@ -90,8 +85,8 @@ def opkit_backend(
     """Compile a graph that Dynamo captured: Dynamo calls this function with each of them."""
     if mode is not None:
         raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
-    logs.set_up()
-    chosen = _options(options)
+    diagnostics.set_up_logs()
+    chosen = compile_options(options)
     if private.is_saving():
         from opkit.compiler.saved_function import SavedFunction  # no other call needs it
 
@@ -116,8 +111,9 @@ def _compile_with_aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=partition.partition,
-        decompositions=DECOMPOSITIONS,  # few: there are rules for composite operators, and fewer nodes take less time
+        partition_fn=aot_autograd.partition,
+        # few: there are rules for composite operators, and fewer nodes take less time
+        decompositions=aot_autograd.DECOMPOSITIONS,
         keep_inference_input_mutations=True,
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
@@ -126,9 +122,6 @@ def _compile_with_aot_autograd(
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])
-
-
-_options = options
 
 
 # ---- one graph -------------------------------------------------------------------------------------------------------
@@ -185,17 +178,17 @@ class _GraphCompilation:
             reason = str(error)
             if self.options.strict:
                 raise CompileError(f"torch.compile(backend='opkit') cannot compile {self.name}: {reason}.") from error
-            logs.compiler.warning("%s runs in eager mode: %s.", self.name, reason)
+            diagnostics.log.warning("%s runs in eager mode: %s.", self.name, reason)
         except ToolchainError as error:
             if self.options.strict:
                 raise
             reason = str(error)
-            _warn_no_compiler(reason)
+            diagnostics.warn_no_compiler(reason)
         except Exception as error:
             if self.stages.now == "bodies":  # one of them was reported
                 raise
             reason = f"{type(error).__name__}: {error}"
-            _report_failure(self.module, self.name, self.stages.now, error, self.options.strict)
+            diagnostics.report_failure(self.module, self.name, self.stages.now, error, self.options.strict)
         _notify_observer(CompiledGraph(self.name, reason))
         return eager(self.module)
 
@@ -241,7 +234,7 @@ class _GraphCompilation:
         if captured.uncompiled and self.options.strict:
             raise Unsupported("; ".join(captured.uncompiled))
         for reason in captured.uncompiled:
-            logs.compiler.warning("%s: %s. torch runs it.", self.name, reason)
+            diagnostics.log.warning("%s: %s. torch runs it.", self.name, reason)
 
     def _graph_constants(self, captured: Captured) -> GraphConstants:
         """Compile the bodies of control flow operators, and return them with the graph's other constants."""
@@ -282,7 +275,7 @@ class _LazyFunction:
 
 def _is_observed() -> bool:
     """Return whether an observer or the log needs details of fusion, which a stored plan does not contain."""
-    return observer.get() is not None or logs.fusion.isEnabledFor(logging.DEBUG)
+    return observer.get() is not None or diagnostics.fusion_log.isEnabledFor(logging.DEBUG)
 
 
 def _target() -> LoweringTarget:
@@ -320,31 +313,4 @@ def eager(module: fx.GraphModule) -> Boxed:
     return run
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _warn_no_compiler(reason: str) -> None:
-    warnings.warn(f"torch.compile(backend='opkit') runs in eager mode: {reason}", NoCompilerWarning, stacklevel=2)
-
-
-def _report_failure(module: fx.GraphModule, name: str, stage: str, error: Exception, strict: bool) -> None:
-    path = reproduction.write(module, stage, error)
-    node = _node_of(error)
-    where = "" if node is None else f" at the node {node.name} ({node.target}, {node.origin or 'of no known line'})"
-    again = "" if path is None else f" {path} reproduces the failure."
-    message = (
-        f"opkit's compiler failed on {name} in the stage {stage!r}{where}: {type(error).__name__}: {error}.{again}"
-    )
-    if strict:
-        raise CompileError(message) from error
-    logs.compiler.warning("%s The graph runs in eager mode.", message, exc_info=error)
-
-
-def _node_of(error: Exception) -> Node | None:
-    """Return the node that was being compiled: the innermost local variable ``node`` of the traceback's frames."""
-    nodes = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((node for node in reversed(nodes) if isinstance(node, Node)), None)
-
-
-opkit_backend.reset = arena.release  # pyright: ignore[reportFunctionMemberAccess]
+opkit_backend.reset = release_arenas  # pyright: ignore[reportFunctionMemberAccess]

@@ -6,9 +6,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from opkit.compiler.compiled_graph import CompiledGraph
+from opkit.compiler.diagnostics import CompiledGraph, batch_texts
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, batches, moments
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
 from opkit.compiler.lower.scheduling import nbytes
@@ -123,12 +123,6 @@ def _kernels(schedule: Schedule) -> tuple[KernelText, ...]:
 def _kernel(kernel: Kernel, launches: int) -> KernelText:
     operators = tuple(origin.split(" ", 1)[0] for origin in kernel.origins)
     return KernelText(kernel.name, operators, kernel.origins, kernel_text(kernel), launches)
-
-
-def batch_texts(schedule: Schedule) -> tuple[str, ...]:
-    """Return the batches of several launches: their kernels by name, each with its number of launches."""
-    names = [Counter(launch.kernel.name for launch in batch) for batch in batches(schedule.steps) if len(batch) > 1]
-    return tuple(", ".join(name if n == 1 else f"{name} ({n} times)" for name, n in each.items()) for each in names)
 
 
 def _call(step: Extern) -> str:

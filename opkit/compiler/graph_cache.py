@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from opkit.compiler import logs
-from opkit.compiler.capture import cache_key, wiring
+from opkit.compiler import diagnostics
+from opkit.compiler.capture import cache_key
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
-from opkit.compiler.run.graph_constants import GraphConstants, from_json, to_json
 from opkit.compiler.run.library import flags
-from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
@@ -50,7 +49,7 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
         versions = f"{torch.version.git_version} {private.cache_tag()!r}"
         return plan_cache.key(f"dynamo {about} {versions} {cache_key.key_text(module, inputs)}")
     except NotCacheable as why:
-        logs.compiler.debug("Dynamo's graph is not cached: %s.", why)
+        diagnostics.log.debug("Dynamo's graph is not cached: %s.", why)
         return None
 
 
@@ -66,7 +65,7 @@ def find(entry: str) -> Callable[..., Any] | None:
         with _no_garbage_collection():
             return function(content)
     except Exception as error:
-        logs.compiler.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
+        diagnostics.log.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
 
 
@@ -103,7 +102,7 @@ def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list
     plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if plan is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    runner = build(plan, texts, next_name(kind)).load(from_json(content["constants"]))
+    runner = build(plan, texts, next_name(kind)).load(constants_from_json(content["constants"]))
     return _refusing_negative_sizes(runner) if plan.sizes else runner
 
 
@@ -135,7 +134,7 @@ class PlanBuild:
             ToolchainError, CompileError: the C cannot be compiled.
         """
         runner = assemble(self.plan, constants, self.segments.wait())
-        logs.output_code.debug(
+        diagnostics.output_code_log.debug(
             "%s\n%s\n%s", self.plan.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
         )
         return runner
@@ -182,19 +181,13 @@ class Recording:
 
         def run(*inputs: Any) -> Any:
             if not own:
-                if not self._has_both_graphs():
+                if self.entry is None or not tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]:
                     return function(*inputs)
-                own.append(self._training())
+                assert self._wiring is not None
+                own.append(autograd.training(self._wiring, self._functions["forward"], self._functions["backward"]))
             return own[0](*inputs)
 
         return run
-
-    def _has_both_graphs(self) -> bool:
-        return self.entry is not None and tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]
-
-    def _training(self) -> Callable[..., Any]:
-        assert self._wiring is not None
-        return autograd.training(self._wiring, self._functions["forward"], self._functions["backward"])
 
     def add_graph(
         self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
@@ -205,7 +198,7 @@ class Recording:
         try:
             self._add_graph(kind, plan_key, plan, texts, constants)
         except Exception as why:
-            logs.compiler.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
+            diagnostics.log.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
             self.entry, self.refusal = None, str(why)
 
     def _add_graph(
@@ -213,14 +206,16 @@ class Recording:
     ) -> None:
         if (plan.sizes and not self.is_saving) or kind in self._graphs:
             raise NotCacheable("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "constants": to_json(constants)}
+        self._graphs[kind] = {"plan": plan_key, "constants": constants_to_json(constants)}
         if self.is_saving:
             self._graphs[kind]["content"] = plan_cache.to_json(plan, texts)
         if kind != "backward":
             metadata = private.forward_metadata()
-            self._wiring = wiring.wiring(metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving)
+            self._wiring = autograd.wiring_of(
+                metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving
+            )
         elif self._wiring is not None:
-            self._wiring = wiring.connected(self._wiring, plan.outputs)
+            self._wiring = autograd.connected(self._wiring, plan.outputs)
         if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
             self._write(self._wiring)
 

@@ -6,16 +6,13 @@ A process that finds the plan and the C on the disk skips all of it, and does no
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
-from opkit.compiler import logs, user_lowerings
+from opkit.compiler import diagnostics, user_lowerings
 from opkit.compiler.capture.conversion import Captured
-from opkit.compiler.compiled_graph import CompiledGraph, Stages
-from opkit.compiler.emit.source import source
-from opkit.compiler.explained_graph import batch_texts
-from opkit.compiler.ir.kernel import KernelLaunch, Schedule
+from opkit.compiler.diagnostics import CompiledGraph, Stages
+from opkit.compiler.emit.c.source import source
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
 from opkit.compiler.lower.target import LoweringTarget
@@ -49,7 +46,7 @@ def compile_graph(
     scheduled = streamed(stages.run("fuse", schedule, program, save_memory), target.cache)
     execution_plan, launches = stages.run("plan", plan, scheduled)
     name = captured.graph.name
-    _log_fusion(name, scheduled)
+    diagnostics.log_fusion(name, scheduled)
     texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
     return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts)
 
@@ -58,15 +55,4 @@ def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:
     """Raise or log the failure of a user's rule; the operator is called instead."""
     if strict:
         raise error
-    logs.compiler.warning("%s: %s. The operator is called.", graph, error)
-
-
-def _log_fusion(name: str, scheduled: Schedule) -> None:
-    if logs.fusion.isEnabledFor(logging.DEBUG):
-        kernels = [
-            f"  {s.kernel.name}: {'; '.join(s.kernel.origins)}" for s in scheduled.steps if isinstance(s, KernelLaunch)
-        ]
-        refusals = [f"  not fused: {refusal}" for refusal in scheduled.refusals]
-        batched = [f"  side by side: {batch}" for batch in batch_texts(scheduled)]
-        apart = [f"  apart: {reason}" for reason in scheduled.apart]
-        logs.fusion.debug("%s: %d kernels\n%s", name, len(kernels), "\n".join([*kernels, *refusals, *batched, *apart]))
+    diagnostics.log.warning("%s: %s. The operator is called.", graph, error)

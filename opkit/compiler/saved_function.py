@@ -1,7 +1,8 @@
 """This module saves and loads the functions of ``torch.compile(..., backend="opkit").aot_compile(...)``.
 
 torch's container is a pickle of Dynamo's part: guards and bytecode. opkit's part in it is JSON: the calling convention of the
-graphs, their plans, and their C, whose binary comes from the build cache or from the C compiler.
+graphs, their plans, and their C, whose binary comes from the build cache or from the C compiler. The container has the name of
+this module, which must not change: only the class that it finds there can say that another version of opkit saved a file.
 """
 
 from __future__ import annotations

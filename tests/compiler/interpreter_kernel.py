@@ -225,7 +225,7 @@ def _bitcast(node: Expr, args: list[Any], state: _State) -> Any:
 
 
 def _random(node: Expr, args: list[Any], state: _State) -> Any:
-    """As ``opkit.compiler.emit.functions.random`` says: an f64 of two words, an f32 of the one that it shares with others."""
+    """As ``opkit.compiler.emit.c.prelude`` says: an f64 of two words, an f32 of the one that it shares with others."""
     seed, count = int(args[0]) % 2**64, at(node.data, state) % 2**64
     if node.dtype == "f64":
         words = _philox(seed, count)

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from opkit.compiler.emit.source import source
+from opkit.compiler.emit.c.source import source
 from opkit.compiler.ir.kernel import KernelLaunch, Schedule
 from opkit.compiler.run.library import flags
 from opkit.kernels.cc import compilation

@@ -1,6 +1,7 @@
 """torch.compile(backend="opkit") from end to end: what eager does, with fewer calls; and what happens where it fails."""
 
 import copy
+import importlib.metadata
 import logging
 import os
 import threading
@@ -281,7 +282,7 @@ def test_operators_fuse_unless_they_have_a_kernel(name, inline, kernel, caplog):
 )
 def test_options_are_checked(given, message):
     with pytest.raises(errors.ArgumentError, match=message):
-        backend.options(given)
+        backend.compile_options(given)
 
 
 def test_modes_are_refused():
@@ -291,8 +292,8 @@ def test_modes_are_refused():
 
 def test_the_setting_and_the_option(settings):
     settings(strict=1)
-    assert backend.options(None).strict
-    assert not backend.options({"strict": False}).strict
+    assert backend.compile_options(None).strict
+    assert not backend.compile_options({"strict": False}).strict
 
 
 LOG = """
@@ -312,3 +313,22 @@ def test_logs():
         "def run(",
     ):
         assert text in run.stderr
+
+
+_INSTALLED = any(point.name == "opkit" for point in importlib.metadata.entry_points(group="torch_dynamo_backends"))
+
+_PROGRAM = """
+import sys
+import torch
+
+assert "opkit" not in sys.modules
+compiled = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend="opkit", options={"strict": True})
+x = torch.randn(8, 100)
+torch.testing.assert_close(compiled(x), torch.softmax(x, -1) * 2)
+assert "opkit" in sys.modules
+"""
+
+
+@pytest.mark.skipif(not _INSTALLED, reason="opkit runs from its sources, and is not installed")
+def test_the_backend_is_found_by_name(tmp_path):
+    fresh_process.run(["-c", _PROGRAM], cwd=tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opkit import errors
-from opkit.compiler import backend, pipeline
+from opkit.compiler import diagnostics, pipeline
 from opkit.compiler.backend import opkit_backend
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -48,7 +48,7 @@ def test_a_failure_under_strict_raises(monkeypatch):
 
 def test_no_compiler(settings):
     settings(cc="/no/compiler")
-    backend._warn_no_compiler.cache_clear()
+    diagnostics.warn_no_compiler.cache_clear()
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="/no/compiler"):
         torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)

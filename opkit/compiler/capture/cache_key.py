@@ -71,9 +71,9 @@ def _called(target: Any) -> str:
     op = registry.find(private.qualified_name(target))
     if op is None:
         return _target(target)
-    from opkit.compiler import elementwise_kernels  # it imports all of lowering, which other graphs do not need
+    from opkit.compiler import user_lowerings  # it imports all of lowering, which other graphs do not need
 
-    return f"{target} {op._operator.contract_hash()} {elementwise_kernels.identity(op)}"
+    return f"{target} {op._operator.contract_hash()} {user_lowerings.elementwise_identity(op)}"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.partition import has_effect
+from opkit.compiler.capture.aot_autograd import has_effect
 from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Size
-from opkit.compiler.run.control_flow import CONTROL_FLOW
+from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.op import operator as operators
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
@@ -60,7 +60,7 @@ class Captured:
 
     @property
     def key(self) -> str:
-        """A text of everything that decides what the graph is compiled into."""
+        """Text of everything that decides what the graph is compiled into."""
         atoms = {leaf for node in self.graph.nodes for leaf in _leaves(node.result)}
         sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Size))
         unnamed = dataclasses.replace(self.graph, name="")
@@ -111,7 +111,9 @@ class _Conversion:
         inputs = [self._input(number, node) for number, node in enumerate(n for n in nodes if n.op == "placeholder")]
         attributes = [converted for node in nodes if node.op == "get_attr" for converted in self._attribute(node)]
         calls = [converted for node in nodes if node.op == "call_function" for converted in self._call(node)]
-        self._refuse_others(nodes)
+        for node in nodes:
+            if node.op in ("call_module", "call_method"):
+                raise Unsupported(f"{node.name} is a {node.op}, which AOTAutograd leaves in no graph")
         outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
         graph = Graph(name, (*inputs, *attributes, *calls), outputs, self.sizes.values, fixed)
         computed = dict(self.sizes.computed)
@@ -119,11 +121,6 @@ class _Conversion:
             graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved), self.bodies,
             tuple(self.uncompiled),
         )  # fmt: skip
-
-    def _refuse_others(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            if node.op in ("call_module", "call_method"):
-                raise Unsupported(f"{node.name} is a {node.op}, which AOTAutograd leaves in no graph")
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
 
@@ -153,15 +150,15 @@ class _Conversion:
         """Convert a constant tensor; a module (a branch of a condition, say) is an argument of a higher-order operator."""
         value = functools.reduce(getattr, str(node.target).split("."), self.module)
         if isinstance(value, fx.GraphModule):
-            self._note_body(node, f"module {node.target}", value)
+            self._add_body(node, f"module {node.target}", value)
         if not isinstance(value, torch.Tensor):
             self.replaced[node] = self._opaque(f"module {node.target}", value)
             return []
         self.constants[node.name] = value
         return [Node(node.name, "constant", (), {}, self._tensor(value, node))]
 
-    def _note_body(self, node: fx.Node, text: str, value: fx.GraphModule) -> None:
-        """Note a graph that nodes call: it is compiled if all its callers are control flow operators."""
+    def _add_body(self, node: fx.Node, text: str, value: fx.GraphModule) -> None:
+        """Add a graph that nodes call to those that are compiled, if all its callers are control flow operators."""
         callers = [user for user in node.users if not _is_control_flow(user)]
         self.uncompiled += [f"{user.name} calls the graph {node.target}, and is not compiled" for user in callers]
         if not callers:

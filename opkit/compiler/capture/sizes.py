@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,48 +76,20 @@ def _in_integers(expression: sympy.Expr) -> bool:
     return not any(a.is_Rational and not a.is_Integer for a in expression.args)
 
 
-def _sum(*of: Any) -> Any:
-    return functools.reduce(lambda a, b: a + b, of)
-
-
-def _product(*of: Any) -> Any:
-    return functools.reduce(lambda a, b: a * b, of)
-
-
-def _power(base: Any, exponent: int) -> Any:
-    return _product(1, *[base] * exponent)
-
-
-def _floor_divided(a: Any, b: Any) -> Any:
-    return index(a) // b
-
-
-def _remainder(a: Any, b: Any) -> Any:
-    return index(a) % b
-
-
-def _ceil_divided(a: Any, b: Any) -> Any:
-    return (index(a) + b - 1) // b
-
-
-def _modular(a: Any, divisor: Any, modulus: Any) -> Any:
-    return (index(a) // divisor) % modulus
-
-
 _functions = private.sympy_functions
 _DIVISIONS: dict[type, Callable[..., Any]] = {
-    _functions.FloorDiv: _floor_divided,
-    _functions.CleanDiv: _floor_divided,
-    _functions.Mod: _remainder,
-    _functions.PythonMod: _remainder,
-    _functions.CeilDiv: _ceil_divided,
-    _functions.ModularIndexing: _modular,
+    _functions.FloorDiv: lambda a, b: index(a) // b,
+    _functions.CleanDiv: lambda a, b: index(a) // b,
+    _functions.Mod: lambda a, b: index(a) % b,
+    _functions.PythonMod: lambda a, b: index(a) % b,
+    _functions.CeilDiv: lambda a, b: (index(a) + b - 1) // b,
+    _functions.ModularIndexing: lambda a, divisor, modulus: (index(a) // divisor) % modulus,
 }
 _RULES: dict[type, Callable[..., Any]] = {
-    sympy.Add: _sum,
-    sympy.Mul: _product,
-    sympy.Pow: _power,
-    _functions.PowByNatural: _power,
+    sympy.Add: lambda *of: functools.reduce(operator.add, of),
+    sympy.Mul: lambda *of: functools.reduce(operator.mul, of),
+    sympy.Pow: lambda base, exponent: functools.reduce(operator.mul, [base] * exponent, 1),
+    _functions.PowByNatural: lambda base, exponent: functools.reduce(operator.mul, [base] * exponent, 1),
     _functions.Identity: lambda a: a,
     **_DIVISIONS,
 }

@@ -1,1 +1,1 @@
-"""From loop nests to C: ``source`` writes the unit, ``flags`` says how it is compiled, ``functions`` is what it calls."""
+"""Kernels to source text. ``analysis`` is what any emitter needs; each emitter is a folder of its own: ``c``."""

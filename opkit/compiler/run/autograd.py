@@ -1,4 +1,7 @@
-"""This module wraps compiled graphs in the function that Dynamo's code calls: what AOTAutograd does in plain cases, without it.
+"""This module does what AOTAutograd does around compiled graphs in plain cases, without it.
+
+:class:`Wiring` is the calling convention, which is derived from AOTAutograd's metadata, and stored. From it comes the function
+that Dynamo's code calls.
 
 In training that is an ``autograd.Function``: its forward returns results and saved tensors, and its backward takes the saved
 tensors and then the gradients of results.
@@ -7,12 +10,13 @@ tensors and then the gradients of results.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.cache_key import NotCacheable
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Called = Callable[..., list[Any]]
@@ -135,7 +139,8 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
             values = forward([*inputs])
-            _save(ctx, values[count:])
+            # a view is detached, since it would keep its base and its history alive
+            ctx.save_for_backward(*[t.detach() if private.is_view(t) else t for t in values[count:]])
             return _returned(ctx, wiring, values, fixed)
 
         @staticmethod
@@ -150,11 +155,6 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             return tuple(backward(arguments))
 
     return CompiledTraining
-
-
-def _save(ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Save tensors for the backward; a view is detached, since it would keep its base and its history alive."""
-    ctx.save_for_backward(*[tensor.detach() if private.is_view(tensor) else tensor for tensor in tensors])
 
 
 def _returned(
@@ -202,3 +202,95 @@ def _once(ctx: Any, graph: Boxed, arguments: list[Any]) -> Any:
             raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
 
     return Once.apply(torch.empty(0, requires_grad=True), *arguments)
+
+
+# ---- from AOTAutograd's metadata -------------------------------------------------------------------------------------
+
+# Fields of ViewAndMutationMeta, some of them in one version of torch only, and why a graph is not plain if they are set.
+_REFUSED = {
+    "mutated_inp_runtime_indices": "inputs are written to outside of the graph",
+    "num_intermediate_bases": "results are views of one tensor",
+    "num_symints_saved_for_bw": "sizes are saved",
+    "num_tensors_saved_with_no_vc_check": "tensors are saved that may be written to",
+    "num_opaque_objects_saved_for_bw": "objects are saved",
+    "tokens": "operators have effects",
+    "num_backward_tokens": "operators have effects",
+    "num_graphsafe_rng_states": "random states are saved",
+    "is_rng_op_functionalized": "random states are inputs",
+    "indices_of_inputs_that_requires_grad_with_mutations_in_bw": "the backward writes to inputs",
+    "act_input_indices": "inputs are awaited",
+    "dynamic_outputs": "sizes may change",
+}
+_INPUT_REFUSED = ("mutates_metadata", "mutates_storage_metadata", "mutation_inductor_storage_resize")
+_OUTPUT_KINDS = ("non_alias", "unsafe_view_alias", "is_input")
+
+
+def wiring_of(metadata: Any, inputs: int, shares_memory: bool, autocast: bool, is_guarded: bool = False) -> Wiring:
+    """Return how the graph that is being compiled is called.
+
+    Args:
+        metadata: AOTAutograd's metadata, or None.
+        inputs: the number of inputs of Dynamo's graph.
+        shares_memory: whether some inputs share a storage.
+        autocast: whether autocast was on for Dynamo's graph: it is off while AOTAutograd's graphs are compiled.
+        is_guarded: whether guards on the sizes are saved with the graph, so that sizes may change.
+
+    Raises:
+        NotCacheable: the graph is not plain.
+    """
+    for reason in _reasons(metadata, inputs, is_guarded):
+        raise NotCacheable(reason)
+    if shares_memory and metadata.mutated_graph_handled_indices:
+        raise NotCacheable("inputs share memory, and one is written to")
+    return Wiring(
+        inputs,
+        tuple(map(_graph_result, metadata.output_info)),
+        tuple(metadata.mutated_graph_handled_indices_seen_by_autograd),
+        tuple(n for n, info in enumerate(metadata.input_info) if info.requires_grad and not info.is_leaf),
+        autocast,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def connected(found: Wiring, gradients: tuple[Any, ...]) -> Wiring:
+    """Return the wiring with the inputs to detach: those that have a history and get no gradient.
+
+    Raises:
+        NotCacheable: the backward graph does not return one gradient for each input.
+    """
+    if len(gradients) != found.inputs:
+        raise NotCacheable("the backward has more results than there are inputs")
+    return dataclasses.replace(found, detached=tuple(n for n in found.detached if gradients[n] is None))
+
+
+def _reasons(metadata: Any, inputs: int, is_guarded: bool) -> Iterator[str]:
+    if metadata is None:
+        yield "AOTAutograd has no metadata of it"
+        return
+    refused = {name: reason for name, reason in _REFUSED.items() if not (is_guarded and name == "dynamic_outputs")}
+    yield from (reason for name, reason in refused.items() if getattr(metadata, name, None))
+    if metadata.grad_enabled_mutation is not None:
+        yield "it changes the grad mode"
+    if len(metadata.input_info) != inputs:
+        yield "inputs are the same tensor, or views of one"
+    if private.has_subclasses(metadata):
+        yield "there are tensors of subclasses"
+    if any(getattr(info, name) for info in metadata.input_info for name in _INPUT_REFUSED):
+        yield "the sizes or the storage of an input are changed"
+    yield from (reason for each in metadata.output_info for reason in _result_reasons(each))
+
+
+def _result_reasons(output: Any) -> Iterator[str]:
+    if private.output_kind(output) not in _OUTPUT_KINDS:
+        yield f"a result is an {private.output_kind(output)}"
+    if not issubclass(output.raw_type, torch.Tensor):
+        yield f"a result is a {output.raw_type.__name__}"
+    if output.requires_grad != getattr(output, "requires_grad_for_backward", output.requires_grad):
+        yield "a result was made under no_grad and requires gradients"
+
+
+def _graph_result(output: Any) -> GraphResult:
+    kind = private.output_kind(output)
+    return GraphResult(
+        output.base_idx if kind == "is_input" else None, output.requires_grad, kind == "unsafe_view_alias"
+    )

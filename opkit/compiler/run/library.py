@@ -1,4 +1,7 @@
-"""This module compiles and loads the C of a graph's segments, and looks up the functions that kernels call."""
+"""This module compiles and loads the C of a graph's segments, with torch's OpenMP and the library functions that kernels call.
+
+Loading another OpenMP than torch's into the process would give it a second pool of threads, so none is loaded here.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import contextvars
 import ctypes
 import dataclasses
 import functools
+import glob
 import os
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opkit.compiler.ir.expr import Callee
-from opkit.compiler.run import driver, openmp
+from opkit.compiler.run import driver
 from opkit.errors import CompileError
 from opkit.kernels.cc import isa
 from opkit.kernels.cc.compilation import Request, Unit, build
@@ -115,7 +122,7 @@ def _address(library: ctypes.CDLL, number: int) -> int:
 
 def runtime(functions: int | None = None) -> Runtime:
     """Return a runtime for one call at a time, with torch's OpenMP; ``functions`` is the address of the table of callees."""
-    return Runtime(*openmp.functions(), 1, (0, 0, 0), functions)
+    return Runtime(*openmp_functions(), 1, (0, 0, 0), functions)
 
 
 def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:
@@ -147,7 +154,7 @@ def function_table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
 
 def _callee_address(callee: Callee) -> int:
     try:
-        library = _loaded(callee.library)
+        library = _loaded_library(callee.library)
         if callee.run_parameters:
             _init_kernel(callee.library)
             entry = library.opk_entry
@@ -159,7 +166,7 @@ def _callee_address(callee: Callee) -> int:
 
 
 @functools.cache
-def _loaded(path: str) -> ctypes.CDLL:
+def _loaded_library(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
@@ -168,4 +175,59 @@ def _init_kernel(path: str) -> None:
     """Give a kernel's library opkit's runtime; loading it again would drop the output sizes that its operator added."""
     from opkit import _core
 
-    _loaded(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
+    _loaded_library(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
+
+
+# ---- torch's OpenMP --------------------------------------------------------------------------------------------------
+
+_LIBRARY = re.compile(r"lib(g|i)?omp5?[\w.-]*\.(so|dylib)[\d.]*\Z")
+_forked = False
+
+
+def _set_forked() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_set_forked)
+
+
+def threads() -> int:
+    """Return how many threads a call may use: torch's number, or one in a forked process, which does not inherit the pool."""
+    return 1 if _forked else torch.get_num_threads()
+
+
+@functools.cache
+def openmp_functions() -> tuple[int, int]:
+    """Return the addresses of GOMP_parallel and omp_get_thread_num, or zeros if torch has no OpenMP with both."""
+    for path in _openmp_libraries():
+        found = _openmp_addresses(path)
+        if found is not None:
+            return found
+    return 0, 0
+
+
+def _openmp_addresses(path: str) -> tuple[int, int] | None:
+    try:
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        parallel, thread = library.GOMP_parallel, library.omp_get_thread_num
+    except (OSError, AttributeError):
+        return None
+    return _function_address(parallel), _function_address(thread)
+
+
+def _function_address(function: object) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # pyright: ignore[reportArgumentType]
+
+
+def _openmp_libraries() -> list[str]:
+    """Return the OpenMP libraries in the process, torch's own first."""
+    own = str(Path(torch.__file__).parent)
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        paths = [line[line.index("/") :] for line in lines if "/" in line]
+    except OSError:
+        paths = glob.glob(f"{glob.escape(own)}/lib/*omp*")
+    found = [path for path in dict.fromkeys(paths) if _LIBRARY.search(os.path.basename(path))]
+    return sorted(found, key=lambda path: not path.startswith(own))

@@ -62,7 +62,9 @@ def encode(value: Any) -> Any:
         return value
     name = type(value).__name__
     if isinstance(value, Index):
-        return ["number", value.constant] if value.constant is not None else _terms(value)
+        if value.constant is not None:
+            return ["number", value.constant]
+        return ["Index", [[encode(list(monomial)), c] for monomial, c in value.terms.items()]]
     if name in _CLASSES:
         fields = value if isinstance(value, tuple) else vars(value).values()
         return [name, *map(encode, fields)]
@@ -73,10 +75,6 @@ def encode(value: Any) -> Any:
     if isinstance(value, list | tuple | frozenset):
         return [name, *map(encode, value)]
     raise TypeError(f"a {name} cannot be stored")
-
-
-def _terms(value: Index) -> list[Any]:
-    return ["Index", [[encode(list(monomial)), c] for monomial, c in value.terms.items()]]
 
 
 _MAKERS: dict[str, Callable[..., Any]] = {
@@ -131,8 +129,8 @@ def _path(identity: str) -> Path:
 def read(identity: str) -> Any:
     """Return an entry's content, or None if there is none that can be trusted."""
     try:
-        noted, content = cache_files.read_private(_path(identity)).decode().split("\n", 1)
-        if noted != hashlib.sha256(content.encode()).hexdigest():
+        checksum, content = cache_files.read_private(_path(identity)).decode().split("\n", 1)
+        if checksum != hashlib.sha256(content.encode()).hexdigest():
             return None
         return json.loads(content)
     except (OSError, ValueError):

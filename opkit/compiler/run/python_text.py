@@ -1,17 +1,17 @@
-"""This module writes the arguments of Python calls in a compiled graph as text, and numbers the names that the text uses."""
+"""This module writes Python text for a compiled graph: names, arguments of calls, symbolic sizes and where they come from."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
-from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.index import Div, Index, Mod, Size
 from opkit.compiler.ir.program import ScalarItem, Strided
-from opkit.compiler.run.sizing import spelled
+from opkit.compiler.run.plan import ExecutionPlan
 
 
 class PythonNames:
@@ -58,7 +58,7 @@ class PythonNames:
     def numbers_text(self, of: Index | tuple[Index, ...]) -> str:
         """Return sizes as text: numbers if they are constant, else a name that the frame computes."""
         parts = (of,) if isinstance(of, Index) else of
-        text = spelled(of) if isinstance(of, Index) else tuple_text(list(map(spelled, parts)))
+        text = size_text(of) if isinstance(of, Index) else tuple_text(list(map(size_text, parts)))
         if all(each.constant is not None for each in parts):
             return text
         return self._named("size", text, self.numbers, text)
@@ -112,3 +112,63 @@ def _literal(value: Any) -> str:
     if isinstance(value, complex):
         return f"complex({_literal(value.real)}, {_literal(value.imag)})"
     return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def size_text(at: Index) -> str:
+    """Return an index over sizes as a Python expression."""
+    terms = [
+        "*".join([*map(_atom_text, monomial), *([str(c)] if c != 1 or not monomial else [])])
+        for monomial, c in at.terms.items()
+    ]
+    return "+".join(terms) or "0"
+
+
+def _atom_text(atom: Any) -> str:
+    if isinstance(atom, Size):
+        return atom.name
+    assert isinstance(atom, Div | Mod), f"{atom} is not known before the program runs"
+    sign = "//" if isinstance(atom, Div) else "%"
+    return f"(({size_text(atom.dividend)}){sign}({size_text(atom.divisor)}))"
+
+
+def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
+    """Return the text of ``bind``, a function that returns the plan's sizes, in its order, from the inputs.
+
+    Raises:
+        LookupError: no input determines a size.
+    """
+    found = _sources(plan)
+    for name in plan.sizes:
+        if name not in found and name not in computed:
+            raise LookupError(f"no input determines the size {name}")
+    lines = [f"{name} = {text}" for name, text in found.items()]
+    lines += [f"{name} = {text}" for name, text in computed.items()]
+    body = "".join(
+        f"    {line}\n" for line in [*lines, f"return ({', '.join(plan.sizes)},)" if plan.sizes else "return ()"]
+    )
+    return f"def bind(inputs):\n{body}"
+
+
+def _sources(plan: ExecutionPlan) -> dict[str, str]:
+    """Return where each size comes from: an input, a size of an input, or a stride of one."""
+    found: dict[str, str] = {}
+    for number, plan_input in enumerate(plan.inputs):
+        if isinstance(plan_input, Index):
+            _add_source(found, plan_input, f"inputs[{number}]")
+        if not isinstance(plan_input, str):
+            continue
+        buffer = plan.buffers[plan_input]
+        for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):
+            _add_source(found, extent, f"inputs[{number}].shape[{d}]")
+            _add_source(found, stride, f"inputs[{number}].stride({d})")
+    return found
+
+
+def _add_source(found: dict[str, str], at: Index, text: str) -> None:
+    if list(at.terms.values()) == [1]:
+        (monomial,) = at.terms
+        if len(monomial) == 1 and isinstance(monomial[0], Size):
+            found.setdefault(monomial[0].name, text)

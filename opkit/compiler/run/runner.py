@@ -1,6 +1,8 @@
 """This module turns a plan and its compiled segments into a function of tensors.
 
 Everything that a call needs, apart from its inputs, is created once and cached: a frame for each arena and each set of sizes.
+An arena is the memory for tensors that live no longer than a call. All graphs share a few large arenas: a call takes one and
+gives it back, so that nested calls and calls of several threads have one each.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,13 +21,11 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.run import arena, driver, driver_program, library, openmp, torch_operators
-from opkit.compiler.run.arena import Arena
+from opkit.compiler.run import driver, driver_program, library, torch_operators
 from opkit.compiler.run.driver_program import DriverProgram
-from opkit.compiler.run.graph_constants import GraphConstants
 from opkit.compiler.run.library import LoadedSegments
-from opkit.compiler.run.plan import ExecutionPlan, Segment
-from opkit.compiler.run.sizing import binding, spelled
+from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, Segment
+from opkit.compiler.run.python_text import binding, size_text
 from opkit.errors import CompileError
 
 _MAX_FRAMES = 16  # for one arena; a frame for new sizes replaces the oldest one
@@ -59,16 +60,16 @@ class Runner:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         sizes = self._bind(inputs)
-        block = arena.take(self._bytes(*sizes))
+        block = take_arena(self._bytes(*sizes))
         try:
             frame = self._frame(block, sizes)
-            frame.runtime.threads = openmp.threads()
+            frame.runtime.threads = library.threads()
             frame.state.by_python = private.is_observed()
             if frame.prepare is not None:
                 frame.prepare(inputs)
             return frame.run(inputs)
         finally:
-            arena.give(block)
+            give_arena(block)
 
     def sizes(self, inputs: list[Any]) -> tuple[int, ...]:
         """Return the plan's sizes for these inputs."""
@@ -112,7 +113,8 @@ class Runner:
         functions = tuple(
             python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
         )
-        failed = functools.partial(torch_operators.failed, words, runtime, self._origins(), self.plan.name)
+        origins = tuple(step.origins for step in self.plan.steps if isinstance(step, Segment))
+        failed = functools.partial(_raise_failure, words, runtime, origins, self.plan.name)
         return {"functions": functions, "finished": python.get("finish"), "failed": failed}
 
     def _product(self, target: str) -> Callable[[list[Any]], None]:
@@ -139,9 +141,6 @@ class Runner:
             "as_tuple": torch_operators.as_tuple,
         }
 
-    def _origins(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(step.origins for step in self.plan.steps if isinstance(step, Segment))
-
     def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:
         shape, strides = (tuple(_value(each, values) for each in of) for of in (tensor.shape, tensor.strides))
         offset = _value(tensor.offset, values)
@@ -155,19 +154,17 @@ class Runner:
 
     def _addresses(self, block: Arena, values: Mapping[str, int]) -> list[int]:
         """Return the address of each buffer of the table that has a place or is a constant; a call fills in the others."""
-        begin = block.memory.data_ptr()
-        return [self._address(name, begin, values) for name in self.plan.table]
-
-    def _address(self, name: str, begin: int, values: Mapping[str, int]) -> int:
-        if name in self.plan.places:
-            return begin + _value(self.plan.places[name], values)
-        constant = self.constants.tensors.get(name)
-        return 0 if constant is None else constant.data_ptr()
+        begin, places = block.memory.data_ptr(), self.plan.places
+        constants = {name: tensor.data_ptr() for name, tensor in self.constants.tensors.items()}
+        return [
+            begin + _value(places[name], values) if name in places else constants.get(name, 0)
+            for name in self.plan.table
+        ]
 
 
 def _value(at: Index, values: Mapping[str, int]) -> int:
     constant = at.constant
-    return eval(spelled(at), {}, dict(values)) if constant is None else constant
+    return eval(size_text(at), {}, dict(values)) if constant is None else constant
 
 
 def _size_functions(
@@ -180,7 +177,7 @@ def _size_functions(
     except LookupError as error:
         raise CompileError(f"{plan.name}: {error}") from error
     parameters = ", ".join(plan.sizes)
-    size = eval(f"lambda {parameters}: {spelled(plan.arena)}", names)
+    size = eval(f"lambda {parameters}: {size_text(plan.arena)}", names)
     values = eval(f"lambda {parameters}: ({''.join(f'{text}, ' for text in program.names.numbers.values())})", names)
     return names["bind"], size, values
 
@@ -195,3 +192,74 @@ def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSeg
     """
     driver.library()
     return Runner(plan, constants, segments)
+
+
+def _raise_failure(
+    words: list[int], runtime: library.Runtime, origins: tuple[tuple[str, ...], ...], graph: str, at: int
+) -> None:
+    """Raise the error of a step of the driver that begins at ``words[at]``.
+
+    Raises:
+        IndexError, MemoryError: a segment failed.
+        RuntimeError: torch refused to allocate memory, or to make a view.
+    """
+    step = driver_program.STEPS[words[at]]
+    if step == "segment":
+        library.raise_error(runtime, origins[words[at + 2]], graph)
+    if step not in ("view", "allocate"):
+        raise RuntimeError(f"torch refused the step {step!r} (in {graph})")
+    rank = words[at + 4]
+    shape, strides = (tuple(words[begin : begin + rank]) for begin in (at + 5, at + 5 + rank))
+    if step == "allocate":
+        torch.empty_strided(shape, strides, dtype=driver.dtype_numbered(words[at + 3]))  # says what is wrong
+    raise RuntimeError(f"torch refused to {step} a tensor of sizes {shape} and strides {strides} (in {graph})")
+
+
+# ---- the memory of calls ---------------------------------------------------------------------------------------------
+
+_MIN_ARENA = 1 << 12  # bytes
+_GROWTH = 1.25  # sizes that grow slowly from call to call must not need new memory at each
+
+_lock = threading.Lock()
+_free_arenas: list[Arena] = []
+
+
+class Arena:
+    """A block of memory, aligned to 64 bytes.
+
+    Attributes:
+        memory: its bytes.
+        size: the number of bytes.
+    """
+
+    __slots__ = ("__weakref__", "memory", "size")
+
+    def __init__(self, size: int) -> None:
+        with torch.inference_mode(False):  # a block made within it could not be written to outside
+            self.memory = torch.empty(size, dtype=torch.uint8)
+        self.size = size
+
+
+def take_arena(size: int) -> Arena:
+    """Return a block of at least ``size`` bytes for exclusive use; a free block that is too small is replaced."""
+    with _lock:
+        if _free_arenas and _free_arenas[-1].size >= size:
+            return _free_arenas.pop()
+        for position in range(len(_free_arenas) - 1, -1, -1):
+            if _free_arenas[position].size >= size:
+                return _free_arenas.pop(position)
+        grown = int(size * _GROWTH) if _free_arenas else size
+        if _free_arenas:
+            _free_arenas.pop()
+    return Arena(max(grown, _MIN_ARENA))
+
+
+def give_arena(arena: Arena) -> None:
+    """Return a block to the free ones."""
+    _free_arenas.append(arena)
+
+
+def release_arenas() -> None:
+    """Free the blocks that are not in use."""
+    with _lock:
+        _free_arenas.clear()

@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from opkit.compiler.emit.source import source
+from opkit.compiler.emit.c.source import source
 from opkit.compiler.ir.kernel import KernelLaunch
 from opkit.compiler.ir.verifier import verify_kernel
 from tests.compiler import native

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from opkit.compiler.emit import functions
-from opkit.compiler.emit.functions.near import LIMITS
+from opkit.compiler.emit.c import functions, prelude
+from opkit.compiler.emit.c.functions.trigonometric import LIMITS
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc"),
@@ -350,7 +350,7 @@ def test_f16_as_numpy(run):
 
 def test_philox(tmp_path):
     """Against numbers that Random123 publishes for Philox-4x32-10, and the mean and spread of many."""
-    source = functions.text(["random_f32", "random_f64", "random_row"]) + (
+    source = prelude.text("opk_random_f32 opk_random_f64 opk_random_row") + (
         "void one(unsigned long long s, unsigned long long c, unsigned *w) { opk_philox(s, c, w, 1); }\n"
         "void many(float *x, double *y, long n) { for (long i = 0; i < n; i++) {"
         " x[i] = opk_random_f32(7, i); y[i] = opk_random_f64(7, i); } }\n"

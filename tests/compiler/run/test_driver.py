@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
-from opkit.compiler import backend, graph_cache
+from opkit.compiler import backend, diagnostics, graph_cache
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import driver, torch_operators
 from opkit.compiler.run.runner import Runner, assemble
@@ -218,11 +218,11 @@ def test_without_a_compiler_a_graph_without_kernels_runs_in_eager_mode(monkeypat
 
     torch._dynamo.reset()
     monkeypatch.setattr(driver, "library", none)
-    backend._warn_no_compiler.cache_clear()
+    diagnostics.warn_no_compiler.cache_clear()
     x = torch.randn(5, 5)
     with pytest.warns(NoCompilerWarning):
         torch.testing.assert_close(torch.compile(torch.mm, backend=opkit_backend)(x, x), x @ x)
-    backend._warn_no_compiler.cache_clear()
+    diagnostics.warn_no_compiler.cache_clear()
 
 
 def test_another_number_of_inputs(runners):

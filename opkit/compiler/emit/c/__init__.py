@@ -1,0 +1,1 @@
+"""The emitter of C: a schedule as translation units."""
