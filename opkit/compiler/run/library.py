@@ -52,7 +52,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
 
 
 class Runtime(ctypes.Structure):
-    """``struct opkit_runtime``; see ``opkit.compiler.emit.source``."""
+    """``struct opkit_runtime``; see ``opkit.compiler.emit.c.source``."""
 
     _fields_ = (
         ("parallel", ctypes.c_void_p),

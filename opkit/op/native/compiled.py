@@ -46,7 +46,7 @@ bridge_lock = threading.RLock()
 
 
 class CompiledFunction(abc.ABC):
-    """A compiled kernel as the function of a :class:`opkit.op.dispatch.selection.Kernel`."""
+    """A compiled kernel as the function of a :class:`opkit.op.dispatch.selection.RegisteredKernel`."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         check_passable(operator)

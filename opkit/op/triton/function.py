@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class TritonFunction(CompiledFunction):
-    """A Triton kernel as the function of a :class:`opkit.op.dispatch.selection.Kernel`."""
+    """A Triton kernel as the function of a :class:`opkit.op.dispatch.selection.RegisteredKernel`."""
 
     def __init__(self, operator: Operator, kernel: TritonKernel, name: str, machine: Machine) -> None:
         super().__init__(operator, name)
