@@ -32,7 +32,7 @@ from torch import Tensor
 import opkit
 from opkit.attn import calls as attention_calls
 from opkit.attn.gpu import plans, tile_lists
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import library
@@ -116,23 +116,25 @@ def chosen(options: argparse.Namespace, named: dict[str, Case]) -> dict[str, Cas
     return {name: case for name, case in named.items() if gpu.wanted(options, name)}
 
 
-def call_of(mask: Mask, inputs: Sequence[Tensor]) -> attention_calls.Call:
+def call_of(mask: Mask, inputs: Sequence[Tensor]) -> attention_calls.AttentionCall:
     """The operator's arguments."""
     q, k, v = inputs
     batch, heads, queries, head = q.shape
     said = lower(mask, CallSizes(batch, heads, queries, k.shape[2], q.device))
-    return attention_calls.Call(q, k, v, said.tensors, [], None, None, said.program, [], head**-0.5, 0.0, 0.0, False)
+    return attention_calls.AttentionCall(
+        q, k, v, said.tensors, [], None, None, said.program, [], head**-0.5, 0.0, 0.0, False
+    )
 
 
 def size_of(quick: bool) -> gpu.Size:
     return SMALL if quick else SIZE
 
 
-def tiles_of(head: int) -> tuple[Blocks, Blocks]:
+def tiles_of(head: int) -> tuple[BlockSizes, BlockSizes]:
     """The tiles of the forward for Hopper and of its backward."""
     size = next(each for each in hopper_backward.TILES if head <= each)
     forward, backward = hopper.TILES[size], hopper_backward.TILES[size]
-    return Blocks(forward.warpgroups * 64, forward.keys, 0, 0), Blocks(backward.rows, backward.keys, 0, 0)
+    return BlockSizes(forward.warpgroups * 64, forward.keys, 0, 0), BlockSizes(backward.rows, backward.keys, 0, 0)
 
 
 def forget() -> None:
@@ -147,7 +149,7 @@ def built(*arguments: Any) -> tile_lists.TileLists:
     return tile_lists.lists_of(*arguments)
 
 
-def building(call: attention_calls.Call) -> dict[str, Call]:
+def building(call: attention_calls.AttentionCall) -> dict[str, Call]:
     """The calls that build lists, by what they are for."""
     shape = plans.shape_of(tuple(call.mask), ())
     forward, backward = tiles_of(call.q.shape[3])
@@ -170,7 +172,7 @@ def on_gpu(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: round(1e6 * gpu.seconds(call), 1) for name, call in calls.items()}
 
 
-def on_host(call: attention_calls.Call, rounds: int, count: int) -> dict[str, float]:
+def on_host(call: attention_calls.AttentionCall, rounds: int, count: int) -> dict[str, float]:
     """Microseconds of the processor, for a list that is found and for one that is built."""
     arguments = call, plans.shape_of(tuple(call.mask), ()), tiles_of(call.q.shape[3])[0], False
     ways: dict[str, Call] = {
@@ -241,9 +243,9 @@ def shares(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield share(f"{name}, backward", gpu.interleaved(back, options.rounds), 10 * dense, part)
 
 
-def live_tiles(call: attention_calls.Call) -> int:
+def live_tiles(call: attention_calls.AttentionCall) -> int:
     """How many tiles of 128 by 128 are seen at least in part, in all batches and heads."""
-    found = tile_lists.lists_of(call, plans.shape_of(tuple(call.mask), ()), Blocks(TILE, TILE, 0, 0), False)
+    found = tile_lists.lists_of(call, plans.shape_of(tuple(call.mask), ()), BlockSizes(TILE, TILE, 0, 0), False)
     return int(found.counts[..., 1].sum())
 
 

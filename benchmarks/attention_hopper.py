@@ -55,7 +55,7 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> d
     arguments = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
     run = hopper.forward.prepare(*arguments)
     found: dict[str, Call] = {"gluon": lambda: run(*arguments)}
-    if forward_cuda.fits(attention.Call(*arguments)) and library.compiler_there():
+    if forward_cuda.fits(attention.AttentionCall(*arguments)) and library.compiler_there():
         cuda = forward_cuda.forward.prepare(*arguments)
         found["cuda"] = lambda: cuda(*arguments)
 

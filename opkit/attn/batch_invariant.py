@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import cpu
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.masks import program
 from opkit.attn.paged.cpu import available
 from opkit.attn.paged.reference import gather_pages
@@ -50,7 +50,7 @@ def forward(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*arguments)
+    call = AttentionCall(*arguments)
     if not cpu.takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return cpu.forward.prepare(*arguments)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of :func:`opkit.attn.reference.attention`, which says what they are."""
 
     q: Tensor
@@ -88,9 +88,9 @@ class Float8Call(NamedTuple):
     out_is_bshd: bool
 
     @property
-    def plain(self) -> Call:
+    def plain(self) -> AttentionCall:
         """The same call of ``opkit::attention``, without descales."""
-        return Call(
+        return AttentionCall(
             self.q, self.k, self.v, self.mask_tensors, self.bias_tensors, self.sinks, None, self.mask, self.bias, self.scale,
             self.softcap, 0.0, self.out_is_bshd,
         )  # fmt: skip

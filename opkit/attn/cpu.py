@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit.attn import gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
-from opkit.attn.calls import AnyCall, Call, GradientCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import AnyCall, AttentionCall, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
@@ -34,7 +34,7 @@ def forward(*arguments: Any) -> Run:
     """
     from opkit import _core
 
-    call = Call(*arguments)
+    call = AttentionCall(*arguments)
     _check_supported(takes(call), "tiles", call)
     out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     new = overwritten(out), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
@@ -59,7 +59,7 @@ def _run_plain(kernel: Run, new_out: Run, new_lse: Run) -> Run:
 
 def _run_general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
     def run(*arguments: Any) -> tuple[Tensor, Tensor]:
-        call = Call(*arguments)
+        call = AttentionCall(*arguments)
         out, lse = results = new_out(), new_lse()
         sinks = _in_float32(call.sinks)
         tensors = (
@@ -114,13 +114,13 @@ def _run_backward(kernel: Run, new: list[Run], copied: bool) -> Run:
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Register the CPU kernels of ``opkit::attention`` and ``opkit::attention_backward``."""
-    op.register_kernel("cpu", forward, when=predicate(Call, takes), name="tiles", trusted=True)
-    op.register_kernel("cpu", decode, when=predicate(Call, takes_few), name="decode", priority=1, trusted=True)
+    op.register_kernel("cpu", forward, when=predicate(AttentionCall, takes), name="tiles", trusted=True)
+    op.register_kernel("cpu", decode, when=predicate(AttentionCall, takes_few), name="decode", priority=1, trusted=True)
     when = predicate(GradientCall, takes_gradients)
     gradients.backward_operator().register_kernel("cpu", backward, when=when, name="tiles", trusted=True)
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether :func:`forward` supports a call: float32 or narrower, no dropout, and tensors as its programs say."""
     return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _tensors_fit(call)
 
@@ -136,7 +136,7 @@ def _tensors_fit(call: AnyCall) -> bool:
     return all(each.dtype in _BIAS_NAMES for each in call.bias_tensors) and bias_fits(call) and mask_fits(call)
 
 
-def takes_few(call: Call) -> bool:
+def takes_few(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`decode`: so few rows per head of keys that reading the keys takes the time."""
     if not _decodes(call):
         return False
@@ -152,14 +152,14 @@ def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     return DECODED_BY_ISA.get(tiles, DECODED)
 
 
-def _decodes(call: Call) -> bool:
+def _decodes(call: AttentionCall) -> bool:
     if not shapes_fit(call.q, call.k, call.v) or not sinks_fit(call.sinks, call.q):
         return False
     banded = not call.mask or (len(call.mask) == 3 and call.mask[0] == program.BAND)
     return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
 
 
-def _check_supported(supported: bool, name: str, call: Call | GradientCall) -> None:
+def _check_supported(supported: bool, name: str, call: AttentionCall | GradientCall) -> None:
     """Raise for a call that a forced kernel does not support: nothing checked this before."""
     if supported:
         return
@@ -176,7 +176,7 @@ def _check_supported(supported: bool, name: str, call: Call | GradientCall) -> N
 @PreparedKernel
 def decode(*arguments: Any) -> Run:
     """Compute attention of few queries: keys and values are read in place, once for all heads that share them."""
-    call = Call(*arguments)
+    call = AttentionCall(*arguments)
     _check_supported(_decodes(call), "decode", call)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.out_is_bshd)
@@ -192,7 +192,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [each.data_ptr() for each in tensors]
 
 
-def _description(call: Call | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
+def _description(call: AttentionCall | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
     """Return what calls of the same shapes share; ``tensors`` are those that the kernel reads and writes."""
     (batch, heads, queries, head), (_, kv_heads, keys, columns) = call.q.shape, call.v.shape
     return {

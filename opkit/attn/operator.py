@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import gradients, reference
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 from opkit.op.rules import transforms
@@ -51,7 +51,7 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return empty results; the reference's operations would compare sizes that depend on data with 0."""
-    call = Call(*arguments)
+    call = AttentionCall(*arguments)
     (batch, heads, queries, _), columns = call.q.shape, call.v.shape[3]
     if call.out_is_bshd:
         out = call.q.new_empty((batch, queries, heads, columns)).transpose(1, 2)

@@ -8,7 +8,7 @@ import torch
 
 import opkit
 from opkit.attn import cpu
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.errors import KernelError
 
 FLOATS = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -307,7 +307,9 @@ def test_errors_are_no_larger_than_those_of_torch(dtype, causal):
 def takes(q, k=None, v=None, mask_tensors=(), bias_tensors=(), sinks=None, mask=(), bias=(), dropout_p=0.0):
     k = q if k is None else k
     v = k if v is None else v
-    return cpu.takes(Call(q, k, v, mask_tensors, bias_tensors, sinks, None, mask, bias, 1.0, 0.0, dropout_p, False))
+    return cpu.takes(
+        AttentionCall(q, k, v, mask_tensors, bias_tensors, sinks, None, mask, bias, 1.0, 0.0, dropout_p, False)
+    )
 
 
 def test_what_is_taken():

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall, BiasCall, Call, Float8Call, GradientCall
+from opkit.attn.calls import AnyCall, AttentionCall, BiasCall, Float8Call, GradientCall
 from opkit.attn.gpu import blocks, plans, search, tile_lists
-from opkit.attn.gpu.blocks import Blocks, Kernel, Rule
-from opkit.attn.gpu.plans import Shape
+from opkit.attn.gpu.blocks import BlockSizes, Rule, TiledKernel
+from opkit.attn.gpu.plans import MaskShape
 from opkit.attn.gpu.search import Tiles, TileSearch
 from opkit.attn.masks.program import Grid
 from opkit.kernels.tuning.configs import Config
@@ -30,7 +30,7 @@ _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
 Prepare = Callable[..., Callable[..., Any]]
 
 
-def shape_of(call: AnyCall) -> Shape:
+def shape_of(call: AnyCall) -> MaskShape:
     """Return the shape of a call's mask and bias."""
     return plans.shape_of(tuple(call.mask), tuple(call.bias))
 
@@ -44,26 +44,26 @@ def fit_to_slots(call: Any) -> Any:
     return call._replace(mask=mask, mask_tensors=masks, bias=bias, bias_tensors=biases)
 
 
-def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: Shape, tensors: int) -> Blocks:
+def blocks_of(rules: tuple[Rule, ...], call: AnyCall, shape: MaskShape, tensors: int) -> BlockSizes:
     """Return the tiles of a call; ``tensors`` as for :func:`opkit.attn.gpu.blocks.choose`."""
     q, head, memory = call.q, max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
     return blocks.choose(rules, head, q.element_size(), q.shape[2], memory, tensors, _pair(call, shape))
 
 
 def tiles_of(
-    kernel: Kernel, call: AnyCall, shape: Shape, cut: Callable[[Blocks], Blocks] | None = None
+    kernel: TiledKernel, call: AnyCall, shape: MaskShape, cut: Callable[[BlockSizes], BlockSizes] | None = None
 ) -> Tiles[Any, Any]:
     """Return the tiles of calls like this one, by the kernel's table or by search; ``cut`` makes them smaller for the call."""
     rule, queries = blocks_of(kernel.rules, call, shape, kernel.tensors), call.q.shape[2]
 
-    def tiles(config: Config | None) -> Blocks:
+    def tiles(config: Config | None) -> BlockSizes:
         found = rule if config is None else blocks.fitted(_blocks(config), queries)
         return found if cut is None else cut(found)
 
     return Tiles(tile_search_of(kernel, call, shape), tiles)
 
 
-def tile_search_of(kernel: Kernel, call: AnyCall, shape: Shape) -> TileSearch | None:
+def tile_search_of(kernel: TiledKernel, call: AnyCall, shape: MaskShape) -> TileSearch | None:
     """Return the search for the fastest tiles of calls like this one; None where the table decides."""
     device, machine = call.q.device, search.machine_for(call.q.device)
     if machine is None:
@@ -78,7 +78,7 @@ def tile_search_of(kernel: Kernel, call: AnyCall, shape: Shape) -> TileSearch | 
     return search.tile_search(kernel.name, kernel.sources, configs, device, machine, _class(call, shape, pair))
 
 
-def _class(call: AnyCall, shape: Shape, pair: int) -> str:
+def _class(call: AnyCall, shape: MaskShape, pair: int) -> str:
     """Return the class of a call: dtype, padded heads, the kind of its mask, bytes per pair, and two coarse kinds of the rest.
 
     Biases, softcap and dropout (``extras``) take registers and shared memory, of which the fastest tiles may leave little.
@@ -90,30 +90,30 @@ def _class(call: AnyCall, shape: Shape, pair: int) -> str:
     return search.class_of(search.name_of(call.q.dtype), {name: int(size) for name, size in sizes.items()})
 
 
-def _blocks(config: Config) -> Blocks:
+def _blocks(config: Config) -> BlockSizes:
     sizes, options = config.constexprs, config.options
-    return Blocks(sizes["ROWS"], sizes["KEYS"], options["num_warps"], options["num_stages"])
+    return BlockSizes(sizes["ROWS"], sizes["KEYS"], options["num_warps"], options["num_stages"])
 
 
-def invariant_tiles_of(call: AnyCall, shape: Shape) -> Tiles[Any, Any]:
+def invariant_tiles_of(call: AnyCall, shape: MaskShape) -> Tiles[Any, Any]:
     """Return :func:`invariant_blocks_of` a call, never by search."""
     size = invariant_blocks_of(call, shape)
     return Tiles(None, lambda _: size)
 
 
-def invariant_blocks_of(call: AnyCall, shape: Shape) -> Blocks:
+def invariant_blocks_of(call: AnyCall, shape: MaskShape) -> BlockSizes:
     """Return the tiles of a forward call whose results must not depend on the batch."""
     head, memory = max(call.q.shape[3], call.v.shape[3]), blocks.shared_memory(call.q.device)
     return blocks.invariant(head, call.q.element_size(), memory, _pair(call, shape))
 
 
-def _pair(call: AnyCall, shape: Shape) -> int:
+def _pair(call: AnyCall, shape: MaskShape) -> int:
     """Return the bytes of masks and biases that are read for each pair of a query and a key."""
     lists = {"mask": call.mask_tensors, "bias": call.bias_tensors}
     return sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
 
 
-def constants_of(call: AnyCall, shape: Shape, size: Blocks) -> Constants:
+def constants_of(call: AnyCall, shape: MaskShape, size: BlockSizes) -> Constants:
     """Return the constants of a kernel and its compiler's options."""
     head, columns = call.q.shape[3], call.v.shape[3]
     d0, d1 = blocks.parts(head)
@@ -160,17 +160,19 @@ class _ByPrecision:
 Launches = PreparedLaunch | _ByPrecision
 
 
-def listed(call: AnyCall, shape: Shape, size: Blocks) -> bool:
+def listed(call: AnyCall, shape: MaskShape, size: BlockSizes) -> bool:
     """Return whether the tiles that a kernel visits come from a list."""
     return tile_lists.worth_it(shape, size, call.q.shape[2], call.k.shape[2])
 
 
-def lists_of(call: AnyCall, shape: Shape, size: Blocks, *, by_keys: bool) -> tuple[Tensor | None, Tensor | None]:
+def lists_of(
+    call: AnyCall, shape: MaskShape, size: BlockSizes, *, by_keys: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the tiles that a kernel visits and their counts; None where the kernel computes them."""
     return tile_lists.lists_of(call, shape, size, by_keys) if listed(call, shape, size) else (None, None)
 
 
-def tensors_of(call: AnyCall, shape: Shape) -> list[Tensor | None]:
+def tensors_of(call: AnyCall, shape: MaskShape) -> list[Tensor | None]:
     """Return the tensors of a mask and a bias, for the parameters ``plans.TENSORS``."""
     if not shape.slots and not shape.lengths:
         return _NO_TENSORS
@@ -200,8 +202,8 @@ class Tiled:
     """
 
     def __init__(
-        self, kernel: Callable[[Constants], TritonKernel], tiles: Tiles[Blocks, Launches], shape: Shape, dtype: torch.dtype,
-        names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False, constants: Constants = (),
+        self, kernel: Callable[[Constants], TritonKernel], tiles: Tiles[BlockSizes, Launches], shape: MaskShape,
+        dtype: torch.dtype, names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False, constants: Constants = (),
     ) -> None:  # fmt: skip
         self._kernel, self._tiles, self._shape, self._dtype = kernel, tiles, shape, dtype
         self._names, self._numbers = (*names, "tiles", "counts"), numbers
@@ -214,11 +216,11 @@ class Tiled:
         )
         launch(*tensors, *lists_of(call, self._shape, size, by_keys=self._by_keys))
 
-    def _made(self, call: AnyCall, kernel: Callable[[Constants], TritonKernel], size: Blocks) -> Launches:
+    def _made(self, call: AnyCall, kernel: Callable[[Constants], TritonKernel], size: BlockSizes) -> Launches:
         constants = (*constants_of(call, self._shape, size), *self._constants)
         return launcher(kernel, constants, self._dtype, self._names, self._numbers)
 
-    def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: Blocks) -> search.Timed:
+    def _time(self, call: AnyCall, tensors: Sequence[Tensor | None], size: BlockSizes) -> search.Timed:
         launch = self._made(call, inspect.unwrap(self._kernel), size)  # candidates are not cached
         results = [each for each in tensors[self._written] if each is not None]
         search.emptied(*results)
@@ -226,7 +228,7 @@ class Tiled:
 
 
 def _tuned(
-    calls: Callable[[], Iterator[Mapping[str, Any]]], call: Callable[..., Any], *kernels: Kernel
+    calls: Callable[[], Iterator[Mapping[str, Any]]], call: Callable[..., Any], *kernels: TiledKernel
 ) -> Callable[[Prepare], TunedKernel]:
     def decorate(prepare: Prepare) -> TunedKernel:
         notes = functools.partial(_notes, call, kernels)
@@ -235,20 +237,20 @@ def _tuned(
     return decorate
 
 
-def _identities(kernels: Sequence[Kernel]) -> list[Identity]:
+def _identities(kernels: Sequence[TiledKernel]) -> list[Identity]:
     return [search.identity(each.name, each.sources) for each in kernels]
 
 
-def _notes(call: Callable[..., Any], kernels: Sequence[Kernel], *arguments: Any) -> list[str]:
+def _notes(call: Callable[..., Any], kernels: Sequence[TiledKernel], *arguments: Any) -> list[str]:
     fitted = fit_to_slots(call(*arguments))
     return [tiles_of(each, fitted, shape_of(fitted)).explained(each.name, "by its table") for each in kernels]
 
 
-def _without_descales(*arguments: Any) -> Call:
+def _without_descales(*arguments: Any) -> AttentionCall:
     return Float8Call(*arguments).plain
 
 
-tuned_forward = _tuned(search.forward_examples, Call, blocks.FORWARD_KERNEL)
+tuned_forward = _tuned(search.forward_examples, AttentionCall, blocks.FORWARD_KERNEL)
 tuned_backward = _tuned(search.backward_examples, GradientCall, blocks.KEYS_KERNEL, blocks.QUERIES_KERNEL)
 tuned_bias_backward = _tuned(search.bias_examples, BiasCall, blocks.BIAS_KERNEL)
 tuned_float8 = _tuned(search.float8_examples, _without_descales, blocks.FORWARD_KERNEL)

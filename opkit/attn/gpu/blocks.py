@@ -20,7 +20,7 @@ _FORWARD_SOURCES = ("device/tile.py", "portable/device/forward.py")
 _BACKWARD_SOURCES = (*_FORWARD_SOURCES, "portable/device/backward_rows.py", "portable/device/backward.py")
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Rows of queries and of keys in a tile, and the compiler's options."""
 
     rows: int
@@ -34,78 +34,78 @@ class Rule(NamedTuple):
 
     head: int
     size: int
-    blocks: Blocks
+    blocks: BlockSizes
 
 
 FORWARD = (
-    Rule(64, 2, Blocks(128, 128, 8, 3)),
-    Rule(64, 2, Blocks(128, 64, 4, 2)),
-    Rule(128, 2, Blocks(128, 64, 8, 4)),
-    Rule(128, 2, Blocks(128, 64, 8, 2)),
-    Rule(128, 2, Blocks(64, 64, 4, 2)),
-    Rule(256, 2, Blocks(64, 64, 8, 2)),
-    Rule(256, 2, Blocks(64, 32, 4, 2)),
-    Rule(1024, 2, Blocks(64, 32, 8, 2)),
-    Rule(1024, 2, Blocks(32, 16, 4, 1)),
-    Rule(64, 4, Blocks(64, 64, 4, 2)),
-    Rule(128, 4, Blocks(64, 32, 4, 2)),
-    Rule(256, 4, Blocks(32, 32, 4, 2)),
-    Rule(1024, 4, Blocks(32, 16, 4, 1)),
+    Rule(64, 2, BlockSizes(128, 128, 8, 3)),
+    Rule(64, 2, BlockSizes(128, 64, 4, 2)),
+    Rule(128, 2, BlockSizes(128, 64, 8, 4)),
+    Rule(128, 2, BlockSizes(128, 64, 8, 2)),
+    Rule(128, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(256, 2, BlockSizes(64, 64, 8, 2)),
+    Rule(256, 2, BlockSizes(64, 32, 4, 2)),
+    Rule(1024, 2, BlockSizes(64, 32, 8, 2)),
+    Rule(1024, 2, BlockSizes(32, 16, 4, 1)),
+    Rule(64, 4, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 4, BlockSizes(64, 32, 4, 2)),
+    Rule(256, 4, BlockSizes(32, 32, 4, 2)),
+    Rule(1024, 4, BlockSizes(32, 16, 4, 1)),
 )
 INVARIANT = (
-    Rule(64, 2, Blocks(64, 64, 4, 3)),
-    Rule(128, 2, Blocks(64, 64, 4, 2)),
-    Rule(256, 2, Blocks(64, 32, 4, 2)),
-    Rule(1024, 2, Blocks(64, 32, 8, 1)),
-    Rule(1024, 2, Blocks(32, 16, 4, 1)),
-    Rule(64, 4, Blocks(64, 64, 4, 2)),
-    Rule(128, 4, Blocks(64, 32, 4, 2)),
-    Rule(256, 4, Blocks(32, 32, 4, 2)),
-    Rule(1024, 4, Blocks(32, 16, 4, 1)),
+    Rule(64, 2, BlockSizes(64, 64, 4, 3)),
+    Rule(128, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(256, 2, BlockSizes(64, 32, 4, 2)),
+    Rule(1024, 2, BlockSizes(64, 32, 8, 1)),
+    Rule(1024, 2, BlockSizes(32, 16, 4, 1)),
+    Rule(64, 4, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 4, BlockSizes(64, 32, 4, 2)),
+    Rule(256, 4, BlockSizes(32, 32, 4, 2)),
+    Rule(1024, 4, BlockSizes(32, 16, 4, 1)),
 )
 """Of the forward whose results do not depend on the batch: 64 is a multiple of the keys of a tile."""
 OF_KEYS = (
-    Rule(64, 2, Blocks(64, 64, 4, 2)),
-    Rule(128, 2, Blocks(64, 64, 4, 2)),
-    Rule(128, 2, Blocks(32, 64, 4, 2)),
-    Rule(256, 2, Blocks(64, 64, 8, 2)),
-    Rule(256, 2, Blocks(32, 64, 8, 1)),
-    Rule(256, 2, Blocks(16, 32, 4, 1)),
-    Rule(1024, 2, Blocks(16, 32, 8, 1)),
-    Rule(64, 4, Blocks(32, 32, 4, 1)),
-    Rule(128, 4, Blocks(32, 32, 4, 1)),
-    Rule(256, 4, Blocks(16, 32, 4, 1)),
-    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+    Rule(64, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 2, BlockSizes(32, 64, 4, 2)),
+    Rule(256, 2, BlockSizes(64, 64, 8, 2)),
+    Rule(256, 2, BlockSizes(32, 64, 8, 1)),
+    Rule(256, 2, BlockSizes(16, 32, 4, 1)),
+    Rule(1024, 2, BlockSizes(16, 32, 8, 1)),
+    Rule(64, 4, BlockSizes(32, 32, 4, 1)),
+    Rule(128, 4, BlockSizes(32, 32, 4, 1)),
+    Rule(256, 4, BlockSizes(16, 32, 4, 1)),
+    Rule(1024, 4, BlockSizes(16, 16, 4, 1)),
 )
 OF_QUERIES = (
-    Rule(64, 2, Blocks(64, 64, 4, 3)),
-    Rule(64, 2, Blocks(64, 64, 4, 2)),
-    Rule(128, 2, Blocks(64, 64, 4, 2)),
-    Rule(128, 2, Blocks(64, 32, 4, 2)),
-    Rule(256, 2, Blocks(128, 64, 8, 1)),
-    Rule(256, 2, Blocks(64, 32, 8, 1)),
-    Rule(256, 2, Blocks(32, 16, 4, 1)),
-    Rule(1024, 2, Blocks(32, 16, 8, 1)),
-    Rule(64, 4, Blocks(32, 32, 4, 1)),
-    Rule(128, 4, Blocks(32, 32, 4, 1)),
-    Rule(256, 4, Blocks(32, 16, 4, 1)),
-    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+    Rule(64, 2, BlockSizes(64, 64, 4, 3)),
+    Rule(64, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 2, BlockSizes(64, 64, 4, 2)),
+    Rule(128, 2, BlockSizes(64, 32, 4, 2)),
+    Rule(256, 2, BlockSizes(128, 64, 8, 1)),
+    Rule(256, 2, BlockSizes(64, 32, 8, 1)),
+    Rule(256, 2, BlockSizes(32, 16, 4, 1)),
+    Rule(1024, 2, BlockSizes(32, 16, 8, 1)),
+    Rule(64, 4, BlockSizes(32, 32, 4, 1)),
+    Rule(128, 4, BlockSizes(32, 32, 4, 1)),
+    Rule(256, 4, BlockSizes(32, 16, 4, 1)),
+    Rule(1024, 4, BlockSizes(16, 16, 4, 1)),
 )
 OF_BIAS = (
-    Rule(128, 2, Blocks(64, 64, 4, 1)),
-    Rule(256, 2, Blocks(64, 64, 8, 1)),
-    Rule(256, 2, Blocks(32, 32, 4, 1)),
-    Rule(1024, 2, Blocks(32, 16, 8, 1)),
-    Rule(128, 4, Blocks(32, 32, 4, 1)),
-    Rule(256, 4, Blocks(32, 16, 4, 1)),
-    Rule(1024, 4, Blocks(16, 16, 4, 1)),
+    Rule(128, 2, BlockSizes(64, 64, 4, 1)),
+    Rule(256, 2, BlockSizes(64, 64, 8, 1)),
+    Rule(256, 2, BlockSizes(32, 32, 4, 1)),
+    Rule(1024, 2, BlockSizes(32, 16, 8, 1)),
+    Rule(128, 4, BlockSizes(32, 32, 4, 1)),
+    Rule(256, 4, BlockSizes(32, 16, 4, 1)),
+    Rule(1024, 4, BlockSizes(16, 16, 4, 1)),
 )
 """Forward; the gradients of keys and values, by tiles of keys; that of queries, by tiles of queries; that of a bias."""
 
 
 def choose(
     rules: tuple[Rule, ...], head: int, size: int, queries: int, memory: int, tensors: int, pair: int = 0
-) -> Blocks:
+) -> BlockSizes:
     """Return the first row that is for such heads and whose tiles have room in ``memory`` bytes of shared memory.
 
     Args:
@@ -125,7 +125,7 @@ def choose(
 
 def roomy(
     rules: tuple[Rule, ...], head: int, size: int, memory: int, tensors: int, pair: int = 0
-) -> tuple[Blocks, ...]:
+) -> tuple[BlockSizes, ...]:
     """Of the rows that are for the narrowest heads in which these fit, those that have room; the last, where none has.
 
     The arguments are those of :func:`choose`.
@@ -138,14 +138,14 @@ def roomy(
     return tuple(rule.blocks for rule in found if (rule.head, rule.size) == (found[0].head, found[0].size))
 
 
-def fitted(found: Blocks, queries: int) -> Blocks:
+def fitted(found: BlockSizes, queries: int) -> BlockSizes:
     """Return the same tiles, smaller where there are fewer queries than they have rows."""
     while found.rows > _SMALLEST and found.rows >= 2 * queries:
         found = found._replace(rows=found.rows // 2, warps=max(4, found.warps // 2))
     return found
 
 
-def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
+def invariant(head: int, size: int, memory: int, pair: int = 0) -> BlockSizes:
     """Return the tiles of a forward whose results do not depend on the batch: only what no sum depends on follows from ``pair``.
 
     The arguments are those of :func:`choose`.
@@ -159,7 +159,7 @@ def invariant(head: int, size: int, memory: int, pair: int = 0) -> Blocks:
     return found
 
 
-def bytes_of(blocks: Blocks, head: int, size: int, tensors: int, pair: int) -> int:
+def bytes_of(blocks: BlockSizes, head: int, size: int, tensors: int, pair: int) -> int:
     """Return the shared memory that tiles take, computed from what they hold; the arguments are those of :func:`choose`."""
     padded = sum(parts(head)) * size
     pairs = blocks.rows * blocks.keys * pair * (blocks.stages + 1)
@@ -201,7 +201,7 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 65536))
 
 
-class Kernel(NamedTuple):
+class TiledKernel(NamedTuple):
     """A portable kernel whose tiles are searched for.
 
     Attributes:
@@ -215,26 +215,26 @@ class Kernel(NamedTuple):
     name: str
     rules: tuple[Rule, ...]
     tensors: int
-    sums: Callable[[Blocks, int, int], int]
+    sums: Callable[[BlockSizes, int, int], int]
     sources: tuple[str, ...]
 
 
-FORWARD_KERNEL = Kernel(
+FORWARD_KERNEL = TiledKernel(
     "attention_forward", FORWARD, 1, lambda size, d, e: size.rows * (e + size.keys), _FORWARD_SOURCES
 )  # fmt: skip
-KEYS_KERNEL = Kernel(
+KEYS_KERNEL = TiledKernel(
     "attention_of_keys", OF_KEYS, 2, lambda size, d, e: size.keys * (d + e + 2 * size.rows), _BACKWARD_SOURCES
 )  # fmt: skip
-QUERIES_KERNEL = Kernel(
+QUERIES_KERNEL = TiledKernel(
     "attention_of_queries", OF_QUERIES, 2, lambda size, d, e: size.rows * (d + 2 * size.keys), _BACKWARD_SOURCES
 )  # fmt: skip
-BIAS_KERNEL = Kernel(
+BIAS_KERNEL = TiledKernel(
     "attention_of_bias", OF_BIAS, 2, lambda size, d, e: 3 * size.rows * size.keys,
     (*_BACKWARD_SOURCES, "portable/device/bias.py"),
 )  # fmt: skip
 
 
-def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int) -> tuple[Blocks, ...]:
+def candidates(kernel: TiledKernel, d: int, e: int, size: int, memory: int, pair: int) -> tuple[BlockSizes, ...]:
     """Return the tiles to try, the table's own choice first, :data:`MAX_TRIED` at most.
 
     Args:
@@ -252,7 +252,7 @@ def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int
     rows = roomy(kernel.rules, head, size, memory, kernel.tensors, pair)
     wide = sum(parts(d)), sum(parts(e))
 
-    def fits(each: Blocks) -> bool:
+    def fits(each: BlockSizes) -> bool:
         registers = kernel.sums(each, *wide) / (32 * each.warps)
         in_memory = bytes_of(each, head, size, kernel.tensors, pair) <= memory
         return in_memory and registers <= _MAX_REGISTERS and _is_tried(each)
@@ -261,7 +261,7 @@ def candidates(kernel: Kernel, d: int, e: int, size: int, memory: int, pair: int
     return tuple(dict.fromkeys((*rows, *neighbours)))[:MAX_TRIED]
 
 
-def _neighbours(row: Blocks) -> Iterator[Blocks]:
+def _neighbours(row: BlockSizes) -> Iterator[BlockSizes]:
     """Yield tiles that differ in one size or option."""
     for name in ("rows", "keys", "warps"):
         for times in (0.5, 2):
@@ -270,6 +270,6 @@ def _neighbours(row: Blocks) -> Iterator[Blocks]:
         yield row._replace(stages=row.stages + more)
 
 
-def _is_tried(each: Blocks) -> bool:
+def _is_tried(each: BlockSizes) -> bool:
     sized = all(_TRIED_SIZES[0] <= count <= _TRIED_SIZES[1] for count in (each.rows, each.keys))
     return sized and each.warps in _TRIED_WARPS and _TRIED_STAGES[0] <= each.stages <= _TRIED_STAGES[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkit.attn import gradients
-from opkit.attn.calls import BiasCall, Call, GradientCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
@@ -31,13 +31,13 @@ def register(op: CustomOp[Any, Any]) -> None:
     with many rows together to the Hopper kernel. Other calls, and gradients, go to the Hopper kernel where it takes them, else to
     the portable one. Kernels in CUDA C++ come before these where nvcc is installed.
     """
-    op.register_kernel(device(), forward, when=predicate(Call, takes), name=NAME, trusted=True)
+    op.register_kernel(device(), forward, when=predicate(AttentionCall, takes), name=NAME, trusted=True)
     decoding.register(op)
     decode_cuda.register(op)
     mla.register(op)
     packed.register(op)
     invariant.register(op)
-    when = predicate(Call, hopper.takes)
+    when = predicate(AttentionCall, hopper.takes)
     op.register_kernel("cuda", hopper.forward, when=when, name="hopper", priority=_HOPPER, trusted=True)
     forward_cuda.register(op)
     of_gradients = gradients.backward_operator()
@@ -75,7 +75,7 @@ def forward(*arguments: Any) -> Any:
     Raises:
         KernelError: it does not take the call, or batch invariance is set, which another kernel provides.
     """
-    call = Call(*arguments)
+    call = AttentionCall(*arguments)
     _check_supported(takes(call), call)
     decoding.refuse_batch_invariance("opkit::attention", NAME)
     return portable_forward.prepare_forward(call)
@@ -105,7 +105,7 @@ def bias_backward(*arguments: Any) -> Any:
     return portable_backward.prepare_bias_backward(call)
 
 
-def _check_supported(supported: bool, call: Call | GradientCall | BiasCall) -> None:
+def _check_supported(supported: bool, call: AttentionCall | GradientCall | BiasCall) -> None:
     """Raise for a call that a forced kernel does not support: nothing checked this before."""
     if not supported:
         shapes = dtypes_and_shapes((call.q, call.k, call.v))

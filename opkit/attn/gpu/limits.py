@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from opkit.attn.calls import AnyCall, Call
+from opkit.attn.calls import AnyCall, AttentionCall
 from opkit.attn.masks.program import bias_fits, mask_fits, shapes_fit, sinks_fit
 
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
@@ -14,7 +14,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BIASES = (*_DTYPES, torch.float64)
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether they take a call: no float64, heads of at most 576, of values at most 512, and all tensors fit."""
     return fits(call) and sinks_fit(call.sinks, call.q)
 

@@ -23,7 +23,7 @@ Words = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class MaskShape:
     """The properties that all calls with the same mask and bias programs share.
 
     Attributes:
@@ -93,7 +93,7 @@ def _joined(parts: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> Shape:
+def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> MaskShape:
     """Return the shape of a mask's and a bias's programs.
 
     >>> shape_of((program.BAND, -(2**62), 0), ()).upper
@@ -113,7 +113,7 @@ def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> Shape:
     words = tuple(building.mask(word) for word in _joined(rest)) if rest else ()
     terms = building.biases(bias)
     banded = lower > -FAR or upper < FAR
-    return Shape(words, terms, tuple(building.slots), tuple(building.numbers), lower, upper, banded, tuple(lengths))
+    return MaskShape(words, terms, tuple(building.slots), tuple(building.numbers), lower, upper, banded, tuple(lengths))
 
 
 class _Building:
@@ -150,7 +150,7 @@ class _Building:
 
 
 def slots_of(
-    shape: Shape, masks: Sequence[Tensor], biases: Sequence[Tensor], sizes: Sequence[int], of_biases: bool = True
+    shape: MaskShape, masks: Sequence[Tensor], biases: Sequence[Tensor], sizes: Sequence[int], of_biases: bool = True
 ) -> list[Any]:
     """Return the tensors in slots, viewed with four dimensions of strides by batch, head, query and key.
 
@@ -188,14 +188,14 @@ TENSORS = ("lengths", *(f"t{i}" for i in range(SLOTS)))
 
 
 def tensors_of(
-    shape: Shape, masks: Sequence[Tensor], slots: Sequence[Tensor | None], batch: int
+    shape: MaskShape, masks: Sequence[Tensor], slots: Sequence[Tensor | None], batch: int
 ) -> list[Tensor | None]:
     """Return the lengths, (batch,), and the tensors in slots; None for those that do not exist."""
     lengths = masks[shape.lengths[0]].expand(batch) if shape.lengths else None
     return [lengths, *slots, *[None] * (SLOTS - len(slots))]
 
 
-def numbers_of(shape: Shape) -> dict[str, int | None]:
+def numbers_of(shape: MaskShape) -> dict[str, int | None]:
     """Return the numbers that a kernel takes for a mask and a bias, by its parameters' names."""
     found: dict[str, int | None] = {
         f"n{i}": shape.numbers[i] if i < len(shape.numbers) else None for i in range(NUMBERS)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opkit.attn.gpu import plans
-from opkit.attn.gpu.blocks import Blocks, tiles_in
-from opkit.attn.gpu.plans import Shape
+from opkit.attn.gpu.blocks import BlockSizes, tiles_in
+from opkit.attn.gpu.plans import MaskShape
 from opkit.attn.masks import program
 from opkit.attn.tensor_cache import TensorCache, cacheable, stream_of
 from opkit.kernels.triton.named import Named
@@ -41,30 +41,30 @@ class TileLists(NamedTuple):
 _lists_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
 
 
-def worth_it(shape: Shape, blocks: Blocks, queries: int, keys: int) -> bool:
+def worth_it(shape: MaskShape, blocks: BlockSizes, queries: int, keys: int) -> bool:
     """Return whether lists are built: the mask has more than bands and lengths, and there are enough tiles to skip some."""
     return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > MAX_UNLISTED
 
 
-def lists_of(call: Any, shape: Shape, blocks: Blocks, by_keys: bool) -> TileLists:
+def lists_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool) -> TileLists:
     """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
     masks, sizes = list(call.mask_tensors), _sizes(call)
     build = functools.partial(_build, shape, masks, blocks, sizes, by_keys, call.q.device)
     return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys), call, build)
 
 
-def turns_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+def turns_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
     """Return :func:`turns_of` a call's ``lists`` by keys among those by queries."""
     return _ordered(turns_of, lists, call, shape, blocks)
 
 
-def visits_of_call(lists: TileLists, call: Any, shape: Shape, blocks: Blocks) -> Tensor:
+def visits_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
     """Return :func:`visits_of` a call's ``lists`` by keys among those by queries."""
     return _ordered(visits_of, lists, call, shape, blocks)
 
 
 def _ordered(
-    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: Shape, blocks: Blocks
+    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes
 ) -> Tensor:
     def build() -> Tensor:
         return compute(lists, lists_of(call, shape, blocks, by_keys=False))
@@ -134,7 +134,12 @@ def _kernel(constants: tuple[tuple[str, Any], ...]) -> TritonKernel:
 
 
 def _build(
-    shape: Shape, masks: Sequence[Tensor], blocks: Blocks, sizes: Sequence[int], by_keys: bool, device: torch.device
+    shape: MaskShape,
+    masks: Sequence[Tensor],
+    blocks: BlockSizes,
+    sizes: Sequence[int],
+    by_keys: bool,
+    device: torch.device,
 ) -> TileLists:
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
     for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
@@ -163,13 +168,13 @@ def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: S
     return (sizes[0] if batches else 1), (sizes[1] if heads else 1)
 
 
-def states_of(x: Tensor, blocks: Blocks) -> Tensor:
+def states_of(x: Tensor, blocks: BlockSizes) -> Tensor:
     """Return for each tile of bools whether any (1) and all (2) are true: uint8, (batch, heads, tiles of rows, of columns).
 
     ``x`` is (batch, heads, rows, columns), with stride 0 for a dimension that it does not depend on; so is the result.
     """
     if x.stride(2) == 1 != x.stride(3):
-        return states_of(x.mT, Blocks(blocks.keys, blocks.rows, 0, 0)).mT
+        return states_of(x.mT, BlockSizes(blocks.keys, blocks.rows, 0, 0)).mT
     batch, heads, rows, columns = x.shape
     tiles = tiles_in(rows, blocks.rows), tiles_in(columns, blocks.keys)
     states = torch.empty((batch, heads, *tiles), dtype=torch.uint8, device=x.device)

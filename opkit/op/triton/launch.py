@@ -274,7 +274,7 @@ def _kind(kernel: TritonKernel, name: str, value: Any) -> str:
 # ---- several launches by one call ------------------------------------------------------------------------------------
 
 
-class Scratch(NamedTuple):
+class ScratchTensor(NamedTuple):
     """A dense tensor that one kernel writes and a later one reads, and that nothing else uses; it is not filled."""
 
     shape: tuple[int, ...]
@@ -308,7 +308,7 @@ class PreparedSeries:
         launches: Sequence[PreparedLaunch],
         names: Sequence[str],
         results: Mapping[str, Callable[[], torch.Tensor]],
-        scratch: Mapping[str, Scratch],
+        scratch: Mapping[str, ScratchTensor],
         others: Mapping[str, str] | None = None,
     ) -> None:
         self.launches, self.names = list(launches), tuple(names)

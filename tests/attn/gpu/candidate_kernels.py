@@ -7,7 +7,7 @@ from torch import Tensor
 
 import opkit
 from opkit.attn import gradients, reference
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import arguments, blocks
 from opkit.attn.gpu.search import Tiles
 from opkit.attn.masks.program import BAND
@@ -16,14 +16,14 @@ SHARED = 166912  # bytes that a block may have on an A100
 MASK, SCALE = [BAND, -(2**62), 0], 0.25
 
 
-def candidates_of(kernel: blocks.Kernel, d: int, dtype: torch.dtype) -> tuple[blocks.Blocks, ...]:
+def candidates_of(kernel: blocks.TiledKernel, d: int, dtype: torch.dtype) -> tuple[blocks.BlockSizes, ...]:
     """What is tried for heads of ``d``."""
     return blocks.candidates(kernel, d, d, dtype.itemsize, SHARED, 0)
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
     """A causal call."""
-    return Call(q, k, v, [], [], None, None, MASK, [], SCALE, 0.0, 0.0, False)
+    return AttentionCall(q, k, v, [], [], None, None, MASK, [], SCALE, 0.0, 0.0, False)
 
 
 def gradient_call_of(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> GradientCall:

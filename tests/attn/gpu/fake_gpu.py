@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opkit import config
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import blocks
 from opkit.attn.gpu.decode import launches as decoding
 from opkit.attn.gpu.portable import backward, forward
@@ -128,7 +128,7 @@ def gpu(fake, monkeypatch, tmp_path):
 
 def call(batch=1, heads=2, queries=600, d=64, keys=None, dtype=torch.bfloat16, mask=(), masks=(), biases=(), bias=()):
     q, k = (torch.zeros(batch, heads, n, d, dtype=dtype) for n in (queries, keys or queries))
-    return Call(q, k, k, list(masks), list(biases), None, None, list(mask), list(bias), 0.1, 0.0, 0.0, False)
+    return AttentionCall(q, k, k, list(masks), list(biases), None, None, list(mask), list(bias), 0.1, 0.0, 0.0, False)
 
 
 def tried(kernel, d=64, e=None, size=2, shared=166912, pair=0):

@@ -41,7 +41,7 @@ from hopper_calls import FP16, shaped
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.device import tile
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper.backward import Tile
+from opkit.attn.gpu.hopper.backward import BackwardTile
 
 _PROGRAMS = 3
 _HALF, _WIDE = 64, 32
@@ -52,7 +52,8 @@ class Launch:
     """Launches of the kernel that multiplies."""
 
     def __init__(
-        self, tile: Tile, ordered: bool, banded: bool, mask: plans.Words, names: tuple[str, ...], numbers: dict[str, float]
+        self, tile: BackwardTile, ordered: bool, banded: bool, mask: plans.Words, names: tuple[str, ...],
+        numbers: dict[str, float],
     ) -> None:  # fmt: skip
         self.tile, self.ordered, self.banded, self.mask, self.names, self.numbers = (
             tile,

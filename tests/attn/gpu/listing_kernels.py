@@ -7,7 +7,7 @@ from cuda_on_cpu import visits_in_torch
 from torch import Tensor
 
 import opkit
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import Spans, TileLists, spans_of, states_of, visits_of
 
 
@@ -25,7 +25,7 @@ def states(x: Tensor, shape: list[int], stride: list[int], rows: int, columns: i
 
 def states_by_kernel(x: Tensor, shape: list[int], stride: list[int], rows: int, columns: int) -> Tensor:
     """The kernel's."""
-    return states_of(x.as_strided(shape, stride), Blocks(rows, columns, 0, 0)).contiguous()
+    return states_of(x.as_strided(shape, stride), BlockSizes(rows, columns, 0, 0)).contiguous()
 
 
 def spans_in_torch(own, others, tile):

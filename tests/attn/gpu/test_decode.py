@@ -10,7 +10,7 @@ import decoding_kernels
 from attention_oracle import naive
 
 import opkit
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.errors import KernelError
@@ -199,15 +199,15 @@ def test_batch_invariance_is_refused():
 
 def test_what_is_taken():
     q, k, v = made(1, 8, 1, 1, 256, 8, 8)
-    call = Call(*arguments(q, k, v))
+    call = AttentionCall(*arguments(q, k, v))
     assert decoding.takes_few(call)
     assert decoding.takes_few(call._replace(mask=[BAND, 0, 5]))
     assert not decoding.takes_few(call._replace(mask=[5, 0]))
     assert not decoding.takes_few(call._replace(bias=[1, 0]))
     assert not decoding.takes_few(call._replace(dropout_p=0.5))
     assert not decoding.takes_few(call._replace(q=q.double(), k=k.double(), v=v.double()))
-    assert not decoding.takes_few(Call(*arguments(*made(1, 8, 1, 100, 256, 8, 8))))
-    assert not decoding.takes_few(Call(*arguments(*made(1, 1, 1, 1, 256, 577, 8))))
+    assert not decoding.takes_few(AttentionCall(*arguments(*made(1, 8, 1, 100, 256, 8, 8))))
+    assert not decoding.takes_few(AttentionCall(*arguments(*made(1, 1, 1, 1, 256, 577, 8))))
     with pytest.raises(KernelError, match="takes one band or no mask"):
         decoding.decode(*arguments(q, k, v)[:-2], 0.5, False)
 

@@ -20,7 +20,7 @@ from hopper_calls import (
 )
 
 from opkit.attn import reference
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.masks import program
 from opkit.kernels.triton import compiling
@@ -48,7 +48,7 @@ COMPILED = {  # registers before they are shared out, and the call
 
 def run_with(tile, given):
     """A call with a layout that it might not get."""
-    return hopper._prepared(Call(*given), tile)(*given)
+    return hopper._prepared(AttentionCall(*given), tile)(*given)
 
 
 @pytest.mark.sweep(keep=["96, causal"])
@@ -104,7 +104,7 @@ def test_refuses():
 
 
 def test_takes_nothing_that_is_not_on_such_a_gpu():
-    call = Call(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu")))
+    call = AttentionCall(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu")))
     assert not hopper.takes(call)
 
 
@@ -298,5 +298,5 @@ class TestOnGpu:
         assert all(map(torch.equal, expected, found))
 
     def test_takes(self):
-        call = Call(*arguments(*filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
+        call = AttentionCall(*arguments(*filled(1, (2, 1), 8, 8, 64, 64), mask=CAUSAL))
         assert hopper.takes(call)

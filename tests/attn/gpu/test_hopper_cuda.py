@@ -25,7 +25,7 @@ from hopper_calls import (
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import api, reference
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
@@ -106,9 +106,9 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
 @pytest.mark.parametrize(
     ("name", "problem", "dtype"),
     [
-        *itertools.product(["forward", "forward_of_lists"], [cuda.Problem], OF_FORWARD),
-        *itertools.product(OF_BACKWARD, [backward_cuda.Problem], [BF16, FP16]),
-        *itertools.product(["decode"], [decode_cuda.Problem], [BF16, FP16]),
+        *itertools.product(["forward", "forward_of_lists"], [cuda.ForwardProblem], OF_FORWARD),
+        *itertools.product(OF_BACKWARD, [backward_cuda.BackwardProblem], [BF16, FP16]),
+        *itertools.product(["decode"], [decode_cuda.DecodeProblem], [BF16, FP16]),
     ],
 )
 def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
@@ -123,7 +123,7 @@ def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_launch_that_fails_raises():
     with pytest.raises(KernelError, match=r"hopper_forward was not launched: CUDA's error \d+"):
-        library.launcher("forward", BF16)(cuda.Problem(), 0)
+        library.launcher("forward", BF16)(cuda.ForwardProblem(), 0)
 
 
 def test_without_nvcc_there_is_none(monkeypatch):
@@ -177,7 +177,7 @@ REFUSED = {
 
 
 def call_of(head, length, mask):
-    return Call(*arguments(*shaped((4, 2), length, length, head, head), mask=mask))
+    return AttentionCall(*arguments(*shaped((4, 2), length, length, head, head), mask=mask))
 
 
 @pytest.mark.usefixtures("a_hopper")
@@ -186,22 +186,26 @@ class TestTakes:
         assert [case for case, call in (TAKEN | OTHERS).items() if cuda.takes(call_of(*call))] == [*TAKEN]
 
     def test_none_of_few_queries(self):
-        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
+        assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
 
     @pytest.mark.parametrize("head", [64, 128])
     def test_documents(self, head):
         ids = [torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2
-        call = Call(*arguments(*shaped((4, 2), 8192, 8192, head, head), mask=(program.SEGMENTS, 0, 1), masks=ids))
+        call = AttentionCall(
+            *arguments(*shaped((4, 2), 8192, 8192, head, head), mask=(program.SEGMENTS, 0, 1), masks=ids)
+        )
         assert cuda.takes(call)
 
     def test_no_shorter_documents(self):
         ids = [torch.empty(2, 1023, dtype=torch.int32, device="meta")] * 2
-        call = Call(*arguments(*shaped((4, 2), 1023, 1023, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=ids))
+        call = AttentionCall(
+            *arguments(*shaped((4, 2), 1023, 1023, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=ids)
+        )
         assert cuda.fits(call)
         assert not cuda.takes(call)
 
     def test_none_that_it_refuses(self):
-        assert not unlike(REFUSED, lambda given: not cuda.takes(Call(*given)))
+        assert not unlike(REFUSED, lambda given: not cuda.takes(AttentionCall(*given)))
 
     @pytest.mark.parametrize(
         ("queries", "keys", "mask", "brief"),
@@ -217,16 +221,16 @@ class TestTakes:
     )
     def test_of_few_keys_steps_are_shorter(self, queries, keys, mask, brief):
         for head in cuda.GROUPS:
-            call = Call(*arguments(*shaped((4, 2), queries, keys, head, head), mask=mask))
+            call = AttentionCall(*arguments(*shaped((4, 2), queries, keys, head, head), mask=mask))
             assert cuda._brief(call) == (brief and head == 64)
 
     @pytest.mark.usefixtures("batch_invariance")
     def test_none_where_batch_invariance_is_asked_for(self):
-        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
+        assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
     def test_none_without_nvcc(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
-        assert not cuda.takes(Call(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
+        assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
 
 def test_heads_are_interleaved_as_the_cache_holds():

@@ -8,7 +8,7 @@ from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_
 from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, reference
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as gluon_backward
@@ -132,7 +132,7 @@ def test_where_nvcc_refuses_it_calls_get_another_one(kernel, monkeypatch):
     monkeypatch.setattr(library, "build", refuse)
     monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: lambda *again: "another"))
     library.launcher.cache_clear()
-    read = GradientCall if kernel == "backward" else Call
+    read = GradientCall if kernel == "backward" else AttentionCall
     assert module.takes(read(*call))
     with pytest.warns(
         NoCompilerWarning, match=rf"nvcc could not compile {kernel}\.cu.*nvcc refused {kernel}\.cu for .*\. It needs"

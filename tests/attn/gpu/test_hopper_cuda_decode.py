@@ -18,7 +18,7 @@ from hopper_calls import (
 )
 
 from opkit.attn import api
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.hopper import decode_cuda as decoding
 from opkit.attn.gpu.hopper import library
 from opkit.attn.masks import program
@@ -75,15 +75,15 @@ REFUSED = {
 class TestTakes:
     def test_few_rows_and_no_others(self):
         calls = TAKEN | OTHERS | REFUSED
-        assert [case for case, given in calls.items() if decoding.takes(Call(*given()))] == [*TAKEN]
+        assert [case for case, given in calls.items() if decoding.takes(AttentionCall(*given()))] == [*TAKEN]
 
     @pytest.mark.usefixtures("batch_invariance")
     def test_none_where_batch_invariance_is_asked_for(self):
-        assert not decoding.takes(Call(*given()))
+        assert not decoding.takes(AttentionCall(*given()))
 
     def test_none_without_nvcc(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
-        assert not decoding.takes(Call(*given()))
+        assert not decoding.takes(AttentionCall(*given()))
 
 
 def test_refuses():
@@ -112,7 +112,7 @@ SEEN = {  # a mask and queries: the first of 100 keys that all see, and how many
 
 def test_the_keys_that_all_queries_see():
     for (mask, queries), seen in SEEN.items():
-        assert decoding._seen(Call(*given(queries=queries, keys=100, mask=mask))) == seen, (mask, queries)
+        assert decoding._seen(AttentionCall(*given(queries=queries, keys=100, mask=mask))) == seen, (mask, queries)
 
 
 SPLITS = {1: 128, 8: 16, 44: 3, 66: 2, 67: 2, 109: 2, 110: 1, 132: 1, 133: 1, 999: 1}  # by tiles

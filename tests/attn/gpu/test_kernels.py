@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opkit.attn import gradients
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import kernels
 from opkit.attn.masks.program import BAND, DENSE
 from opkit.attn.operator import attention_operator
@@ -20,7 +20,7 @@ def call(q, k=None, v=None, masks=(), sinks=None, mask=()):
 
 
 def takes(*args, **kwargs):
-    return kernels.takes(Call(*call(*args, **kwargs)))
+    return kernels.takes(AttentionCall(*call(*args, **kwargs)))
 
 
 def test_what_is_taken():

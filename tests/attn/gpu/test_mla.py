@@ -10,7 +10,7 @@ from hopper_calls import SHARED, assembled, compared, on_hopper, refuses, unlike
 from paged_calls import Cache, expected
 
 import opkit
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.attn.gpu.decode.paged import paged as split_paged
@@ -151,12 +151,12 @@ def chosen(call, monkeypatch):
 
 
 def test_takes(monkeypatch):
-    assert not mla.takes(Call(*arguments()))  # there is no such GPU
-    assert chosen(Call(*arguments()), monkeypatch)
-    assert chosen(Call(*arguments(queries=4, mask=BOTH, lengths=[4, 5])), monkeypatch)
-    assert not chosen(Call(*arguments(heads=32)), monkeypatch)
-    assert not chosen(Call(*arguments(keys=100)), monkeypatch)
-    assert not chosen(Call(*arguments(queries=500)), monkeypatch)
+    assert not mla.takes(AttentionCall(*arguments()))  # there is no such GPU
+    assert chosen(AttentionCall(*arguments()), monkeypatch)
+    assert chosen(AttentionCall(*arguments(queries=4, mask=BOTH, lengths=[4, 5])), monkeypatch)
+    assert not chosen(AttentionCall(*arguments(heads=32)), monkeypatch)
+    assert not chosen(AttentionCall(*arguments(keys=100)), monkeypatch)
+    assert not chosen(AttentionCall(*arguments(queries=500)), monkeypatch)
 
 
 @pytest.mark.parametrize("few", [True, False])

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 from hopper_calls import CAUSAL, arguments, compared, on_hopper, shaped
 
 from opkit.attn import reference
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.decode import plan as decode_plan
 from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import packed
@@ -38,11 +38,11 @@ def test_rows_are_the_queries_of_heads_that_share_keys(heads, queries, monkeypat
 def chosen(monkeypatch, given, out_is_bshd=False):
     monkeypatch.setattr(hopper, "takes", hopper.fits)
     monkeypatch.setattr(packed, "device_of", lambda index: decode_plan.Device(132, 232448, True, "tf32x3"))
-    return packed.takes(Call(*given)._replace(out_is_bshd=out_is_bshd))
+    return packed.takes(AttentionCall(*given)._replace(out_is_bshd=out_is_bshd))
 
 
 def test_takes(monkeypatch):
-    assert not packed.takes(Call(*arguments(*shaped((64, 8), 16, 8192, 128, 128, device="cpu", batch=1))))
+    assert not packed.takes(AttentionCall(*arguments(*shaped((64, 8), 16, 8192, 128, 128, device="cpu", batch=1))))
     assert chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)))
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16)), out_is_bshd=True)
     assert not chosen(monkeypatch, arguments(*shaped((64, 8), 16, 8192, 128, 128, batch=16), mask=CAUSAL))

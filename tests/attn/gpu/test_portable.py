@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opkit.attn import gradients, reference
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.masks import program
 from opkit.attn.masks.program import (
     AND,
@@ -58,7 +58,7 @@ class Case:
         seed = torch.tensor([12345, 2**40 + 678910]) if self.dropout_p else None
         masks, biases = ([make() for make in each] for each in (self.masks, self.biases))
         sinks = None if self.sinks is None else self.sinks()
-        return Call(
+        return AttentionCall(
             q, k, v, masks, biases, sinks, seed, list(self.mask), list(self.bias), self.scale, self.softcap, self.dropout_p,
             self.inside,
         )  # fmt: skip
@@ -186,7 +186,7 @@ def test_huge_logits(run, name):
     call = HUGE[name].call(torch.float32)
     call = call._replace(**{x: getattr(call, x).mul(2).round() for x in "qkv"})
     out, lse = run("opkit::attention", *call)
-    precise = Call(*wide(call))._replace(bias_tensors=wide(call.bias_tensors))
+    precise = AttentionCall(*wide(call))._replace(bias_tensors=wide(call.bias_tensors))
     exact, exact_lse = reference.attention(*precise)
     close(out, exact, BOUNDS[torch.float32])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-5)

@@ -11,7 +11,7 @@ from fake_gpu import CAUSAL, FAR, FASTEST, LABEL, call, gradient_call, launched,
 from opkit import config
 from opkit.attn import gradients, reference
 from opkit.attn.api import select
-from opkit.attn.calls import BiasCall, Call
+from opkit.attn.calls import AttentionCall, BiasCall
 from opkit.attn.gpu import blocks, kernels, search
 from opkit.attn.gpu.decode import decoding, launches, plan
 from opkit.attn.gpu.portable import backward
@@ -245,7 +245,7 @@ def test_a_search_on_a_gpu(monkeypatch, tmp_path):
     q, k, v = (
         torch.randn(2, heads, 700, 64, generator=generator, device="cuda", dtype=torch.float16) for heads in (4, 2, 2)
     )
-    given = Call(q, k, v, [], [], None, None, CAUSAL, [], 0.125, 0.0, 0.0, False)
+    given = AttentionCall(q, k, v, [], [], None, None, CAUSAL, [], 0.125, 0.0, 0.0, False)
     exact = reference.attention(q.double(), k.double(), v.double(), *given[3:])[0]
     for source in ("tuned", "record"):
         with observation.observed() as choices:

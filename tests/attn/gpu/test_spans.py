@@ -5,7 +5,7 @@ import pytest
 import torch
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn.calls import Call
+from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.tile_lists import spans_of
 from opkit.op.triton.launch import recording
@@ -71,7 +71,7 @@ def test_compiles(target):
 def test_they_are_kept_with_the_tensors_of_the_mask():
     ids = torch.empty(1, 1024, dtype=torch.int32, device="meta")
     q = torch.empty(1, 2, 1024, 64, device="meta")
-    call = Call(q, q, q, [ids], [], None, None, [], [], 0.1, 0.0, 0.0, False)
+    call = AttentionCall(q, q, q, [ids], [], None, None, [], [], 0.1, 0.0, 0.0, False)
 
     def launched(what="all"):
         with recording() as launches:

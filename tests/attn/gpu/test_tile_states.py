@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opkit.attn.gpu import plans
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import states_of
 from opkit.attn.masks.program import DENSE
 from opkit.op.triton.launch import recording
@@ -74,7 +74,7 @@ def test_a_dimension_that_bools_do_not_depend_on_has_one_tile(run, case):
     expected = kernels.states.reference(*given)
     assert torch.equal(run(*given), expected)
     with recording():
-        states = states_of(slot.to("meta"), Blocks(32, 16, 0, 0))
+        states = states_of(slot.to("meta"), BlockSizes(32, 16, 0, 0))
     assert states.shape == expected.shape
     assert [stride == 0 for stride in states.stride()] == [stride == 0 for stride in slot.stride()]
 
@@ -92,7 +92,7 @@ def test_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target, queries):
     x = torch.empty(2, 4, queries, 1024, dtype=torch.bool, device="meta")
-    compile_launches(lambda: states_of(x, Blocks(128, 128, 0, 0)), [target]).raise_for_failures()
+    compile_launches(lambda: states_of(x, BlockSizes(128, 128, 0, 0)), [target]).raise_for_failures()
 
 
 def test_no_length_is_compiled_in():
@@ -100,7 +100,7 @@ def test_no_length_is_compiled_in():
 
     def form(*shape):
         with recording() as launches:
-            states_of(torch.empty(shape, dtype=torch.bool, device="meta"), Blocks(128, 128, 0, 0))
+            states_of(torch.empty(shape, dtype=torch.bool, device="meta"), BlockSizes(128, 128, 0, 0))
         return str(request_for(launches[0], None, "sm_90"))
 
     assert form(2, 4, 1024, 1024) == form(3, 5, 1001, 1023) == form(16, 16, 4096, 555)

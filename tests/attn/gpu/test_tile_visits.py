@@ -7,13 +7,13 @@ from cuda_on_cpu import lists_in_torch
 from hopper_calls import CAUSAL
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn.calls import Call
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.calls import AttentionCall
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import TileLists, visits_of
 from opkit.attn.masks import program
 from opkit.testing import compile_launches
 
-BLOCKS = Blocks(16, 32, 0, 0)
+BLOCKS = BlockSizes(16, 32, 0, 0)
 SEGMENTS = (program.SEGMENTS, 0, 1)
 CASES = {  # whether it is causal; numbers of queries and of keys
     "documents": (False, lambda: [documents(2, 700, 6)] * 2),
@@ -31,7 +31,7 @@ def lists(causal, numbers):
     own, others = numbers
     q, k = (torch.empty(2, 3, x.shape[1], 16) for x in numbers)
     mask = [*CAUSAL, *SEGMENTS, program.AND] if causal else [*SEGMENTS]
-    call = Call(q, k, k, [own, others], [], None, None, mask, [], 1.0, 0.0, 0.0, False)
+    call = AttentionCall(q, k, k, [own, others], [], None, None, mask, [], 1.0, 0.0, 0.0, False)
     return [x.contiguous() for by_keys in (True, False) for x in lists_in_torch(call, None, BLOCKS, by_keys)]
 
 

@@ -8,7 +8,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
-from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch, recording
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, ScratchTensor, recording
 from opkit.testing import compile_launches
 
 N = 100
@@ -37,7 +37,7 @@ def prepared(n=N):
 
 
 def series(names=("x", "out"), n=N, **results):
-    rooms = {"squares": Scratch((n,), torch.float32), "signs": Scratch((n, 1), torch.int8)}
+    rooms = {"squares": ScratchTensor((n,), torch.float32), "signs": ScratchTensor((n, 1), torch.int8)}
     return PreparedSeries(prepared(n), names, results, rooms)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import dense_rows, overwritten, rows
-from opkit.attn.calls import Call, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import search
 from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, tile_search_of
@@ -37,13 +37,15 @@ TINY = 1e-30  #: stands for a scale of 0, times which minus infinity would be Na
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for few queries."""
-    op.register_kernel(devices(), decode, when=predicate(Call, takes_few), name=NAME, priority=_PRIORITY, trusted=True)
+    op.register_kernel(
+        devices(), decode, when=predicate(AttentionCall, takes_few), name=NAME, priority=_PRIORITY, trusted=True
+    )
 
 
 # ---- what is taken ---------------------------------------------------------------------------------------------------
 
 
-def takes_few(call: Call) -> bool:
+def takes_few(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`decode`: few rows to a head of keys, or too few tiles of rows for the GPU."""
     q, k = call[:2]
     if k.shape[2] < MANY or not takes(call):
@@ -53,7 +55,7 @@ def takes_few(call: Call) -> bool:
     return height <= FEW or (k.shape[2] >= LONG and 2 * tiles <= device_of(index_of(q)).processors)
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
     q, k, v = call[:3]
     if not shapes_fit(q, k, v) or q.dtype not in FLOATS or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
@@ -63,7 +65,7 @@ def takes(call: Call) -> bool:
     return plain and sinks_fit(call.sinks, q) and max(q.shape[2], k.shape[2]) < FAR
 
 
-def _check_supported(call: Call) -> None:
+def _check_supported(call: AttentionCall) -> None:
     """A kernel that is forced is not asked whether it takes the call."""
     if takes(call):
         return
@@ -93,7 +95,7 @@ def refuse_batch_invariance(operator: str, kernel: str = NAME) -> None:
 
 def notes(*args: Any) -> Sequence[str]:
     """Return how a call would be divided, and why."""
-    call = Call(*args)
+    call = AttentionCall(*args)
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     shape = shape_of(call, numbers_of(lower, upper, call.scale, call.softcap), shared=False)
     gpu = device_of(index_of(call.q))
@@ -117,7 +119,7 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     Raises:
         KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     _check_supported(call)
     refuse_batch_invariance("opkit::attention")
     lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
@@ -150,7 +152,7 @@ def may_share(k: Tensor, v: Tensor) -> bool:
     return v.shape[3] == parts(k.shape[3])[0] < k.shape[3] and k.stride() == v.stride()
 
 
-def shape_of(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeShape:
+def shape_of(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> DecodeShape:
     """Return a call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
     group, item = q.shape[1] // k.shape[1], k.element_size()
@@ -163,7 +165,7 @@ def _banded(numbers: dict[str, Any]) -> bool:
     return bool(numbers["lower"] > -FAR or numbers["upper"] < FAR)
 
 
-def _plan(call: Call, numbers: dict[str, Any], shared: bool) -> DecodeLaunches | Divided:
+def _plan(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> DecodeLaunches | Divided:
     q, k, v = call[:3]
     (batch, heads, queries, _), kv_heads, keys, sizes = q.shape, k.shape[1], k.shape[2], (k.shape[3], v.shape[3])
     group, height, dtype = heads // kv_heads, heads // kv_heads * queries, q.dtype

@@ -18,7 +18,7 @@ from opkit.kernels.triton.named import Named
 from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
-from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, ScratchTensor
 
 Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_PAGES: Pages = (None, None, None, None, None)
@@ -70,7 +70,7 @@ class DecodeLaunches(NamedTuple):
         others = {} if "sinks" in names else {"sinks": "lse"}
         if self.merge is None:
             return PreparedSeries([self.decode], names, results, {}, others | {"partial": "lse"})
-        rooms = {"partial": Scratch((self.partial,), torch.float32)}
+        rooms = {"partial": ScratchTensor((self.partial,), torch.float32)}
         return PreparedSeries([self.decode, self.merge], names, results, rooms, others)
 
     def time(

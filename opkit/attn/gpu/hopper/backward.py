@@ -17,7 +17,7 @@ from torch import Tensor
 from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes
 from opkit.attn.gpu import arguments, plans, tile_lists
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.hopper.forward import (
     DTYPES,
     LOG2E,
@@ -30,7 +30,7 @@ from opkit.attn.gpu.hopper.forward import (
     padded,
     processors,
 )
-from opkit.attn.gpu.plans import Shape, Words
+from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks.program import mask_fits, results_fit, shapes_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Layout, Named
@@ -38,7 +38,7 @@ from opkit.op import torch_private as private
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel, tensor_descriptor
-from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, Scratch
+from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, ScratchTensor
 
 _FAR = 2**30  #: further than any two positions are apart
 _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those that shall stay in the L2 cache
@@ -56,7 +56,7 @@ Run = Callable[..., Results]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class BackwardTile:
     """How the work of a program is laid out.
 
     Attributes:
@@ -74,7 +74,11 @@ class Tile:
     registers: tuple[int, int, int] = (240, 24, 168)
 
 
-TILES = {64: Tile(128, True, True), 128: Tile(64, False, False), 256: Tile(64, False, False, keys=64)}
+TILES = {
+    64: BackwardTile(128, True, True),
+    128: BackwardTile(64, False, False),
+    256: BackwardTile(64, False, False, keys=64),
+}
 """By the size of the larger head, rounded up. Half of a block's gradient of queries is 64 x 64 in the first two.
 
 On an H200, causal, TFLOP/s with ``grouped`` and ``apart``, and without: 1 x 16 heads of 64, 16384 queries, 452 and 412; 2 x 16
@@ -101,7 +105,7 @@ def fits(call: GradientCall) -> bool:
     return results_fit(call) and lengths and plain and mask_fits(call)
 
 
-def _tile_of(call: GradientCall) -> Tile:
+def _tile_of(call: GradientCall) -> BackwardTile:
     """Return the layout that a call gets."""
     return TILES[padded(max(call.q.shape[3], call.v.shape[3]))]
 
@@ -144,7 +148,7 @@ def backward(*args: Any) -> Run:
     return _prepared(call, _tile_of(call))
 
 
-def _prepared(call: GradientCall, tile: Tile) -> Run:
+def _prepared(call: GradientCall, tile: BackwardTile) -> Run:
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     mask_tensors = _mask_reader(shape, tile, roomy is call) if listed(shape) else None
@@ -170,12 +174,12 @@ def _prepared(call: GradientCall, tile: Tile) -> Run:
     return run
 
 
-def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
+def _mask_reader(shape: MaskShape, tile: BackwardTile, fits: bool) -> Callable[[GradientCall, bool], dict[str, Tensor]]:
     """Return a function that returns a call's lists of tiles, their order if accumulation is ordered, and its mask's tensors.
 
     ``fits``: the mask's program fits a kernel's slots.
     """
-    blocks = Blocks(tile.rows, tile.keys, 0, 0)
+    blocks = BlockSizes(tile.rows, tile.keys, 0, 0)
 
     def mask_tensors(call: GradientCall, ordered: bool) -> dict[str, Tensor]:
         call = call if fits else arguments.fit_to_slots(call)
@@ -188,7 +192,7 @@ def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[GradientCall
     return mask_tensors
 
 
-def _series(call: GradientCall, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
+def _series(call: GradientCall, shape: MaskShape, tile: BackwardTile) -> Callable[..., PreparedSeries]:
     """Return a function that returns the launches of the three kernels.
 
     Its arguments are whether accumulation is ordered, and the names of the tensors that a call has in addition to ``_INPUTS``.
@@ -218,7 +222,7 @@ def large_rows(call: GradientCall) -> Callable[..., None]:
     """
     shape = arguments.shape_of(call)
     q, v, of_rows = call.q, call.v, _row_numbers(call, shape)
-    wide, tile = padded(max(q.shape[3], v.shape[3])), Tile(_LARGE_ROWS, False, False)
+    wide, tile = padded(max(q.shape[3], v.shape[3])), BackwardTile(_LARGE_ROWS, False, False)
     begin = PreparedLaunch(
         _begin_kernel(v.shape[3], wide, tile, False, shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
     )
@@ -245,23 +249,23 @@ def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:
     return {name: overwritten(each) for name, each in zip(_RESULTS, (*results, delta), strict=True)}
 
 
-def _rooms(call: GradientCall, tile: Tile, ordered: bool) -> dict[str, Scratch]:
+def _rooms(call: GradientCall, tile: BackwardTile, ordered: bool) -> dict[str, ScratchTensor]:
     """Return what the kernels pass one to another."""
     (batch, heads, queries, _), wide = call.q.shape, padded(max(call.q.shape[3], call.v.shape[3]))
     blocks = batch * heads * _blocks(queries, tile.rows)
-    sums = Scratch((blocks * 2 * tile.rows,), torch.float32)
-    total = Scratch((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
-    turns = {"turns": Scratch((blocks,), torch.int32)} if ordered else {}
+    sums = ScratchTensor((blocks * 2 * tile.rows,), torch.float32)
+    total = ScratchTensor((blocks * tile.rows * wide // _WIDE, _WIDE), torch.float32)
+    turns = {"turns": ScratchTensor((blocks,), torch.int32)} if ordered else {}
     return {"sums": sums, "total": total, **turns, **_scratch_of_large_rows(call)}
 
 
-def _scratch_of_large_rows(call: GradientCall) -> dict[str, Scratch]:
+def _scratch_of_large_rows(call: GradientCall) -> dict[str, ScratchTensor]:
     """Two numbers of each row that is kept apart."""
     rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
-    return {"apart": Scratch((2 * rows,), torch.float32)} if may_be_large(call) else {}
+    return {"apart": ScratchTensor((2 * rows,), torch.float32)} if may_be_large(call) else {}
 
 
-def _row_numbers(call: GradientCall, shape: Shape) -> dict[str, Any]:
+def _row_numbers(call: GradientCall, shape: MaskShape) -> dict[str, Any]:
     """Return the numbers that the first and the last kernel take."""
     batch, heads, queries, _ = call.q.shape
     return {
@@ -275,7 +279,7 @@ def may_be_large(call: GradientCall) -> bool:
     return call.softcap == 0 and call.scale > arguments.MIN_SCALE
 
 
-def _numbers(call: GradientCall, shape: Shape, tile: Tile) -> dict[str, Any]:
+def _numbers(call: GradientCall, shape: MaskShape, tile: BackwardTile) -> dict[str, Any]:
     """Return the numbers that the main kernel takes. The exponents' base is 2."""
     capped = call.softcap > 0
     return {
@@ -305,7 +309,7 @@ def _blocks(queries: int, ROWS: int) -> int:
 
 
 @functools.cache
-def _begin_kernel(columns: int, wide: int, tile: Tile, listed: bool, mask: Words) -> TritonKernel:
+def _begin_kernel(columns: int, wide: int, tile: BackwardTile, listed: bool, mask: Words) -> TritonKernel:
     return triton_kernel(
         _BEGIN_KERNEL, grid=lambda queries, programs, ROWS: (_blocks(queries, ROWS), programs),
         E=columns, E0=wide, D=wide, ROWS=tile.rows, GROUPED=tile.grouped, LISTED=listed, MASK=mask,
@@ -322,7 +326,7 @@ def _end_kernel(channels: int, wide: int, block: int, mask: Words) -> TritonKern
 
 
 @functools.cache
-def _kernel(tile: Tile, ordered: bool, banded: bool, mask: Words) -> TritonKernel:
+def _kernel(tile: BackwardTile, ordered: bool, banded: bool, mask: Words) -> TritonKernel:
     layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
     of_sums = Layout("NVMMASharedLayout", swizzle_byte_width=0, element_bitwidth=32, rank=1)
     of_total = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=32, rank=2)

@@ -61,7 +61,7 @@ _INTS = (
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Problem(ctypes.Structure):
+class BackwardProblem(ctypes.Structure):
     """A call, as ``cuda/backward_tiles.cuh`` says."""
 
     _fields_ = (
@@ -157,7 +157,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         results = [each() for each in new]
         room = allocate_scratch(q, sums + total + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
-        problem = Problem.from_buffer_copy(common)
+        problem = BackwardProblem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
         if listed:
@@ -196,7 +196,7 @@ def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
     return blocks * block * 8, blocks * 2 * _PART, counts
 
 
-def _problem(call: GradientCall, ordered: bool) -> Problem:
+def _problem(call: GradientCall, ordered: bool) -> BackwardProblem:
     """Return what is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
     shape = plans.shape_of(tuple(call.mask), ())
@@ -210,10 +210,10 @@ def _problem(call: GradientCall, ordered: bool) -> Problem:
         "section": section, "turned": _turned(call, shape, section), "prepared": group * min(ahead, all_heads),
         "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
     }  # fmt: skip
-    return Problem(**numbers)
+    return BackwardProblem(**numbers)
 
 
-def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
+def _cached(call: GradientCall, shape: plans.MaskShape, ordered: bool) -> int:
     """Bytes that the heads of a section have, at most."""
     cached = _CACHED_SHORT if call.q.shape[2] <= _SHORT else _CACHED
     if not (ordered and _local(call, shape)):
@@ -221,12 +221,12 @@ def _cached(call: GradientCall, shape: plans.Shape, ordered: bool) -> int:
     return cached * (_WIDER[_widest(call)] + (not shape.banded))
 
 
-def _local(call: GradientCall, shape: plans.Shape) -> bool:
+def _local(call: GradientCall, shape: plans.MaskShape) -> bool:
     """Return whether keys are seen by the queries near them alone: in a window, or, as a rule, in segments."""
     return bool(shape.mask) or shape.lower > -call.q.shape[2]
 
 
-def _turned(call: GradientCall, shape: plans.Shape, section: int) -> int:
+def _turned(call: GradientCall, shape: plans.MaskShape, section: int) -> int:
     """Return, for ordered sums, how many tiles come before those that visit queries from the last to the first.
 
     Others, which go on from the keys of one to those before them, have tiles of the same queries two steps apart where a query

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import allocate_scratch, dense_rows, overwritten, rows
-from opkit.attn.calls import Call, PagedCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, PagedCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
@@ -65,7 +65,7 @@ class Pages(ctypes.Structure):
     )
 
 
-class Problem(ctypes.Structure):
+class DecodeProblem(ctypes.Structure):
     """A call, as ``cuda/decode_parts.cuh`` says."""
 
     _fields_ = (
@@ -79,10 +79,12 @@ class Problem(ctypes.Structure):
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel."""
-    op.register_kernel("cuda", decode, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+    op.register_kernel(
+        "cuda", decode, when=predicate(AttentionCall, takes), name=NAME, priority=_PRIORITY, trusted=True
+    )
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`decode`: few rows, some keys, on sm_90 with nvcc installed."""
     if (
         not hopper.on_hopper(call.q)
@@ -95,7 +97,7 @@ def takes(call: Call) -> bool:
     return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
 
 
-def _faster(call: Call) -> bool:
+def _faster(call: AttentionCall) -> bool:
     """Return whether it is the faster one: of few rows; of more where wide heads are divided, or few tiles of many keys."""
     rows, channels = _height(call), call.q.shape[3]
     if rows <= _FAST_ROWS[channels]:
@@ -104,13 +106,13 @@ def _faster(call: Call) -> bool:
     return splits > 1 if channels == 256 else channels == 128 and splits >= 8 and seen >= splits * _LONG
 
 
-def _splits(call: Call) -> int:
+def _splits(call: AttentionCall) -> int:
     """Splits of each of its tiles."""
     tiles, seen = call.k.shape[0] * call.k.shape[1], (_seen(call) or (0, 0))[1]
     return splits_of(tiles, seen, call.q.shape[3], hopper.processors(call.q.device))
 
 
-def fits(call: Call) -> bool:
+def fits(call: AttentionCall) -> bool:
     """Return whether :func:`decode` can compute a call."""
     if not hopper.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
         return False
@@ -119,12 +121,12 @@ def fits(call: Call) -> bool:
     return few and call.softcap == 0 and not shape.mask and not shape.lengths and _seen(call) is not None
 
 
-def _height(call: Call) -> int:
+def _height(call: AttentionCall) -> int:
     """Rows of a head of keys."""
     return call.q.shape[2] * (call.q.shape[1] // call.k.shape[1])
 
 
-def _seen(call: Call) -> tuple[int, int] | None:
+def _seen(call: AttentionCall) -> tuple[int, int] | None:
     """Return the keys that all queries see: the first, and how many; None where queries see different ones."""
     queries, keys, shape = call.q.shape[2], call.k.shape[2], plans.shape_of(tuple(call.mask), ())
     if not shape.banded or (shape.lower <= 1 - queries and shape.upper >= keys - 1):
@@ -146,7 +148,7 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     decoding.refuse_batch_invariance("opkit::attention", NAME)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
@@ -159,7 +161,7 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return _prepared(call)
 
 
-def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
     launch = library.launcher_or_none("decode", call.q.dtype)
     if launch is None:
         return decoding.decode.prepare(*call)
@@ -169,7 +171,7 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     common, gpu = _problem(call, made), call.q.get_device()
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, problem = *args[:3], args[5], Problem.from_buffer_copy(common)
+        q, k, v, sinks, problem = *args[:3], args[5], DecodeProblem.from_buffer_copy(common)
         at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not described or (at[0] | at[1] | at[2]) % 16:
             q, k, v = (each.clone(memory_format=torch.contiguous_format) for each in (q, k, v))
@@ -182,7 +184,7 @@ def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def launched(
-    launch: library.Launcher, problem: Problem, out: Tensor, lse: Tensor, sinks: Tensor | None, gpu: int
+    launch: library.Launcher, problem: DecodeProblem, out: Tensor, lse: Tensor, sinks: Tensor | None, gpu: int
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, written by a launch; ``problem`` has what else it needs, but for the room of what is merged."""
     problem.out.data, problem.lse = out.data_ptr(), lse.data_ptr()
@@ -196,7 +198,7 @@ def launched(
     return out, lse
 
 
-def _problem(call: Call, out: Tensor) -> Problem:
+def _problem(call: AttentionCall, out: Tensor) -> DecodeProblem:
     """Return what is the same for all calls like this one."""
     q, k, v = call[:3]
     first, seen = _seen(call) or (0, 0)
@@ -205,7 +207,7 @@ def _problem(call: Call, out: Tensor) -> Problem:
         "queries": q.shape[2], "head_size": q.shape[3], "first": first, "seen": seen, "device": q.get_device(),
         "factor": call.scale * hopper.LOG2E, "splits": _splits(call),
     }  # fmt: skip
-    return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+    return DecodeProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
 
 def splits_of(tiles: int, seen: int, channels: int, processors: int) -> int:
@@ -296,7 +298,7 @@ def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, _, _ = args
-        problem = Problem.from_buffer_copy(common)
+        problem = DecodeProblem.from_buffer_copy(common)
         if not dense or q.data_ptr() % 16:
             q = q.clone(memory_format=torch.contiguous_format)
         if (k.data_ptr() | v.data_ptr()) % 16:
@@ -312,7 +314,7 @@ def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
     return run
 
 
-def _paged_problem(call: PagedCall) -> Problem:
+def _paged_problem(call: PagedCall) -> DecodeProblem:
     """Return what is the same for all calls like this one."""
     (tokens, heads, size), (count, page, kv_heads, _) = call.q.shape, call.k_pages.shape
     keys = call.page_table.shape[1] * page
@@ -320,7 +322,7 @@ def _paged_problem(call: PagedCall) -> Problem:
     pages = Pages(sequences=call.lengths.shape[0], count=count, size=page, keys=keys, **ends)
     for name, numbers in (("table", call.page_table), ("lengths", call.lengths), ("starts", call.starts)):
         getattr(pages, name).wide = numbers.dtype == torch.int64
-    return Problem(
+    return DecodeProblem(
         k=_pages_of(call.k_pages), v=_pages_of(call.v_pages), out=Rows(0, heads * size, size), batch=tokens, heads=heads,
         key_heads=kv_heads, group=heads // kv_heads, queries=1, head_size=size, device=call.q.get_device(),
         factor=call.scale * hopper.LOG2E, pages=pages,

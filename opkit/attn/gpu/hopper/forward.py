@@ -12,10 +12,10 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import AnyCall, Call, dtypes_and_shapes
+from opkit.attn.calls import AnyCall, AttentionCall, dtypes_and_shapes
 from opkit.attn.gpu import arguments, plans, tile_lists
-from opkit.attn.gpu.blocks import Blocks
-from opkit.attn.gpu.plans import Shape, Words
+from opkit.attn.gpu.blocks import BlockSizes
+from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Layout, Named
@@ -47,7 +47,7 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class ForwardTile:
     """How the work of a program is laid out.
 
     Attributes:
@@ -74,13 +74,13 @@ class Tile:
 
 
 TILES = {
-    64: Tile(2, 128, (4, 4), 2, True, (240, 24, 168)),
-    128: Tile(2, 128, (2, 2), 2, True, (240, 24, 168)),
-    256: Tile(2, 64, (2, 3), 1, False, (240, 24, 168), held=128),
+    64: ForwardTile(2, 128, (4, 4), 2, True, (240, 24, 168)),
+    128: ForwardTile(2, 128, (2, 2), 2, True, (240, 24, 168)),
+    256: ForwardTile(2, 64, (2, 3), 1, False, (240, 24, 168), held=128),
 }
 """By the size of the larger head, rounded up."""
 
-LONG = Tile(3, 128, (3, 3), 2, True, (160, 24, 128), turns=False)
+LONG = ForwardTile(3, 128, (3, 3), 2, True, (160, 24, 128), turns=False)
 """For heads of 64 and many queries that see many keys: three warpgroups, since exponentials take most of the time there."""
 
 _LONG_FROM = {False: 2048, True: 8192}
@@ -91,7 +91,7 @@ On an H200, TFLOP/s of ``TILES[64]`` and LONG: 8 x 16 heads of 2048 403 and 441,
 """
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: what it says there, on a GPU of compute capability 9.0.
 
     Not where batch invariance is set.
@@ -109,12 +109,12 @@ def on_hopper(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
-def fits(call: Call) -> bool:
+def fits(call: AttentionCall) -> bool:
     """Return whether :func:`forward` can compute a call."""
     return call.q.dtype in DTYPES and sizes_fit(call)
 
 
-def sizes_fit(call: Call) -> bool:
+def sizes_fit(call: AttentionCall) -> bool:
     """Return the same of one in DTYPES."""
     q, k, v = call[:3]
     if not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
@@ -152,7 +152,7 @@ def forward(*args: Any) -> Run:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -162,7 +162,7 @@ def forward(*args: Any) -> Run:
     return _prepared(call, tile_of(call))
 
 
-def tile_of(call: Call) -> Tile:
+def tile_of(call: AttentionCall) -> ForwardTile:
     """Return the layout that a call gets."""
     size = padded(max(call.q.shape[3], call.v.shape[3]))
     shape = plans.shape_of(tuple(call.mask), ())
@@ -171,12 +171,12 @@ def tile_of(call: Call) -> Tile:
     return LONG if long else TILES[size]
 
 
-def listed(shape: Shape) -> bool:
+def listed(shape: MaskShape) -> bool:
     """Return whether a mask says more than a band: then the tiles to visit come from a list."""
     return bool(shape.mask or shape.lengths)
 
 
-def _prepared(call: Call, tile: Tile) -> Run:
+def _prepared(call: AttentionCall, tile: ForwardTile) -> Run:
     roomy = arguments.fit_to_slots(call)
     shape = arguments.shape_of(roomy)
     as_they_lie, copied = (_series(call, shape, tile) for _ in range(2))  # copies have strides of their own
@@ -188,7 +188,7 @@ def _prepared(call: Call, tile: Tile) -> Run:
         sinks = args[5]
         more = {} if sinks is None else {"sinks": sinks.to(torch.float32).contiguous()}
         if mask_tensors is not None:
-            more |= mask_tensors(Call(*args))
+            more |= mask_tensors(AttentionCall(*args))
         read = [*args[:3], counter(), *more.values()]
         at = [each.data_ptr() for each in read]
         if described and not (at[0] | at[1] | at[2]) % 16:
@@ -199,14 +199,14 @@ def _prepared(call: Call, tile: Tile) -> Run:
     return run
 
 
-def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[str, Tensor]]:
+def _mask_reader(shape: MaskShape, tile: ForwardTile, fits: bool) -> Callable[[AttentionCall], dict[str, Tensor]]:
     """Return a function that returns a call's list of tiles and the tensors that its mask reads.
 
     ``fits``: the mask's program fits a kernel's slots.
     """
-    blocks = Blocks(tile.warpgroups * _ROWS, tile.keys, 0, 0)
+    blocks = BlockSizes(tile.warpgroups * _ROWS, tile.keys, 0, 0)
 
-    def mask_tensors(call: Call) -> dict[str, Tensor]:
+    def mask_tensors(call: AttentionCall) -> dict[str, Tensor]:
         call = call if fits else arguments.fit_to_slots(call)
         lists = tile_lists.lists_of(call, shape, blocks, by_keys=False)
         found = zip(_OF_MASKS, (*lists, *arguments.tensors_of(call, shape)), strict=True)
@@ -215,7 +215,7 @@ def _mask_reader(shape: Shape, tile: Tile, fits: bool) -> Callable[[Call], dict[
     return mask_tensors
 
 
-def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSeries]:
+def _series(call: AttentionCall, shape: MaskShape, tile: ForwardTile) -> Callable[..., PreparedSeries]:
     """Return a function that returns the launch, for the names of the tensors that a call has in addition to ``_INPUTS``.
 
     TMA can follow q, k and v. The results are the operator's.
@@ -231,7 +231,7 @@ def _series(call: Call, shape: Shape, tile: Tile) -> Callable[..., PreparedSerie
     return series
 
 
-def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
+def _numbers(call: AttentionCall, shape: MaskShape) -> dict[str, Any]:
     """Return the numbers that the kernel takes. The exponents' base is 2."""
     capped = call.softcap > 0
     return {
@@ -244,7 +244,7 @@ def _numbers(call: Call, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _marks(call: Call, tile: Tile) -> int:
+def _marks(call: AttentionCall, tile: ForwardTile) -> int:
     """Return how many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.recompute` lays them out."""
     batch, heads, queries, _ = call.q.shape
     tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask or not call.softcap else 0
@@ -300,7 +300,7 @@ def padded(channels: int) -> int:
 
 
 @functools.cache
-def _kernel(tile: Tile, mask: Words) -> TritonKernel:
+def _kernel(tile: ForwardTile, mask: Words) -> TritonKernel:
     layout = Layout("NVMMASharedLayout", swizzle_byte_width=128, element_bitwidth=16, rank=4)
     of_queries, of_keys = (functools.partial(_block, rows) for rows in (_ROWS, tile.keys))
     block = tile.warpgroups * _ROWS

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import overwritten, rows
-from opkit.attn.calls import Call, Float8Call, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import library
@@ -59,7 +59,7 @@ _FLOAT8_PRIORITY = 1  # above the portable kernel
 _MAX_BLOCKS = 65535  #: blocks of threads by a dimension, which are heads of keys and batches
 
 
-class Problem(ctypes.Structure):
+class ForwardProblem(ctypes.Structure):
     """A call, as ``cuda/forward.cu`` says."""
 
     _fields_ = (
@@ -76,20 +76,22 @@ class Problem(ctypes.Structure):
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel."""
-    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+    op.register_kernel(
+        "cuda", forward, when=predicate(AttentionCall, takes), name=NAME, priority=_PRIORITY, trusted=True
+    )
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: long, on sm_90 with nvcc installed."""
     return fits(call) and long(call) and gluon.applies(call) and library.there(library_of(call), call.q.dtype)
 
 
-def fits(call: Call) -> bool:
+def fits(call: AttentionCall) -> bool:
     """Return whether :func:`forward` can compute a call."""
     return call.q.dtype in gluon.DTYPES and plain(call)
 
 
-def plain(call: Call) -> bool:
+def plain(call: AttentionCall) -> bool:
     """Return whether the source has what a call asks for, but for its dtype."""
     shape = plans.shape_of(tuple(call.mask), ())
     heads = _LISTED_KEYS if of_segments(shape) else () if shape.mask else GROUPS
@@ -97,36 +99,36 @@ def plain(call: Call) -> bool:
     return not asked and gluon.sizes_fit(call) and call.q.shape[3] == call.v.shape[3] in heads
 
 
-def long(call: Call) -> bool:
+def long(call: AttentionCall) -> bool:
     """Return whether there are so many queries and keys that it is the faster one."""
     banded, seen = _seen(call)
     queries, enough = _FROM[call.q.shape[3]][banded]
     return call.q.shape[2] >= queries and seen >= enough
 
 
-def _seen(call: Call) -> tuple[bool, int]:
+def _seen(call: AttentionCall) -> tuple[bool, int]:
     """Return whether there is a band, and how many keys a query sees at most."""
     shape = plans.shape_of(tuple(call.mask), ())
     return shape.banded, min(call.k.shape[2], shape.upper - shape.lower)
 
 
-def _listed(call: Call) -> bool:
+def _listed(call: AttentionCall) -> bool:
     """Return whether there are segments: then the steps of a tile come from spans or a list."""
     return bool(plans.shape_of(tuple(call.mask), ()).mask)
 
 
-def library_of(call: Call) -> str:
+def library_of(call: AttentionCall) -> str:
     """Return the name of the library that a call needs."""
     return "forward_of_lists" if _listed(call) else "forward"
 
 
-def _brief(call: Call) -> bool:
+def _brief(call: AttentionCall) -> bool:
     """Return whether heads are of 64 channels, and keys few or steps listed."""
     banded, seen = _seen(call)
     return call.q.shape[3] == 64 and (_listed(call) or seen <= _BRIEF[banded and call.q.shape[2] <= _BRIEF[1]])
 
 
-def _groups(call: Call) -> int:
+def _groups(call: AttentionCall) -> int:
     return _BRIEF_GROUPS if _brief(call) else GROUPS[call.q.shape[3]]
 
 
@@ -142,7 +144,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -153,12 +155,12 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return _prepared(call)
 
 
-def _prepared(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
     launch = library.launcher_or_none(library_of(call), call.q.dtype)
     return gluon.forward.prepare(*call) if launch is None else launching(launch, call, call.q)
 
 
-def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def launching(launch: library.Launcher, call: AttentionCall, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
 
     Where queries and keys are float8 it takes ``by``: three of float32, (batch, key heads) and dense, that their numbers and
@@ -173,7 +175,7 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
     tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)
 
     def run(*args: Any, by: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        inputs, problem = args[:3], Problem.from_buffer_copy(common)
+        inputs, problem = args[:3], ForwardProblem.from_buffer_copy(common)
         if not described or any(each.data_ptr() % 16 for each in inputs):
             inputs = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
             problem.q, problem.k, problem.v = map(library.rows_of, inputs)
@@ -183,14 +185,14 @@ def launching(launch: library.Launcher, call: Call, like: Tensor) -> Callable[..
         problem.lse, problem.counter = lse.data_ptr(), marks.data_ptr()
         _wide = _set_float8(problem, inputs[2], by) if by else None  # held until the launch
         if listed:
-            problem.lists, _read = lists_of(Call(*args), *tile, by_keys=False)  # held until the launch
+            problem.lists, _read = lists_of(AttentionCall(*args), *tile, by_keys=False)  # held until the launch
         launch(problem, private.current_stream(gpu))
         return out, lse
 
     return run
 
 
-def _problem(call: Call, out: Tensor) -> Problem:
+def _problem(call: AttentionCall, out: Tensor) -> ForwardProblem:
     """Return what is the same for all calls like this one."""
     q, k, v = call[:3]
     shape = plans.shape_of(tuple(call.mask), ())
@@ -200,10 +202,10 @@ def _problem(call: Call, out: Tensor) -> Problem:
         "banded": shape.banded, "brief": _brief(call), "section": _section(q, k, v), "processors": gluon.processors(q.device),
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
-    return Problem(*map(library.rows_of, (q, k, v, out)), **numbers)
+    return ForwardProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
 
-def _set_float8(problem: Problem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
+def _set_float8(problem: ForwardProblem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
     """Tell of descales, and of room for values in 16 bits, which it gives."""
     for name, each in zip(_DESCALES, by, strict=True):
         setattr(problem, name, each.data_ptr())
@@ -221,7 +223,7 @@ def _section(q: Tensor, k: Tensor, v: Tensor) -> int:
     return gluon.section(q, k, v)
 
 
-def _marks(call: Call) -> int:
+def _marks(call: AttentionCall) -> int:
     """Return how many numbers a launch counts and marks with, as ``cuda/forward.cu`` lays them out."""
     batch, heads, queries, _ = call.q.shape
     groups = _groups(call)

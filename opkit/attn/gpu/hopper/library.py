@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import Call, GradientCall
+from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans, tile_lists
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import spans_of_call
 from opkit.attn.masks import program
 from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
@@ -163,13 +163,13 @@ class Lists(ctypes.Structure):
     )
 
 
-def of_segments(shape: plans.Shape) -> bool:
+def of_segments(shape: plans.MaskShape) -> bool:
     """Return whether a mask is segments, perhaps with a band: queries see keys of their own segment alone."""
     return len(shape.mask) == 1 and shape.mask[0][0] == program.SEGMENTS
 
 
 def lists_of(
-    call: Call | GradientCall, rows: int, keys: int, by_keys: bool, in_order: bool = False
+    call: AttentionCall | GradientCall, rows: int, keys: int, by_keys: bool, in_order: bool = False
 ) -> tuple[Lists, list[Tensor]]:
     """Return the lists of tiles of ``rows`` queries and ``keys`` keys, cached with the mask's tensors; and what is read there.
 
@@ -180,7 +180,7 @@ def lists_of(
     is launched.
     """
     shape = plans.shape_of(tuple(call.mask), ())
-    blocks = Blocks(rows, keys, 0, 0)
+    blocks = BlockSizes(rows, keys, 0, 0)
     found = tile_lists.lists_of(call, shape, blocks, by_keys)
     slots = plans.slots_of(shape, call.mask_tensors, [], (*call.q.shape[:3], call.k.shape[2]), of_biases=False)
     of_queries, of_keys = (slots[number] for number in shape.mask[0][1:])  # by batch, head, query and key

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import allocate_scratch, overwritten, rows
-from opkit.attn.calls import Call, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device, device_of, splits_of
@@ -40,7 +40,9 @@ _TENSORS = ("q", "k", "out", "lse", "sinks", "partial", "table", "lengths", "sta
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel for latent attention."""
-    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+    op.register_kernel(
+        "cuda", forward, when=predicate(AttentionCall, takes), name=NAME, priority=_PRIORITY, trusted=True
+    )
 
 
 class Seen(NamedTuple):
@@ -51,7 +53,7 @@ class Seen(NamedTuple):
     lengths: int | None
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: what it says there, few queries, on a GPU of compute capability 9.0."""
     q, k = call[:2]
     if k.shape[2] < decoding.MANY or q.shape[2] * 4 > k.shape[2] or q.shape[1] < FEWEST * k.shape[1]:
@@ -59,7 +61,7 @@ def takes(call: Call) -> bool:
     return fits(call) and on_hopper(q)
 
 
-def fits(call: Call) -> bool:
+def fits(call: AttentionCall) -> bool:
     """Return whether :func:`forward` can compute a call."""
     q, k, v = call[:3]
     if q.dtype not in DTYPES or not shapes_fit(q, k, v) or 0 in q.shape or 0 in k.shape:
@@ -107,7 +109,7 @@ def forward(*args: Any) -> Run:
     Raises:
         KernelError: it does not take the call, or batch invariance is set.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
@@ -143,7 +145,7 @@ class _Others:
 
     def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         if self.run is None:
-            call = Call(*args)
+            call = AttentionCall(*args)
             few = decoding.takes_few(call)
             self.run = decoding.decode.prepare(*args) if few else portable.prepare_forward(call)
         return self.run(*args)
@@ -164,7 +166,7 @@ class Queries:
         return q.clone(memory_format=torch.contiguous_format) if copied else q, found
 
 
-def _plan(call: Call, said: Seen) -> MlaLaunches:
+def _plan(call: AttentionCall, said: Seen) -> MlaLaunches:
     (batch, heads, queries, _), (_, kv_heads, keys, channels) = call.q.shape, call.k.shape
     group, gpu = heads // kv_heads, device_of(decoding.index_of(call.q))
     slots = batch * queries * -(-group // ROWS)

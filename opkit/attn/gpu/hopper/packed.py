@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opkit.attn.calls import Call, predicate
+from opkit.attn.calls import AttentionCall, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
 from opkit.attn.gpu.hopper import forward as hopper
@@ -27,10 +27,12 @@ _STEP = 128  # keys
 
 def register(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::attention`` the kernel."""
-    op.register_kernel("cuda", forward, when=predicate(Call, takes), name=NAME, priority=_PRIORITY, trusted=True)
+    op.register_kernel(
+        "cuda", forward, when=predicate(AttentionCall, takes), name=NAME, priority=_PRIORITY, trusted=True
+    )
 
 
-def takes(call: Call) -> bool:
+def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
     q, k = call[:2]
     if not fits(call) or not FEWEST <= _height(q, k) <= decoding.FEW or not hopper.takes(_packed_call(call)):
@@ -39,7 +41,7 @@ def takes(call: Call) -> bool:
     return k.shape[2] >= decoding.MANY and splits_of(tiles, processors, -(-k.shape[2] // _STEP)) == 1
 
 
-def fits(call: Call) -> bool:
+def fits(call: AttentionCall) -> bool:
     """Return whether the queries of heads that share keys lie evenly in memory, and see the same keys."""
     q, k = call[:2]
     if q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape:
@@ -48,7 +50,7 @@ def fits(call: Call) -> bool:
     return even and not call.out_is_bshd and not call.mask and call.sinks is None
 
 
-def _packed_call(call: Call) -> Call:
+def _packed_call(call: AttentionCall) -> AttentionCall:
     return call._replace(q=_packed(call.q, call.k))
 
 
@@ -74,7 +76,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     if not fits(call):
         raise KernelError(
             f"opkit::attention: kernel {NAME!r} does not take q of {tuple(call.q.shape)} with strides {call.q.stride()}, "

@@ -15,7 +15,7 @@ from opkit.attn.allocation import allocate_scratch, dense_rows, overwritten, row
 from opkit.attn.calls import BiasCall, GradientCall
 from opkit.attn.gpu import arguments, blocks, plans, search
 from opkit.attn.gpu.arguments import Launches, Run
-from opkit.attn.gpu.blocks import Blocks
+from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.masks import program
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -214,7 +214,7 @@ class _TermGradient:
 
     def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
         most = max(_MIN_KEYS, 1 << (term.wide - 1).bit_length())  # keys of a tile: no more than a row has, rounded up
-        self.tiles: search.Tiles[Blocks, _BiasLaunch] = arguments.tiles_of(
+        self.tiles: search.Tiles[BlockSizes, _BiasLaunch] = arguments.tiles_of(
             blocks.BIAS_KERNEL, call, arguments.shape_of(call), lambda size: size._replace(keys=min(size.keys, most))
         )
         self.term, self.shape, self.dtype = term, tuple(tensor.shape), tensor.dtype
@@ -232,7 +232,7 @@ class _TermGradient:
         dtype = torch.float32 if launch.shares > 1 else self.dtype
         return allocate_scratch(read[0], (launch.shares, *self.shape), dtype)
 
-    def _time(self, call: BiasCall, read: Sequence[Any], size: Blocks) -> search.Timed:
+    def _time(self, call: BiasCall, read: Sequence[Any], size: BlockSizes) -> search.Timed:
         launch = _bias_launch(call, self.term, inspect.unwrap(bias_kernel), size)
         made = self._room(launch, read)
         search.emptied(made)
@@ -247,7 +247,7 @@ class _BiasLaunch(NamedTuple):
 
 
 def _bias_launch(
-    call: BiasCall, term: Term, kernel: Callable[[arguments.Constants], TritonKernel], size: Blocks
+    call: BiasCall, term: Term, kernel: Callable[[arguments.Constants], TritonKernel], size: BlockSizes
 ) -> _BiasLaunch:
     sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
     tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
@@ -263,7 +263,7 @@ def _bias_launch(
     return _BiasLaunch(shares, arguments.launcher(bias_kernel, constants, call.q.dtype, _BIAS_TENSORS, numbers))
 
 
-def _bias_constants(call: BiasCall, term: Term, size: Blocks) -> arguments.Constants:
+def _bias_constants(call: BiasCall, term: Term, size: BlockSizes) -> arguments.Constants:
     names = ("BY_BATCH", "BY_HEAD", "BY_QUERY", "BY_ROW", "BY_COLUMN")
     found = dict(arguments.constants_of(call, arguments.shape_of(call), size))
     found |= {**dict(zip(names, term.depends, strict=True)), "IMAGE": term.high > 1, "DISTANCES": term.distances}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, overwritten, rows
-from opkit.attn.calls import Call, Float8Call, dtypes_and_shapes, predicate
+from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, blocks, plans, search
 from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, sizes_fit
@@ -41,7 +41,7 @@ def forward_kernel(constants: arguments.Constants) -> TritonKernel:
     )
 
 
-def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
+def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = "") -> Run:
     """Return the operator's result and log-sum-exp, for calls like ``example``; descales may follow the arguments of a call.
 
     With ``ordered`` a query's result does not depend, to the last bit, on the rest of the batch. ``fp8`` is as
@@ -62,7 +62,7 @@ def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     )
 
     def run(*args: Any, by: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor, Tensor]:
-        call = Call(*args) if fits else arguments.fit_to_slots(Call(*args))
+        call = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
         launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))
@@ -71,12 +71,12 @@ def prepare_forward(example: Call, ordered: bool = False, fp8: str = "") -> Run:
     return run
 
 
-def tiles_of(call: Call) -> search.Tiles[Any, Any]:
+def tiles_of(call: AttentionCall) -> search.Tiles[Any, Any]:
     """Return the tiles of calls like this one, whose mask and bias have room in the kernel."""
     return arguments.tiles_of(blocks.FORWARD_KERNEL, call, arguments.shape_of(call))
 
 
-def _numbers(call: Call) -> dict[str, Any]:
+def _numbers(call: AttentionCall) -> dict[str, Any]:
     """Return the numbers that the kernel takes."""
     (batch, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.v.shape
     return {

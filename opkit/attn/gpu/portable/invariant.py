@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, like
 from opkit.attn.batch_invariant import NAME, switched_on
-from opkit.attn.calls import Call, PagedCall
+from opkit.attn.calls import AttentionCall, PagedCall
 from opkit.attn.gpu import arguments, blocks, plans
 from opkit.attn.gpu.decode.paged import takes_pages
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, devices, takes
@@ -54,7 +54,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         KernelError: it does not take the call.
     """
-    call = Call(*args)
+    call = AttentionCall(*args)
     if call.dropout_p != 0 or not takes(call):
         _refuse("opkit::attention", f"q of {call.q.dtype} {tuple(call.q.shape)} with dropout_p={call.dropout_p}")
     return portable.prepare_forward(call, ordered=True)
