@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from opkit.compiler.diagnostics import CompiledGraph, batch_texts
-from opkit.compiler.ir.index import Index, SymbolicSize
+from opkit.compiler.ir.index import Index, Symbol
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
@@ -136,7 +136,7 @@ def _call(step: Extern) -> str:
 
 def _number(size: Index, sizes: Mapping[str, int]) -> int:
     """Return a size for the values that symbols had when the graph was captured."""
-    known = {leaf: sizes[leaf.name] for leaf in size.leaves() if isinstance(leaf, SymbolicSize) and leaf.name in sizes}
+    known = {leaf: sizes[leaf.name] for leaf in size.leaves() if isinstance(leaf, Symbol) and leaf.name in sizes}
     return size.substitute(known).constant or 0
 
 

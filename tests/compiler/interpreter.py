@@ -13,7 +13,7 @@ import numpy as np
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Axis, Div, Index, Mod, SymbolicSize, Value
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, Value
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided
 
@@ -217,7 +217,7 @@ class _Grid:
     def _atom(self, atom: Any) -> Any:
         if isinstance(atom, Axis):
             return self.axes[atom.number]
-        if isinstance(atom, SymbolicSize):
+        if isinstance(atom, Symbol):
             return self.machine.sizes[atom.name]
         if isinstance(atom, Value):
             return self.value(atom.expr).astype(np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import Expr
-from opkit.compiler.ir.index import Atom, Axis, Div, Index, SymbolicSize, Value
+from opkit.compiler.ir.index import Atom, Axis, Div, Index, Symbol, Value
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import OPS, REDUCTIONS
 
@@ -174,7 +174,7 @@ def at(index: Index, state: _State) -> int:
 def _atom(atom: Atom, state: _State) -> int:
     if isinstance(atom, Axis):
         return state.axes[atom.number]
-    if isinstance(atom, SymbolicSize):
+    if isinstance(atom, Symbol):
         return state.sizes[atom.name]
     if isinstance(atom, Value):
         return int(value(atom.expr, state))

@@ -203,7 +203,8 @@ class Tiled:
 
     def __init__(
         self, kernel: Callable[[Constants], TritonKernel], tiles: Tiles[BlockSizes, Launches], shape: MaskShape,
-        dtype: torch.dtype, names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False, constants: Constants = (),
+        dtype: torch.dtype, names: Sequence[str], numbers: dict[str, Any], *, written: slice, by_keys: bool = False,
+        constants: Constants = (),
     ) -> None:  # fmt: skip
         self._kernel, self._tiles, self._shape, self._dtype = kernel, tiles, shape, dtype
         self._names, self._numbers = (*names, "tiles", "counts"), numbers

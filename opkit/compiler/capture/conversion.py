@@ -21,7 +21,7 @@ from opkit.compiler.capture.aot_autograd import has_effect
 from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
-from opkit.compiler.ir.index import Index, SymbolicSize
+from opkit.compiler.ir.index import Index, Symbol
 from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.op import operator as operators
 
@@ -62,7 +62,7 @@ class Captured:
     def key(self) -> str:
         """Text of everything that decides what the graph is compiled into."""
         atoms = {leaf for node in self.graph.nodes for leaf in _leaves(node.result)}
-        sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, SymbolicSize))
+        sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Symbol))
         unnamed = dataclasses.replace(self.graph, name="")
         resolved = sorted(self.resolved)
         return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques)))

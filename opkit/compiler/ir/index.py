@@ -31,7 +31,7 @@ class Axis(NamedTuple):
         return f"a{self.number}"
 
 
-class SymbolicSize(NamedTuple):
+class Symbol(NamedTuple):
     """A size that is known when the program runs: at least ``least``."""
 
     name: str
@@ -72,7 +72,7 @@ class Value(NamedTuple):
         return f"[{self.expr}]"
 
 
-Atom: TypeAlias = Axis | SymbolicSize | Div | Mod | Value
+Atom: TypeAlias = Axis | Symbol | Div | Mod | Value
 Monomial: TypeAlias = tuple[Atom, ...]
 IndexLike: TypeAlias = Union["Index", int]
 
@@ -218,7 +218,7 @@ def axis(number: int, extent: IndexLike) -> Index:
 
 def size(name: str, least: int = 1) -> Index:
     """Return a symbolic size."""
-    return Index({(SymbolicSize(name, least),): 1})
+    return Index({(Symbol(name, least),): 1})
 
 
 def value(expr: Any) -> Index:
@@ -373,7 +373,7 @@ def _limits(atom: Atom) -> tuple[Index, Index] | None:
     """Return the least and greatest value of an atom; atoms without a known sign have none."""
     if isinstance(atom, Axis | Mod):
         return ZERO, (atom.extent if isinstance(atom, Axis) else atom.divisor) - 1
-    if isinstance(atom, SymbolicSize):
+    if isinstance(atom, Symbol):
         return Index({(atom,): 1}), Index({(atom,): 1})
     if isinstance(atom, Div):
         low, high = lower(atom.dividend), upper(atom.dividend)
@@ -387,11 +387,9 @@ def is_nonnegative(a: Index) -> bool:
     """Return whether it is known that the value, over sizes alone, is at least 0."""
     if all(c >= 0 for c in a.terms.values()):
         return not any(isinstance(atom, Value) for atom in a.atoms())
-    if any(not isinstance(atom, SymbolicSize) for atom in a.atoms()):
+    if any(not isinstance(atom, Symbol) for atom in a.atoms()):
         return False
-    shifted = a.substitute(
-        {atom: Index({(atom,): 1}) + atom.least for atom in a.atoms() if isinstance(atom, SymbolicSize)}
-    )
+    shifted = a.substitute({atom: Index({(atom,): 1}) + atom.least for atom in a.atoms() if isinstance(atom, Symbol)})
     return all(c >= 0 for c in shifted.terms.values())
 
 

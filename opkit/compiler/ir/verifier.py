@@ -18,7 +18,7 @@ from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr, indices
-from opkit.compiler.ir.index import Axis, Div, Index, Mod, SymbolicSize
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import OPS, REDUCTIONS
 from opkit.compiler.ir.printer import statements_text, step_text
@@ -311,7 +311,7 @@ def verify_index(at: Index, known: KnownNames) -> None:
             known.require(atom.number in known.axes, f"{atom} is used outside of its loop")
             extent = known.axes[atom.number]
             known.require(extent == atom.extent, f"{atom} runs to {extent} here, and is used as one to {atom.extent}")
-        elif isinstance(atom, SymbolicSize):
+        elif isinstance(atom, Symbol):
             known.require(atom.name in known.sizes, f"{atom} is not one of the sizes {sorted(known.sizes)}")
         else:
             verify_expr(atom.expr, known)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr, cast, indices, load, rewrite, var
-from opkit.compiler.ir.index import Axis, Index, SymbolicSize, Value, axis, contiguous, flat, product, value
+from opkit.compiler.ir.index import Axis, Index, Symbol, Value, axis, contiguous, flat, product, value
 from opkit.compiler.ir.kernel import Accumulator, Let, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer, Compute
 from opkit.compiler.lower.fuse import lossless, with_values
@@ -321,6 +321,6 @@ def _names_in(at: Index) -> set[str]:
     for leaf in at.leaves():
         if isinstance(leaf, Axis):
             found |= _names_in(leaf.extent)
-        elif isinstance(leaf, SymbolicSize):
+        elif isinstance(leaf, Symbol):
             found.add(leaf.name)
     return found

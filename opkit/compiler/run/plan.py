@@ -11,7 +11,7 @@ import torch
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue
-from opkit.compiler.ir.index import Index, SymbolicSize
+from opkit.compiler.ir.index import Index, Symbol
 from opkit.compiler.ir.kernel import KernelLaunch, Schedule, called_functions
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.op import registry
@@ -75,7 +75,7 @@ def plan(schedule: Schedule) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
         tuple(used), (), called_functions(launch for segment in launches for launch in segment),
     )  # fmt: skip
     names = dict.fromkeys(n for segment in launches for launch in segment for n in launch.sizes)
-    names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, SymbolicSize))
+    names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, Symbol))
     return dataclasses.replace(made, sizes=tuple(sorted(names))), launches
 
 

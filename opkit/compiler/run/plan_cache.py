@@ -21,7 +21,7 @@ import torch
 from opkit import config
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
-from opkit.compiler.ir.index import Axis, Div, Index, Mod, SymbolicSize, index
+from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, index
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, Segment
@@ -33,7 +33,7 @@ _CLASSES: dict[str, Any] = {
     each.__name__: each
     for each in (
         Axis,
-        SymbolicSize,
+        Symbol,
         Div,
         Mod,
         Buffer,

@@ -9,7 +9,7 @@ from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
-from opkit.compiler.ir.index import Div, Index, Mod, SymbolicSize
+from opkit.compiler.ir.index import Div, Index, Mod, Symbol
 from opkit.compiler.ir.program import ScalarItem, Strided
 from opkit.compiler.run.plan import ExecutionPlan
 
@@ -127,7 +127,7 @@ def size_text(at: Index) -> str:
 
 
 def _atom_text(atom: Any) -> str:
-    if isinstance(atom, SymbolicSize):
+    if isinstance(atom, Symbol):
         return atom.name
     assert isinstance(atom, Div | Mod), f"{atom} is not known before the program runs"
     sign = "//" if isinstance(atom, Div) else "%"
@@ -170,5 +170,5 @@ def _sources(plan: ExecutionPlan) -> dict[str, str]:
 def _add_source(found: dict[str, str], at: Index, text: str) -> None:
     if list(at.terms.values()) == [1]:
         (monomial,) = at.terms
-        if len(monomial) == 1 and isinstance(monomial[0], SymbolicSize):
+        if len(monomial) == 1 and isinstance(monomial[0], Symbol):
             found.setdefault(monomial[0].name, text)

@@ -12,7 +12,7 @@ import numpy as np
 
 from opkit.compiler.emit.c import functions
 from opkit.compiler.ir.dtypes import DTYPES, is_float
-from opkit.compiler.ir.index import Atom, Axis, Div, Index, Mod, SymbolicSize, is_nonnegative, lower, upper
+from opkit.compiler.ir.index import Atom, Axis, Div, Index, Mod, Symbol, is_nonnegative, lower, upper
 
 # The narrow floats are the bits that memory holds; what is computed with them is converted first.
 C_TYPES = {
@@ -216,7 +216,7 @@ def index_text(index: Index, spell: Spell) -> str:
 
 def atom_name(atom: Atom) -> str:
     """Return an axis or a size by the name of its variable."""
-    assert isinstance(atom, Axis | SymbolicSize), atom
+    assert isinstance(atom, Axis | Symbol), atom
     return f"a{atom.number}" if isinstance(atom, Axis) else f"n_{atom.name}"
 
 

@@ -31,7 +31,7 @@ from opkit.compiler.emit.c import blocks, expressions, prelude
 from opkit.compiler.emit.c.expressions import TYPEDEFS
 from opkit.compiler.emit.c.kernel import function
 from opkit.compiler.ir.expr import Callee
-from opkit.compiler.ir.index import Atom, Div, Mod, SymbolicSize, product
+from opkit.compiler.ir.index import Atom, Div, Mod, Symbol, product
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, batches, called_functions, parallel
 
 # The pragma is written by a macro, so that it is only what "-fopenmp-simd" makes of it, and no OpenMP is linked.
@@ -130,12 +130,8 @@ def _call(launch: KernelLaunch, name: str, buffers: Mapping[str, int], sizes: Ma
     places = dict(zip(launch.kernel.sizes, launch.sizes, strict=True))
 
     def spell(atom: Atom) -> str:
-        assert isinstance(atom, SymbolicSize | Div | Mod), atom
-        return (
-            f"sizes[{sizes[places[atom.name]]}]"
-            if isinstance(atom, SymbolicSize)
-            else expressions.division(atom, spell)
-        )
+        assert isinstance(atom, Symbol | Div | Mod), atom
+        return f"sizes[{sizes[places[atom.name]]}]" if isinstance(atom, Symbol) else expressions.division(atom, spell)
 
     count = expressions.index_text(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), spell)
     return f"{{{name}_range, {pointers}, {numbers}, runtime, {count}, {max(1, launch.kernel.grain)}}}"
