@@ -34,7 +34,7 @@ def interpreted(interpreter):
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
-def decide(request):
+def ask(request):
     """Runs an operator, given its name and arguments, with the kernel; ``dtypes`` are what it is to be asked for."""
     return OnGpu() if request.param == "gpu" else request.getfixturevalue("interpreted")
 
