@@ -86,12 +86,12 @@ def bridge() -> None:
 
 
 def _build_bridge() -> None:
-    from opkit.kernels import bridge as bridges
-    from opkit.op.torch_private import torch_paths
+    import torch
 
-    paths = torch_paths()
-    path = bridges.build(paths)
-    terminal.console().print(escape(f"The bridge to torch {paths.version} is {path}"), soft_wrap=True, highlight=False)
+    from opkit.op.native.compiled import build_bridge
+
+    text = f"The bridge to torch {torch.__version__} is {build_bridge()}"
+    terminal.console().print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _built(report: BuildReport) -> Iterator[Table | str]:

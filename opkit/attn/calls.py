@@ -138,7 +138,7 @@ def predicate(kind: Any, condition: Callable[[Any], bool]) -> Callable[..., bool
         kind: the class of the call, one of the above.
         condition: the predicate of a call.
 
-    >>> when = predicate(Call, lambda call: call.dropout_p == 0)
+    >>> when = predicate(AttentionCall, lambda call: call.dropout_p == 0)
     >>> list(inspect.signature(when).parameters)[:3]
     ['q', 'k', 'v']
     """

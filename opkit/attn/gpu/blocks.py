@@ -118,7 +118,7 @@ def choose(
         pair: bytes that are read for each pair of a query and a key, of masks and biases.
 
     >>> choose(FORWARD, 128, 2, 4096, 232448, 1)
-    Blocks(rows=128, keys=64, warps=8, stages=4)
+    BlockSizes(rows=128, keys=64, warps=8, stages=4)
     """
     return fitted(roomy(rules, head, size, memory, tensors, pair)[0], queries)
 
@@ -131,7 +131,7 @@ def roomy(
     The arguments are those of :func:`choose`.
 
     >>> roomy(FORWARD, 128, 2, 166912, 1)[1]
-    Blocks(rows=128, keys=64, warps=8, stages=2)
+    BlockSizes(rows=128, keys=64, warps=8, stages=2)
     """
     fitting = [rule for rule in rules if head <= rule.head and size <= rule.size]
     found = [rule for rule in fitting if bytes_of(rule.blocks, head, size, tensors, pair) <= memory] or fitting[-1:]

@@ -241,16 +241,17 @@ def to_json(case: Case) -> str:
     Raises:
         NotSerializable: it has a value that is no number, string, dtype, device, tensor, list or tuple.
     """
-    return json.dumps(_encode((case.args, case.kwargs)))
+    return json.dumps(_encode(case))
 
 
 def from_json(text: str) -> Case:
     """Return the case that :func:`to_json` wrote.
 
-    >>> from_json(to_json(Case((TensorCase((2,)), 0.5)))) == Case((TensorCase((2,)), 0.5))
+    >>> case = History((TensorCase((2,)), 0.5), between=(Case((TensorCase((3,)), 1.0)),))
+    >>> from_json(to_json(case)) == case
     True
     """
-    return Case(*_decode(json.loads(text)))
+    return _decode(json.loads(text))
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -260,6 +261,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "complex": complex,
     "dtype": lambda name: getattr(torch, name),
     "device": torch.device,
+    "case": lambda fields: Case(*_decode(fields)),
+    "history": lambda fields: History(*_decode(fields)),
     "tensor": lambda fields: TensorCase(**{name: _decode(value) for name, value in fields}),
     "plain": lambda value: value,
 }
@@ -268,6 +271,10 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 def _encode(value: Any) -> list[Any]:
     if type(value) in (tuple, list):
         return [type(value).__name__, [*map(_encode, cast("list[Any]", value))]]
+    if isinstance(value, History):
+        return ["history", _encode((value.args, value.kwargs, value.between))]
+    if isinstance(value, Case):
+        return ["case", _encode((value.args, value.kwargs))]
     if isinstance(value, TensorCase):
         return ["tensor", [[f.name, _encode(getattr(value, f.name))] for f in dataclasses.fields(value)]]
     if isinstance(value, torch.dtype):

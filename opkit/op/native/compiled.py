@@ -34,6 +34,8 @@ from opkit.op.torch_private import torch_paths
 from opkit.op.trace.reads import ReferenceState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from opkit import _core
 
 
@@ -291,11 +293,14 @@ def load_bridge() -> bridge.Bridge | None:
     return found
 
 
-def build_bridge() -> None:
+def build_bridge() -> Path:
     """Build the bridge to the running torch now, unless it is built; kernels whose first call comes later use it.
+
+    Returns its file.
 
     Raises:
         ToolchainError, CompileError, CacheError: as ``opkit.kernels.bridge.build``.
     """
-    bridge.build(torch_paths())
+    path = bridge.build(torch_paths())
     load_bridge.cache_clear()
+    return path

@@ -299,7 +299,7 @@ class PreparedSeries:
         scratch: by name.
         others: other names of these tensors, where a kernel has one tensor by two names.
 
-    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": Scratch((1024,), torch.float32)})
+    >>> # series = PreparedSeries([square, add], ("x",), {"out": make}, {"squares": ScratchTensor((1024,), torch.float32)})
     >>> # (out,) = series(x)  # as out = make(); squares = x.new_empty(1024); square(x, squares); add(x, squares, out)
     """
 
