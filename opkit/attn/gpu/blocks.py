@@ -151,7 +151,7 @@ def invariant(head: int, size: int, memory: int, pair: int = 0) -> BlockSizes:
     The arguments are those of :func:`choose`.
 
     >>> invariant(64, 2, 232448), invariant(64, 2, 232448, pair=8)
-    (Blocks(rows=64, keys=64, warps=4, stages=3), Blocks(rows=64, keys=64, warps=4, stages=3))
+    (BlockSizes(rows=64, keys=64, warps=4, stages=3), BlockSizes(rows=64, keys=64, warps=4, stages=3))
     """
     found = choose(INVARIANT, head, size, _WHOLE, memory, 1)
     while found.stages > 1 and bytes_of(found, head, size, 1, pair) > memory:
@@ -246,7 +246,7 @@ def candidates(kernel: TiledKernel, d: int, e: int, size: int, memory: int, pair
         pair: bytes that are read for each pair of a query and a key.
 
     >>> candidates(FORWARD_KERNEL, 128, 128, 2, 166912, 0)[:2]
-    (Blocks(rows=128, keys=64, warps=8, stages=4), Blocks(rows=128, keys=64, warps=8, stages=2))
+    (BlockSizes(rows=128, keys=64, warps=8, stages=4), BlockSizes(rows=128, keys=64, warps=8, stages=2))
     """
     head = max(d, e)
     rows = roomy(kernel.rules, head, size, memory, kernel.tensors, pair)
