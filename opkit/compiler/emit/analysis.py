@@ -1,15 +1,13 @@
-"""What any emitter needs to know of a kernel: what its statements read, need and change, and the neutral values of reductions."""
+"""What any emitter needs to know of a kernel: what its statements read, need and change."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.dtypes import dtype, is_float
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index, Value
 from opkit.compiler.ir.kernel import Accumulator, Let, Loop, Statement, Store, Update
-from opkit.compiler.ir.ops import REDUCTIONS
 
 # ---- statements ------------------------------------------------------------------------------------------------------
 
@@ -30,18 +28,6 @@ def changed_by(body: Iterable[Statement]) -> frozenset[str]:
         names |= {s.buffer} if isinstance(s, Store) else changed_by(s.body) if isinstance(s, Loop) else set()
         names |= {s.name, f"{s.name}_at"} if isinstance(s, Update | Accumulator) else set()
     return frozenset(names)
-
-
-def neutral(accumulator: Accumulator) -> bool | int | float:
-    """Return the neutral value of a reduction."""
-    start, row = REDUCTIONS[accumulator.reduction][1], dtype(accumulator.dtype)
-    if start in ("zero", "one"):
-        return int(start == "one")
-    if is_float(row.name):
-        return float("inf") if start == "greatest" else float("-inf")
-    bits = 1 if row.kind == "bool" else 8 * row.bytes
-    least, greatest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if row.signed else (0, 2**bits - 1)
-    return greatest if start == "greatest" else least
 
 
 # ---- expressions -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkit.compiler.emit.analysis import changed_by, neutral, roots_of
+from opkit.compiler.emit.analysis import changed_by, roots_of
 from opkit.compiler.emit.c import blocks, expressions, prefetch, strips
 from opkit.compiler.emit.c.blocks import CScope, CWriter, marks_nan
 from opkit.compiler.emit.c.expressions import C_TYPES, NARROW, apply, convert, number, variable_type
@@ -23,7 +23,7 @@ from opkit.compiler.ir.kernel import (
     callees,
     parallel,
 )
-from opkit.compiler.ir.ops import REDUCTIONS
+from opkit.compiler.ir.ops import REDUCTIONS, neutral
 
 _STACK = 1 << 16  # bytes of scratch memory that a function may have on its stack
 _CLAUSES = {"add": "+", "mul": "*", "or": "|", "and": "&", "max": "max", "min": "min"}
@@ -223,7 +223,9 @@ def _accumulator(scope: CScope, accumulator: Accumulator) -> None:
     """Declare an accumulator. Truth values are an int, whose vectors are as wide as those of the compared values."""
     scope.writer.accumulators[accumulator.name] = accumulator
     ctype = "int" if accumulator.dtype == "b1" else C_TYPES[accumulator.dtype]
-    scope.writer.line(f"{ctype} v_{accumulator.name} = {number(neutral(accumulator), accumulator.dtype)};")
+    scope.writer.line(
+        f"{ctype} v_{accumulator.name} = {number(neutral(accumulator.reduction, accumulator.dtype), accumulator.dtype)};"
+    )
     if marks_nan(accumulator):
         scope.writer.line(f"int v_{accumulator.name}_nan = 0;")
     if accumulator.reduction in _POSITIONED:
