@@ -94,7 +94,7 @@ def check_compiled(run, registers, folder, record_property, spilled=0):
     *_, row = report.rows
     record_property("resources", f"{row.registers} registers, {row.shared} bytes shared, {row.spills} bytes spilled")
     assert row.registers == registers
-    assert row.spills <= spilled
+    assert row.spills <= spilled, row
     assert row.shared <= SHARED
     said = assembled(requested((), run), folder)
     assert re.findall(r"\((C75\d\d)\)", said) == [], said  # a product that waits for the one before it

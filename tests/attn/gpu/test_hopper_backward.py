@@ -50,7 +50,7 @@ COMPILED = {  # most bytes of registers that a thread may put into memory, and t
     "64": (80, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64))),
     "64, causal": (128, lambda: arguments(*shaped((4, 2), 300, 300, 64, 64), mask=CAUSAL)),
     "128, documents": (96, lambda: without_numbers("documents")),
-    "128, causal documents": (32, lambda: without_numbers("causal documents")),
+    "128, causal documents": (64, lambda: without_numbers("causal documents")),
     "128, causal documents, capped": (288, lambda: without_numbers("causal documents", softcap=30.0)),
     "128, lengths": (96, lambda: without_numbers("lengths")),
     "128, bools": (224, lambda: without_numbers("bools of heads")),
