@@ -45,6 +45,14 @@ def all_but(head: int) -> str:
     )
 
 
+def all_but_plain(head: int) -> str:
+    """Of the forward's kernels those with a band or lists, or of heads of other sizes, as a pattern in forward.cu."""
+    return (
+        rf"(?m)^ {{8}}if \(call\.(head_size == (?!{head}\))|head_size == 64\) return launch<Listed|brief).*\n"
+        r"|call\.(banded|head_size == 128) \? launch<\S+, true>\(call, stream\) : "
+    )
+
+
 def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = NONE, unused: str = "") -> Path:
     """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second.
 

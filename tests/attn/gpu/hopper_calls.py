@@ -107,6 +107,19 @@ def filled(batch, heads, queries, keys, head, columns, dtype=BF16, out_is_bshd=F
     return [x.normal_() for x in made]
 
 
+def overflowing(head, device, queries=300, keys=300):
+    """A call in float16 whose last keys, which are visited first, have logits of -4e8 to -1e9; those of the others are small.
+
+    The greatest of them times a factor is rounded by up to 64, so that weights are up to 2^64: no float16, but a float32.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x.shape, generator=generator) for x in shaped((2, 1), queries, keys, head, head, batch=1))
+    q[..., 0] = 4e4 + 2e4 * torch.rand(q.shape[:3], generator=generator)
+    k[..., 0] = 0
+    k[..., keys - 90 :, 0] = -6e4 - torch.arange(90)
+    return arguments(*(x.to(device, FP16) for x in (q, k, v)), scale=0.25)
+
+
 def compared(given, found=None):
     """The kernel's results beside the reference's in float64; no row is further off than rounding p and the result explains."""
     out, lse = hopper.forward(*given) if found is None else found

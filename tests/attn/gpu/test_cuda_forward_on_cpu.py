@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from cuda_on_cpu import LISTS_OF_128, NONE, all_but, filled, on_cpu, survives
-from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared
+from cuda_on_cpu import LISTS_OF_128, NONE, all_but, all_but_plain, filled, on_cpu, survives
+from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, overflowing
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import reference
@@ -76,6 +76,14 @@ class TestForward:
         q *= 2.0 ** round(math.log2(size))
         given = arguments(q, k, v, mask=mask, scale=0.25)
         compared(given, forward_cuda.forward(*given))
+
+    @pytest.mark.parametrize("head", ["64", "128"], indirect=True)
+    def test_rounded_weights_that_overflow_before_a_greater_logit_comes(self, head, tmp_path):
+        logit = "s[4 * i + 2 * half + j]"
+        fused = (f"{logit} * factor - base", f"fmaf({logit}, factor, -base)")  # as on a GPU
+        given = overflowing(head, "cpu")
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, fused, unused=all_but_plain(head)):
+            compared(given, forward_cuda.forward(*given))
 
     def test_the_counter_is_left_as_it_was(self, machine, head, monkeypatch):
         kept = []

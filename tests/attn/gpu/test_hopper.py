@@ -13,6 +13,7 @@ from hopper_calls import (
     compared,
     filled,
     on_hopper,
+    overflowing,
     refuses,
     requested,
     shaped,
@@ -242,6 +243,13 @@ class TestOnGpu:
     def test_three_warpgroups(self, queries, keys):
         given = arguments(*filled(2, (4, 2), queries, keys, 64, 64), sinks=torch.randn(4, device="cuda"))
         compared(given, run_with(hopper.LONG, given))
+
+    @pytest.mark.parametrize("keys", [300, 500])  # of the first ones of which are visited after a tile, and after two
+    @pytest.mark.parametrize("head", [64, 128, 256])
+    def test_rounded_weights_that_overflow_before_a_greater_logit_comes(self, head, keys):
+        compared(given := overflowing(head, "cuda", keys=keys))
+        if head == 64:
+            compared(given, run_with(hopper.LONG, given))
 
     def test_padding_in_memory_does_not_leak(self):
         q, k, v = filled(2, (2, 2), 300, 400, 128, 128)

@@ -38,7 +38,6 @@ under way at once, since those that come first read from memory."""
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 256  #: channels
 _ROWS = 64  #: queries of a warpgroup
-OWNERS = 4  #: marks of a program in addition to those of its tiles
 _FORWARD = Named("opkit.attn.gpu.hopper.device.forward", "hopper_forward")
 _OF_MASKS = ("tiles", "counts", *plans.TENSORS)
 _INPUTS = ("q", "k", "v", "counter")
@@ -248,7 +247,7 @@ def _marks(call: AttentionCall, tile: ForwardTile) -> int:
     """Return how many numbers a launch counts and marks with, as :mod:`opkit.attn.gpu.hopper.device.recompute` lays them out."""
     batch, heads, queries, _ = call.q.shape
     tiles = batch * heads * -(-queries // (tile.warpgroups * _ROWS)) if call.mask or not call.softcap else 0
-    return 2 + OWNERS * processors(call.q.device) + tiles * tile.warpgroups
+    return 2 + tiles * tile.warpgroups
 
 
 def processors(device: torch.device) -> int:

@@ -49,6 +49,7 @@ _FROM = {
 _INTERLEAVED = 64 << 20  #: bytes of keys and values of the heads of 64 channels that are interleaved, as measured
 _INTERLEAVED_SHORT = 8 << 20  #: of heads of 128, up to so many keys; else as many as in Gluon
 _SHORT = 512
+_OWNERS = 4  #: marks of a program in addition to those of its tiles
 _ROWS = 64  #: queries of a warpgroup
 _INTS = (
     "batch", "heads", "group", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "brief", "section",
@@ -228,7 +229,7 @@ def _marks(call: AttentionCall) -> int:
     batch, heads, queries, _ = call.q.shape
     groups = _groups(call)
     tiles = batch * heads * -(-queries // (groups * _ROWS))
-    return 2 + gluon.OWNERS * gluon.processors(call.q.device) + tiles * groups
+    return 2 + _OWNERS * gluon.processors(call.q.device) + tiles * groups
 
 
 def register_float8(op: CustomOp[Any, Any]) -> None:

@@ -142,7 +142,8 @@ SM90 int owner(int group) { return blockIdx.x * OWNERS + group; }
 SM90 int* owners(const Problem& problem) { return problem.counter + 2; }
 SM90 int* marks(const Problem& problem) { return owners(problem) + gridDim.x * OWNERS; }
 
-// Whether a row's logits are so large that its factor of rounding is not near 1, or that some weights overflowed.
+// Whether a row's logits are so large that its factor of rounding is not near 1, or that its sum overflowed. Rounded weights may overflow
+// before their sum does: where a greater logit came after that, all of the row's results are NaN.
 SM90 bool has_large_logits(float exponent, float total) {
     constexpr float LARGE = 1 << 24;
     return (fabsf(exponent) > LARGE && fabsf(exponent) < INFINITY) || total != total;
@@ -172,7 +173,7 @@ SM90 void finish(const Problem& problem, const Tile& at, float factor, int group
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const float sum = quad_sum(total[half]), exponent = rounded_product(top[half], factor);
-        bad |= has_large_logits(exponent, sum);
+        bad |= has_large_logits(exponent, sum) || acc[2 * half] != acc[2 * half];
         by[half] = sum == 0.f ? 0.f : values_by(problem, at.batch, at.head) / sum;
         if (lane % 4 == 0 && row + 8 * half < problem.queries)
             problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (exponent + log2f(sum)) * LN2;

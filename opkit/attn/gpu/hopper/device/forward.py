@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from opkit.attn.gpu.hopper.device.masks import LENGTH, list_of, store_mask, table_of, visit
-from opkit.attn.gpu.hopper.device.recompute import mark_rows, recompute_rows, store_call
+from opkit.attn.gpu.hopper.device.recompute import checked, mark_rows, no_flags, recompute_rows, store_call
 from opkit.attn.gpu.hopper.device.softmax import (
     added,
     capped,
@@ -280,15 +280,17 @@ def _last_products(ME: gl.constexpr, problem, rows, keys, values, none, p, acc, 
 @gluon.jit
 def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     """Normalise and store 64 rows of results."""
-    out_desc, results, _, lse, sinks, _, factor, counter = others
+    out_desc, results, _, lse, sinks, _, factor, _, _ = others
     _, _, row, head, batch, of_all, place = read_tile(turns, ME)
     of_rows: gl.constexpr = top.type.layout
     of_out: gl.constexpr = acc.type.layout
+    if problem.RECOMPUTED:
+        total = checked(problem, total, acc)
+        flags = others[8].index(ME)
+        before = flags.load(of_rows)
     by, powers = normal(top * factor, gl.convert_layout(gl.sum(total, 1), of_rows), sinks, head, problem.SINKS)
     if problem.OWN_RESULTS:
         tma.store_wait(0)
-    if problem.RECOMPUTED:
-        mark_rows(ME, problem, counter, acc, top * factor, powers, place + ME)
     out = acc * gl.convert_layout(by, gl.SliceLayout(1, of_out))[:, None]
     result = results.index(ME)
     result.reshape([ROWS, problem.DV]).store(out.to(problem.DTYPE))
@@ -297,6 +299,8 @@ def _finish(ME: gl.constexpr, problem, others, turns, acc, top, total):
     rows = row + gl.arange(0, ROWS, layout=of_rows)
     of_head = of_all.to(gl.int64) * problem.queries
     gl.store(lse + of_head + rows, powers * _LN2, mask=rows < problem.queries)
+    if problem.RECOMPUTED:
+        mark_rows(problem, others, powers, flags, before, place + ME)
 
 
 _INTS = ("queries", "keys", "heads", "group", "head_size", "value_size", "lower", "upper", "blocks", "section", "work")
@@ -369,7 +373,8 @@ def hopper_forward(
         tiles, (tiles_stride_0, tiles_stride_1, tiles_stride_2), counts, (counts_stride_0, counts_stride_1, counts_stride_2),
     )  # fmt: skip
     rings = (rows, keys_ring, values, turns)
-    others = (out_desc, results, table, lse, sinks, inner, factor, counter)
+    flags = no_flags(WARPGROUPS)
+    others = (out_desc, results, table, lse, sinks, inner, factor, counter, flags)
     loading = (problem, q_desc, k_desc, v_desc, rings, marks, lists, counter)
     if WARPGROUPS == 2:
         gl.warp_specialize(

@@ -1,7 +1,7 @@
 """Rows that are computed again: those with results that are not numbers, and those with huge logits.
 
 In the product of a step, a value that is not a number reaches rows that do not see it, as 0 * NaN. It shows in the results, so
-these are looked at: 64 rows with such a result are marked, and at its end a warpgroup goes once more over those that it has
+these are looked at: 64 rows with such a result are marked, and at its end a program goes once more over those that it has
 marked, row by row, reading of the values those alone that a row sees. That is slow; usually there are none.
 
 The main loop takes the rounded product of a row's greatest logit and the factor from all exponents, and what was rounded away is
@@ -9,8 +9,8 @@ another number for each greatest logit so far. Up to LARGE that is less than 2^-
 are those whose weights overflowed before a greater logit came: their results or log-sum-exps are NaN. Their differences from the
 greatest logit are taken before they are multiplied.
 
-Marks are numbers of owners in memory, one for 64 rows, and one for each warpgroup that says whether it made any. They are put
-back to 0, as the counter of tiles is, next to which they lie.
+Marks are numbers of programs in memory, one for 64 rows. They are put back to 0, as the counter of tiles is, next to which they
+lie. Flags in shared memory say whether a program made any.
 """
 
 from triton.experimental import gluon
@@ -28,56 +28,44 @@ from opkit.attn.gpu.hopper.device.masks import (
     store_number,
     store_tensor,
 )
-from opkit.attn.gpu.hopper.device.softmax import capped, exp2
+from opkit.attn.gpu.hopper.device.softmax import capped, exp2, row_sums
 from opkit.attn.gpu.hopper.device.work import ROWS
 
-OWNERS = gl.constexpr(4)  #: numbers of a program's warpgroups
 _FIRST = gl.constexpr(2)  #: place of the first mark
-_BARRIER = gl.constexpr(12)  #: the first of the named barriers that the threads of one warpgroup use
+_ONE, _ALL = gl.constexpr(12), gl.constexpr(13)  #: named barriers: of the first warpgroup, and of all that multiply
 _KEYS = gl.constexpr(32)
 _CHANNELS = gl.constexpr(64)
 _LARGE = gl.constexpr(65536.0)  #: of exponents of 2
 
 
 @gluon.jit
-def _owner(ME: gl.constexpr):
-    return gl.program_id(0).to(gl.int32) * OWNERS + ME
+def _mine():
+    """Return the mark of this program."""
+    return gl.program_id(0).to(gl.int32) + 1
 
 
 @gluon.jit
-def _marks(counter):
-    """Return where the marks of 64 rows each begin, after those of the warpgroups."""
-    return counter + _FIRST + gl.num_programs(0).to(gl.int32) * OWNERS
+def no_flags(WARPGROUPS: gl.constexpr):
+    """Return a flag for each row of each warpgroup, to be set where a mark was made; all are 0."""
+    flags = gl.allocate_shared_memory(gl.int32, [WARPGROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    for i in gl.static_range(WARPGROUPS):
+        flags.index(i).store(gl.zeros([ROWS], gl.int32, layout=gl.BlockedLayout([2], [32], [4], [0])))
+    return flags
 
 
 @gluon.jit
-def mark_rows(ME: gl.constexpr, problem, counter, acc, exponents, powers, place):
-    """Mark 64 rows of which some results are not numbers, or are of huge logits; ``place`` is their number among all.
+def checked(problem, total, acc):
+    """Return the sums of weights, NaN in rows with results that are not numbers.
 
-    ``exponents`` are the greatest ones of rows, ``powers`` the logarithms of their sums.
+    Without a mask these are all results of a row in which a weight overflowed before a greater logit came.
     """
     if problem.MASKED:
-        sums = gl.convert_layout(gl.sum(acc, 1), exponents.type.layout, assert_trivial=True)
-        bad = sums != sums
+        sums = row_sums(acc)
     else:
-        layout: gl.constexpr = exponents.type.layout
-        bad = _first_of_rows_is_nan(acc, layout)
-    if not problem.CAPPED:
-        bad = bad | (powers != powers) | ((gl.abs(exponents) > _LARGE) & (gl.abs(exponents) < float("inf")))
-    zeros = gl.zeros_like(exponents).to(gl.int32)
-    gl.store(_marks(counter) + place + zeros, _owner(ME) + 1 + zeros, mask=bad)
-    gl.store(counter + _FIRST + _owner(ME) + zeros, 1 + zeros, mask=bad)
-
-
-@gluon.jit
-def _first_of_rows_is_nan(acc, layout: gl.constexpr):
-    """Return whether the first number of a row that a thread holds is NaN: without a mask all are where a weight overflowed."""
-    ROWS_OF_ACC: gl.constexpr = acc.shape[0]
-    x, _ = gl.split(gl.reshape(acc, [ROWS_OF_ACC, acc.shape[1] // 2, 2]))
-    x = gl.permute(gl.reshape(x, [ROWS_OF_ACC, acc.shape[1] // 8, 4]), (0, 2, 1))
-    x = _first_of_last(x)
-    bad = gl.max((x != x).to(gl.int32), 1) != 0
-    return gl.convert_layout(bad, layout)
+        first, _ = gl.split(gl.reshape(acc, [ROWS, acc.shape[1] // 8, 4, 2]))
+        sums = _first_of_last(gl.permute(first, (0, 2, 1)))
+    sums = gl.convert_layout(sums, total.type.layout, assert_trivial=True)
+    return gl.where(sums == sums, total, float("nan"))
 
 
 @gluon.jit
@@ -90,43 +78,66 @@ def _first_of_last(x):
         return _first_of_last(half)
 
 
+@gluon.jit
+def mark_rows(problem, others, powers, flags, before, place):
+    """Mark 64 rows if some logarithm of a row's weights is not a number, or huge; ``place`` is their number among all.
+
+    ``before`` is what their ``flags`` have been.
+    """
+    bad = ~(gl.abs(powers) <= _LARGE)
+    if problem.MASKED:
+        bad = bad & (powers != float("-inf"))
+    zeros = gl.zeros_like(before)
+    gl.store(others[7] + _FIRST + place + zeros, _mine() + zeros, mask=bad)
+    flags.store(before | bad.to(gl.int32))
+
+
 @gluon.constexpr_function
-def _together(number):
-    return f"cp.async.bulk.wait_group 0; bar.sync {number}, 128; mov.b32 $0, 0;"
+def _barrier(what, number, threads):
+    return f"cp.async.bulk.wait_group 0; bar.{what} {number}, {threads}; mov.b32 $0, 0;"
 
 
 @gluon.jit
-def _meet(ME: gl.constexpr):
-    """Wait for the other threads of this warpgroup, and for what they have stored."""
-    text: gl.constexpr = _together(_BARRIER + ME)
+def _meet(text: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def recompute_rows(ME: gl.constexpr, problem, others):
-    """Compute again what this warpgroup has marked."""
-    counter = others[7]
-    _meet(ME)
-    mine = counter + _FIRST + _owner(ME)
-    if gl.load(mine, volatile=True) != 0:
-        blocks = load_size(others[2], 0) * problem.WARPGROUPS
-        for place in range(load_size(others[2], 1) * problem.WARPGROUPS):
-            mark = _marks(counter) + place
-            if gl.load(mark, volatile=True) == _owner(ME) + 1:
-                row = place % blocks * ROWS
-                for i in range(row, gl.minimum(row + ROWS, problem.queries)):
-                    _recompute_row(problem, others, place // blocks, i)
-                _meet(ME)  # all have seen the mark
-                gl.store(mark, 0)
-        _meet(ME)
-        gl.store(mine, 0)
+    """Compute again what this program has marked, once all has been stored.
+
+    The first warpgroup does it for all: with this code after it, a warpgroup's main loop is scheduled with fewer registers.
+    """
+    THREADS: gl.constexpr = problem.WARPGROUPS * 128
+    if ME > 0:
+        _meet(_barrier("arrive", _ALL, THREADS))
+    else:
+        _meet(_barrier("sync", _ALL, THREADS))
+        flags = gl.to_tensor(0)
+        for i in gl.static_range(problem.WARPGROUPS):
+            flags |= gl.max(others[8].index(i).load(gl.BlockedLayout([2], [32], [4], [0])), 0)
+        if flags != 0:
+            _recompute_marked(problem, others)
+
+
+@gluon.jit
+def _recompute_marked(problem, others):
+    blocks = load_size(others[2], 0) * problem.WARPGROUPS
+    for place in range(load_size(others[2], 1) * problem.WARPGROUPS):
+        mark = others[7] + _FIRST + place
+        if gl.load(mark, volatile=True) == _mine():
+            row = place % blocks * ROWS
+            for i in range(row, gl.minimum(row + ROWS, problem.queries)):
+                _recompute_row(problem, others, place // blocks, i)
+            _meet(_barrier("sync", _ONE, 128))  # all have seen the mark
+            gl.store(mark, 0)
 
 
 @gluon.jit
 def _recompute_row(problem, others, head, i):
     """The results of one row, ``head`` counted among those of all batches."""
     table, lse, sinks, inner, factor = others[2], others[3], others[4], others[5], others[6]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     of_row = lse + head.to(gl.int64) * problem.queries + i
     batch = head // load_size(table, 2)
     head = head % load_size(table, 2)
