@@ -56,14 +56,13 @@ def run_with(tile, given):
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case, tmp_path, record_property):
     registers, given = COMPILED[case]
-    spilled = 32 if case in ("256", "256, causal") else 0  # where rows are marked that are computed again
-    check_compiled(lambda: hopper.forward(*given()), registers, tmp_path, record_property, spilled)
+    check_compiled(lambda: hopper.forward(*given()), registers, tmp_path, record_property)
 
 
 @pytest.mark.exhaustive
-def test_three_warpgroups_compile_almost_without_spills(tmp_path, record_property):
+def test_three_warpgroups_compile_without_spills(tmp_path, record_property):
     given = arguments(*shaped((4, 2), 3000, 300, 64, 64))
-    check_compiled(lambda: run_with(hopper.LONG, given), 128, tmp_path, record_property, 8)
+    check_compiled(lambda: run_with(hopper.LONG, given), 128, tmp_path, record_property)
 
 
 def test_other_lengths_and_bands_compile_nothing_anew():
@@ -244,7 +243,7 @@ class TestOnGpu:
         given = arguments(*filled(2, (4, 2), queries, keys, 64, 64), sinks=torch.randn(4, device="cuda"))
         compared(given, run_with(hopper.LONG, given))
 
-    @pytest.mark.parametrize("keys", [300, 500])  # of the first ones of which are visited after a tile, and after two
+    @pytest.mark.parametrize("keys", [300, 500])  # small logits are visited after a tile of large ones, or after two
     @pytest.mark.parametrize("head", [64, 128, 256])
     def test_rounded_weights_that_overflow_before_a_greater_logit_comes(self, head, keys):
         compared(given := overflowing(head, "cuda", keys=keys))

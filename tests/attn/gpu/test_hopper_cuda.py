@@ -17,6 +17,7 @@ from hopper_calls import (
     compared,
     filled,
     on_hopper_with_nvcc,
+    overflowing,
     refuses,
     shaped,
     unlike,
@@ -333,6 +334,10 @@ class TestOnGpu:
         torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
         assert out[~clean].isnan().any(-1).all()
         torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+    @pytest.mark.parametrize("keys", [300, 500])  # small logits are visited after a tile of large ones, or after two
+    def test_rounded_weights_that_overflow_before_a_greater_logit_comes(self, head, keys):
+        compared_here(overflowing(head, "cuda", keys=keys))
 
     def test_padding_in_memory_does_not_leak(self, head):
         q, k, v = filled(2, (2, 2), 300, 400, head, head)

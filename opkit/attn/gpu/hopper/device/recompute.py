@@ -93,26 +93,25 @@ def mark_rows(problem, others, powers, flags, before, place):
 
 
 @gluon.constexpr_function
-def _barrier(what, number, threads):
-    return f"cp.async.bulk.wait_group 0; bar.{what} {number}, {threads}; mov.b32 $0, 0;"
+def _barrier(number, threads):
+    return f"cp.async.bulk.wait_group 0; bar.sync {number}, {threads}; mov.b32 $0, 0;"
 
 
 @gluon.jit
-def _meet(text: gl.constexpr):
+def _meet(NUMBER: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Wait for the other threads of some warpgroups, and for what they have stored."""
+    text: gl.constexpr = _barrier(NUMBER, 128 * WARPGROUPS)
     gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def recompute_rows(ME: gl.constexpr, problem, others):
-    """Compute again what this program has marked, once all has been stored.
+    """Compute again what this program has marked, by its first warpgroup.
 
-    The first warpgroup does it for all: with this code after it, a warpgroup's main loop is scheduled with fewer registers.
+    Each copy of this code takes registers and room in the instruction cache from the main loops.
     """
-    THREADS: gl.constexpr = problem.WARPGROUPS * 128
-    if ME > 0:
-        _meet(_barrier("arrive", _ALL, THREADS))
-    else:
-        _meet(_barrier("sync", _ALL, THREADS))
+    _meet(_ALL, problem.WARPGROUPS)
+    if ME == 0:
         flags = gl.to_tensor(0)
         for i in gl.static_range(problem.WARPGROUPS):
             flags |= gl.max(others[8].index(i).load(gl.BlockedLayout([2], [32], [4], [0])), 0)
@@ -129,7 +128,7 @@ def _recompute_marked(problem, others):
             row = place % blocks * ROWS
             for i in range(row, gl.minimum(row + ROWS, problem.queries)):
                 _recompute_row(problem, others, place // blocks, i)
-            _meet(_barrier("sync", _ONE, 128))  # all have seen the mark
+            _meet(_ONE, 1)  # all have seen the mark
             gl.store(mark, 0)
 
 
