@@ -71,6 +71,13 @@ class Binary:
         profile_scratch: int = 0,
         profile_scratch_align: int = 1,
     ) -> None: ...
+    def function(self, device: int) -> int:
+        """The address of the function on a device.
+
+        Raises:
+            RuntimeError: the driver does not load the kernel.
+        """
+
     def attributes(self, device: int) -> dict[str, int]:
         """``registers`` and ``local_bytes`` of a thread, ``shared_bytes`` (static and dynamic), ``max_threads`` of a block.
 

@@ -68,6 +68,11 @@ void bind_entries(py::module_& m) {
              py::arg("threads"), py::arg("shared"), py::arg("cluster") = Extent{1, 1, 1},
              py::arg("cooperative") = false, py::arg("pdl") = false, py::arg("scratch") = 0,
              py::arg("scratch_align") = 1, py::arg("profile_scratch") = 0, py::arg("profile_scratch_align") = 1)
+        .def("function", [](const Binary& self, int32_t device) {
+                 return reinterpret_cast<uintptr_t>(self.function(device));
+             },
+             py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+             "The address of the function on a device.")
         .def("attributes", &attributes, py::arg("device"));
     py::class_<Entry, std::shared_ptr<Entry>>(m, "Entry", "How calls of one kind are launched.")
         .def(py::init(&make_entry), py::arg("binary"), py::arg("grid"), py::arg("params"), py::kw_only(),

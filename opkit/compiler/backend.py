@@ -19,12 +19,12 @@ from torch import fx
 
 from opkit import config
 from opkit.compiler import diagnostics, graph_cache
-from opkit.compiler.capture import aot_autograd, conversion
+from opkit.compiler.capture import aot_autograd, attention_masks, conversion
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
-from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.lower.target import GPU, LoweringTarget
 from opkit.compiler.run import plan_cache
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
@@ -116,6 +116,7 @@ def _compile_with_aot_autograd(
         decompositions=aot_autograd.DECOMPOSITIONS,
         keep_inference_input_mutations=True,
     )
+    attention_masks.remove_constant_masks(module)
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         return recording.without_aot_autograd(make(module, example_inputs))
@@ -204,7 +205,7 @@ class _GraphCompilation:
         captured = run("capture", conversion.capture, self.module, self.name, inputs, user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
-        target = _target()
+        target = _target() if captured.device.type == "cpu" else GPU
         key_text = f"{target} {self.save_memory} {captured.key} {user_lowerings.identity(operators)}"
         plan_key = run("look-up", plan_cache.key, key_text)
         cached = None if _is_observed() else plan_cache.find(plan_key)

@@ -112,11 +112,11 @@ from torch import device, inf, nan
 from opkit.compiler.backend import opkit_backend
 
 
-def tensor_of(shape, strides, dtype):
+def tensor_of(shape, strides, dtype, on):
     """Random values; integers small enough to be indices."""
     length = 1 + sum((n - 1) * s for n, s in zip(shape, strides)) if 0 not in shape else 0
     values = torch.randn(length) if dtype.is_floating_point or dtype.is_complex else torch.randint(0, 2, (length,))
-    return values.to(dtype).as_strided(shape, strides)
+    return values.to(dtype).to(on).as_strided(shape, strides)
 
 
 class Graph(torch.nn.Module):
@@ -199,5 +199,5 @@ def _constants(module: fx.GraphModule) -> str:
 def _input_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape, strides = (tuple(map(private.example_of, of)) for of in (value.shape, value.stride()))
-        return f"tensor_of({shape}, {strides}, {value.dtype})"
+        return f"tensor_of({shape}, {strides}, {value.dtype}, {str(value.device)!r})"
     return str(private.example_of(value)) if isinstance(value, int | torch.SymInt) else repr(value)

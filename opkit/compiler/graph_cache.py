@@ -22,6 +22,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
+from opkit.compiler.run.gpu_kernels import GpuKernelsBuild
 from opkit.compiler.run.library import flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
@@ -125,7 +126,7 @@ class PlanBuild:
 
     plan: ExecutionPlan
     texts: Sequence[str]
-    segments: library.SegmentsBuild
+    segments: library.SegmentsBuild | GpuKernelsBuild
 
     def load(self, constants: GraphConstants) -> Runner:
         """Wait for the compiled C, and return the function that runs the plan.
@@ -141,8 +142,11 @@ class PlanBuild:
 
 
 def build(plan: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
-    """Start to compile a plan's C; the plan gets the name ``name``, since it may have been stored for an equal graph."""
-    segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
+    """Start to compile a plan's C or Triton; the plan gets this name, since it may have been stored for an equal graph."""
+    if plan.device == "cpu":
+        segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
+    else:
+        segments = GpuKernelsBuild(plan.kernels, texts[0], torch.device(plan.device))
     return PlanBuild(dataclasses.replace(plan, name=name), texts, segments)
 
 

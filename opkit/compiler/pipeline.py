@@ -1,22 +1,27 @@
-"""This module takes a captured graph through lowering, fusion, planning and C.
+"""This module takes a captured graph through lowering, fusion, planning, and C or Triton.
 
-A process that finds the plan and the C on the disk skips all of it, and does not import this module.
+A process that finds the plan and the text on the disk skips all of it, and does not import this module.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 from opkit.compiler import diagnostics, user_lowerings
-from opkit.compiler.capture.conversion import Captured
+from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.emit.c.source import source
+from opkit.compiler.emit.triton.expressions import NotEmittable
+from opkit.compiler.emit.triton.source import module, triton_kernel
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
 from opkit.compiler.lower.target import LoweringTarget
-from opkit.compiler.run.plan import plan
+from opkit.compiler.run.plan import gpu_plan, plan
 from opkit.errors import OpkitError
 from opkit.op.operator import CustomOp
 
@@ -31,7 +36,7 @@ def compile_graph(
     strict: bool,
     save_memory: bool,
 ) -> CompiledGraph:
-    """Return the plan of a graph, the C of its segments, and the forms between.
+    """Return the plan of a graph, the text of its kernels, and the forms between.
 
     Args:
         captured: the graph.
@@ -43,12 +48,36 @@ def compile_graph(
     """
     rules = user_lowerings.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
-    scheduled = streamed(stages.run("fuse", schedule, program, save_memory), target.cache)
-    execution_plan, launches = stages.run("plan", plan, scheduled)
+    scheduled = streamed(stages.run("fuse", schedule, program, target, save_memory), target.cache)
     name = captured.graph.name
     diagnostics.log_fusion(name, scheduled)
-    texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
+    if target.device == "cpu":
+        execution_plan, launches = stages.run("plan", plan, scheduled)
+        texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
+    else:
+        kernels = stages.run("emit", _triton_kernels, scheduled)
+        execution_plan = stages.run("plan", gpu_plan, scheduled, kernels, str(captured.device))
+        texts = (module(kernels.values()),)
     return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts)
+
+
+def _triton_kernels(scheduled: Schedule) -> dict[Kernel, TritonKernel]:
+    """Return the kernels of a schedule as Triton.
+
+    Raises:
+        Unsupported: one has something that Triton cannot express.
+    """
+    launches = {step.kernel: step for step in scheduled.steps if isinstance(step, KernelLaunch)}
+    found: dict[Kernel, TritonKernel] = {}
+    for kernel, launch in launches.items():
+        expected = {name: scheduled.program.sizes[of] for name, of in zip(kernel.sizes, launch.sizes, strict=True)}
+        plain = dataclasses.replace(kernel, name="", origins=())
+        name = f"kernel_{hashlib.sha256(repr((plain, expected)).encode()).hexdigest()[:16]}"
+        try:
+            found[kernel] = triton_kernel(kernel, name, expected)
+        except NotEmittable as error:
+            raise Unsupported(f"{'; '.join(kernel.origins)}: a kernel has {error}") from error
+    return found
 
 
 def _failed_rule(graph: str, strict: bool, error: OpkitError) -> None:

@@ -130,6 +130,7 @@ def _elementwise_rule(op: CustomOp[Any, Any]) -> Rule:
     names = [each.name for each in private.schema(op._operator.overload).arguments]
 
     def formula(b: Builder, *args: Any, **kwargs: Any) -> Tensor:
+        _refuse("" if b.target.device == "cpu" else "its elementwise kernels are for the CPU")
         _refuse(_refusal(op))
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         kernel = _chosen(op, b, arguments)

@@ -121,7 +121,7 @@ def _input(node: fx.Node, value: Any) -> str:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise NotCacheable(f"the input {node.name} is a {type(value).__name__}")
     sizes = tuple(node.meta.get("example_value", value).shape)
-    if value.layout is not torch.strided or value.device.type != "cpu":
+    if value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
         raise NotCacheable(f"the input {node.name} is {value.layout} on {value.device}")
     if not all(type(size) is int for size in sizes):
         raise NotCacheable(f"the input {node.name} has sizes that may change")
@@ -133,7 +133,7 @@ def _input(node: fx.Node, value: Any) -> str:
         value.is_inference(),
         type(value).__name__,
     )
-    return f"{value.dtype} {sizes} {value.stride()} {value.storage_offset()} {flags}"
+    return f"{value.device} {value.dtype} {sizes} {value.stride()} {value.storage_offset()} {flags}"
 
 
 def shared(inputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.aot_autograd import has_effect
@@ -28,6 +29,9 @@ from opkit.op import operator as operators
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
 _OWN = str(Path(operators.__file__).parent)  # frames of opkit's own files are not the user's lines
 _NUMBERS = (bool, int, float, complex, str)
+
+
+_CPU = torch.device("cpu")
 
 
 class Unsupported(Exception):
@@ -47,6 +51,7 @@ class Captured:
         resolved: the numbers of the inputs that may come with other strides, conjugated or negated.
         bodies: the graphs that its control flow operators call, which are compiled too, by the text of their OpaqueValue.
         uncompiled: why torch runs parts of it that are graphs themselves.
+        device: the device that it is compiled for: of its tensors that are not on the CPU, if there are any.
     """
 
     graph: Graph
@@ -57,6 +62,7 @@ class Captured:
     resolved: frozenset[int]
     bodies: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict[str, fx.GraphModule])
     uncompiled: tuple[str, ...] = ()
+    device: torch.device = _CPU
 
     @property
     def key(self) -> str:
@@ -65,7 +71,7 @@ class Captured:
         sizes = sorted((a.name, a.least) for a in atoms if isinstance(a, Symbol))
         unnamed = dataclasses.replace(self.graph, name="")
         resolved = sorted(self.resolved)
-        return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques)))
+        return repr((unnamed, sizes, sorted(self.computed.items()), resolved, sorted(self.opaques), str(self.device)))
 
 
 def capture(
@@ -81,8 +87,8 @@ def capture(
         is_body: whether a control flow operator calls it, with inputs of any layout.
 
     Raises:
-        Unsupported: it contains something that only torch can run: other devices, sparse tensors, symbolic floats, unknown
-            dtypes.
+        Unsupported: it contains something that only torch can run: several devices apart from the CPU, or one that no code is
+            made for, sparse tensors, symbolic floats, unknown dtypes.
     """
     return _Conversion(module, real_inputs, is_body).run(name, fixed)
 
@@ -105,6 +111,8 @@ class _Conversion:
         self.bodies: dict[str, fx.GraphModule] = {}
         self.uncompiled: list[str] = []
         self._types: dict[Any, TensorType] = {}
+        self.device = _device(module)
+        self.numbers: set[fx.Node] = set()  # constants on the CPU that a graph for another device uses as numbers
 
     def run(self, name: str, fixed: int | None) -> Captured:
         nodes = list(self.module.graph.nodes)
@@ -119,7 +127,7 @@ class _Conversion:
         computed = dict(self.sizes.computed)
         return Captured(
             graph, self.constants, self.targets, self.opaques, computed, frozenset(self.resolved), self.bodies,
-            tuple(self.uncompiled),
+            tuple(self.uncompiled), self.device,
         )  # fmt: skip
 
     # ---- nodes -------------------------------------------------------------------------------------------------------
@@ -154,6 +162,12 @@ class _Conversion:
         if not isinstance(value, torch.Tensor):
             self.replaced[node] = self._opaque(f"module {node.target}", value)
             return []
+        if value.device != self.device and not value.shape and node not in private.output_of(self.module.graph):
+            self.numbers.add(node)
+            kind = self._tensor(value, node)
+            return [
+                Node(node.name, "aten.full.default", ([], private.number(value)), {"dtype": TypeName(kind.dtype)}, kind)
+            ]
         self.constants[node.name] = value
         return [Node(node.name, "constant", (), {}, self._tensor(value, node))]
 
@@ -176,6 +190,8 @@ class _Conversion:
             return []
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
             return []  # a guard; any other use of it is refused
+        if node.target in _SAME_VALUE and node.args[0] in self.numbers:
+            self.numbers.add(node)
         target = self._target(node)
         arguments = self._argument(node.args)
         kwargs = {} if _is_control_flow(node) else node.kwargs  # the only possible one says that no input is written to
@@ -214,22 +230,23 @@ class _Conversion:
         if value.layout is not torch.strided or private.is_wrapper_subclass(value):
             raise Unsupported(f"{node.name} ({node.target}) is no plain strided tensor")
         shape, strides, offset = tuple(value.shape), value.stride(), value.storage_offset()
-        key = (value.dtype, shape, strides, offset, value.device.type) if _plain(shape, strides, offset) else None
+        device = self.device.type if node in self.numbers else value.device.type
+        key = (value.dtype, shape, strides, offset, device) if _plain(shape, strides, offset) else None
         found = None if key is None else self._types.get(key)
         if found is None:
-            found = self._tensor_type(value, node, shape, strides, offset)
+            found = self._tensor_type(value, node, shape, strides, offset, device)
             if key is not None:
                 self._types[key] = found
         return found
 
-    def _tensor_type(self, value: torch.Tensor, node: fx.Node, shape: Any, strides: Any, offset: Any) -> TensorType:
+    def _tensor_type(
+        self, value: torch.Tensor, node: fx.Node, shape: Any, strides: Any, offset: Any, device: str
+    ) -> TensorType:
         dtype = OF_TORCH.get(_bare(value.dtype))
         if dtype is None:
             raise Unsupported(f"{node.name} ({node.target}) is of {value.dtype}")
-        if value.device.type != "cpu":
-            raise Unsupported(f"{node.name} ({node.target}) is on {value.device}, and code is made for the CPU alone")
         index = self.sizes.index
-        return TensorType(dtype, tuple(map(index, shape)), tuple(map(index, strides)), index(offset))
+        return TensorType(dtype, tuple(map(index, shape)), tuple(map(index, strides)), index(offset), device)
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +286,25 @@ class _Conversion:
             text = f"{text} {len(self.opaques)}"
             self.opaques[text] = value
         return OpaqueValue(text)
+
+
+_SAME_VALUE = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
+
+
+def _device(module: fx.GraphModule) -> torch.device:
+    """Return the device that a graph is compiled for.
+
+    Raises:
+        Unsupported: it uses several, or one that no code is made for.
+    """
+    values = [each for node in module.graph.nodes for each in tree_leaves(node.meta.get("val"))]
+    found = {each.device for each in values if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
+    if len(found) > 1:
+        raise Unsupported(f"it uses {' and '.join(sorted(map(str, found)))}, and a graph is compiled for one device")
+    device = next(iter(found), _CPU)
+    if device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"it runs on {device}, and code is made for CPUs and CUDA devices")
+    return device
 
 
 def _plain(shape: Any, strides: Any, offset: Any) -> bool:

@@ -85,6 +85,17 @@ def fake_mode() -> Any:
     return torch._guards.detect_fake_mode()
 
 
+def number(tensor: torch.Tensor) -> Any:
+    """Return the number in a tensor of one element, also while a graph is traced (torch 2.11 to 2.14)."""
+    with without_modes():
+        return tensor.item()
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave all modes of dispatch, such as those that trace, while it is entered."""
+    return _python_dispatch._disable_current_modes()
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Return where the memory of a tensor begins; 0 for one without elements, and for a fake tensor another number."""
     storage = tensor.untyped_storage()
@@ -374,6 +385,11 @@ handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_al
 
 tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
 """Return tensors for handles in capsules, and take over the handles."""
+
+
+def raw_stream(device: int) -> int:
+    """Return the current stream of a CUDA device (torch 2.11 to 2.14: ``_cuda_getCurrentRawStream``)."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def is_observed() -> bool:

@@ -8,6 +8,8 @@ Nodes are in the order in which they run. An argument is a :class:`Ref` to an ea
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from opkit.compiler.ir.index import Index
@@ -40,7 +42,7 @@ class TensorType:
         shape: the sizes.
         strides: those of eager mode, in elements.
         offset: the place of the first element, in elements; 0 for results of the graph's operators.
-        device: "cpu" or another; only operators on "cpu" are lowered.
+        device: "cpu", "cuda" or another; only operators on the device that the graph is compiled for are lowered.
     """
 
     dtype: str
@@ -92,6 +94,11 @@ class Graph:
     outputs: tuple[Any, ...]
     sizes: dict[str, int]
     fixed: int | None = None
+
+    @functools.cached_property
+    def results(self) -> Mapping[str, ResultType | tuple[ResultType, ...]]:
+        """The results of nodes, by the nodes' names."""
+        return {node.name: node.result for node in self.nodes}
 
     def __str__(self) -> str:
         return "\n".join(

@@ -217,6 +217,31 @@ class Schedule:
     apart: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class TritonKernel:
+    """A kernel as a Triton function, and how to launch it.
+
+    Attributes:
+        name: the name of the function.
+        text: the function.
+        parameters: each parameter's name and type, as Triton writes it: "*bf16", "i64", "constexpr".
+        constants: the values of those that are "constexpr".
+        grid: the number of programs along x, and along y if there are two, over the names of the kernel's sizes.
+        warps: the number of warps of a program.
+        checks: whether it has device asserts; it is then compiled with ``debug=True`` and ``sanitize_overflow=False``.
+        unaligned: the pointers that 16 may not divide.
+    """
+
+    name: str
+    text: str
+    parameters: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int], ...]
+    grid: tuple[Index, ...]
+    warps: int
+    checks: bool = False
+    unaligned: frozenset[str] = frozenset()
+
+
 def batches(steps: Iterable[KernelLaunch | Extern]) -> list[list[KernelLaunch]]:
     """Return the launches among steps, batch by batch."""
     found: list[list[KernelLaunch]] = []

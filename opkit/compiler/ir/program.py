@@ -122,6 +122,15 @@ class Extern:
     reason: str = ""
     effect: bool = False
 
+    @property
+    def uses_storage(self) -> bool:
+        """Whether it reads other elements of its arguments' memory, or its results may lie there."""
+        return self.aliases or self.target in FROM_STORAGE
+
+
+FROM_STORAGE = frozenset(f"aten.as_strided{kind}.default" for kind in ("", "_copy", "_scatter"))
+"""Operators whose offset counts from the start of the storage, not of the tensor."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ScalarItem:

@@ -13,6 +13,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from opkit.compiler.ir.access import rows_are_adjacent
 from opkit.compiler.ir.expr import CHECKS, Expr, cast, const, indices, load, moved, op, position, rewrite, where
 from opkit.compiler.ir.index import Axis, Index, Value, index, product, value
 from opkit.compiler.ir.kernel import FusionRefusal
@@ -20,6 +21,7 @@ from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Stri
 from opkit.compiler.lower import group as groups
 from opkit.compiler.lower.group import Group, estimate, loads_of
 from opkit.compiler.lower.rewrites import cost
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 Entry = Group | Extern
 
@@ -34,17 +36,17 @@ class Fused:
     refusals: list[FusionRefusal]
 
 
-def fuse(program: Program) -> Fused:
+def fuse(program: Program, target: LoweringTarget = PLAIN) -> Fused:
     """Put every step into a group."""
-    fuser = _Fuser(program)
+    fuser = _Fuser(program, target)
     for step in program.steps:
         fuser.add(step)
     return Fused([entry for entry in fuser.entries if entry is not None], fuser.refusals)
 
 
 class _Fuser:
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, target: LoweringTarget) -> None:
+        self.program, self.target = program, target
         self.entries: list[Entry | None] = []  # None: merged into a later one
         self.refusals: list[FusionRefusal] = []
         self.last_writer: dict[str, int] = {}  # the last entry that writes a buffer
@@ -63,6 +65,8 @@ class _Fuser:
         call_inputs = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
         self.stored = {*returned, *call_inputs}  # buffers that are in memory in any case
         self.sizes = program.sizes
+        reductions = (step for step in program.steps if isinstance(step, Compute) and step.reduced and target.tiles)
+        self.adjacent = frozenset(step.buffer for step in reductions if _rows_are_adjacent(step, program))
 
     def add(self, step: Compute | Extern) -> None:
         if isinstance(step, Extern):
@@ -87,7 +91,7 @@ class _Fuser:
                 cheaper = self._recomputing(step, entry) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)
-        self.entries.append(groups.start(step))
+        self.entries.append(groups.start(step, self.target.few_rows, self.adjacent))
         self._note(step, len(self.entries) - 1)
         return None
 
@@ -231,6 +235,15 @@ def _is_wide(load: Expr, step: Compute) -> bool:
     return read == product(step.axes)
 
 
+def _rows_are_adjacent(step: Compute, program: Program) -> bool:
+    """Return whether the rows that a step reduces lie next to each other in memory."""
+    found = [program.buffers[load.data[0]].place(load.data[1]) for load in loads_of(step)]
+    axes = [step.axis(k) for k in range(len(step.axes))]
+    kept = (axis for k, axis in enumerate(axes) if k not in step.reduced and axis.extent != 1)
+    reduced = [axes[k] for k in step.reduced]
+    return any(all(rows_are_adjacent(found, row, column) for column in reduced) for row in kept)
+
+
 def _of_one(step: Compute) -> Compute:
     """Return a reduction of single elements as the element itself."""
     if step.reduction is None or any(step.axes[k] != 1 for k in step.reduced):
@@ -296,7 +309,7 @@ def _inline(root: Expr, inlined: Mapping[str, Parts]) -> Expr:
         node = with_values(node, lambda inner: _inline(inner, inlined))
         if node.op == "load" and node.data[0] in inlined:
             element = _element(inlined[node.data[0]], node.data[1])
-            return where(node.args[0], _masked(element, node.args[0]), const(0, node.dtype)) if node.args else element
+            return where(node.args[0], masked(element, node.args[0]), const(0, node.dtype)) if node.args else element
         return lossless(node)
 
     return rewrite(root, change)
@@ -311,7 +324,7 @@ def _element(parts: Parts, coordinates: Sequence[Index]) -> Expr:
     found: Expr | None = None
     for part in reversed(parts):
         mask = _within(part, dimension, coordinates[dimension])
-        body = _masked(_body(part, coordinates), mask)
+        body = masked(_body(part, coordinates), mask)
         found = body if found is None else where(mask, body, found)
     assert found is not None
     return found
@@ -334,10 +347,11 @@ def _within(part: Compute, dimension: int, at: Index) -> Expr:
     return inside if begin == 0 else op("and", op("le", position(begin), position(at)), inside)
 
 
-def _masked(body: Expr, mask: Expr) -> Expr:
+def masked(body: Expr, mask: Expr) -> Expr:
     """Return an expression that reads memory only where the mask holds."""
 
     def change(node: Expr) -> Expr:
+        node = with_values(node, lambda inner: masked(inner, mask))
         if node.op != "load":
             return node
         both = op("and", mask, node.args[0]) if node.args else mask

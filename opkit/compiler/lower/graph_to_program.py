@@ -78,12 +78,14 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     """Return the rules for the node's operands and results: those of complex numbers if one is complex.
 
     Raises:
-        NoRule: they are not on the CPU, or there is no rule for complex ones.
+        NoRule: one is on another device than the graph, or there is no rule for complex ones.
     """
     kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
-    if any(k.device != "cpu" for k in kinds):
-        raise NoRule("not on the CPU")
-    operands = [v.dtype for ref in _refs((node.args, node.kwargs)) for v in _flat(b.values[ref.name]) if _is_tensor(v)]
+    refs = list(_refs((node.args, node.kwargs)))
+    given = [kind for ref in refs for kind in _flat(b.graph.results[ref.name]) if isinstance(kind, TensorType)]
+    if any(k.device != b.target.device for k in [*kinds, *given]):
+        raise NoRule(f"not on the device of the graph, {b.target.device}")
+    operands = [v.dtype for ref in refs for v in _flat(b.values[ref.name]) if _is_tensor(v)]
     if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
         rules, missing = COMPLEX, "complex numbers"
     else:

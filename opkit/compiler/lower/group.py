@@ -21,8 +21,9 @@ from opkit.compiler.ir.program import Compute, roots
 
 MAX_MEMBERS = 96
 MAX_BUFFERS = 48
-MAX_SERIAL_ROWS = 4  # fewer rows than this are not worth a thread each
 LONG_ROW = 1 << 14  # elements of a row that is worth several threads
+ADJACENT_ROWS = 64  # rows next to each other that a program reduces at once
+LONG_ADJACENT_ROW = 1 << 10
 
 
 @dataclasses.dataclass
@@ -54,6 +55,8 @@ class Group:
         members: the steps, by the buffer that they write.
         loads: the buffers that are read from outside, or before they are written; a step may read what it overwrites.
         closed: whether no step may join.
+        few_rows: the most rows that are too few, as in ``LoweringTarget``.
+        adjacent: the reductions, of any group, whose rows lie next to each other in memory, so that a program takes several.
     """
 
     space: Extents = ()
@@ -61,6 +64,8 @@ class Group:
     members: dict[str, Member] = dataclasses.field(default_factory=dict)
     loads: dict[str, None] = dataclasses.field(default_factory=dict)
     closed: bool = False
+    few_rows: int = 4
+    adjacent: frozenset[str] = frozenset()
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -79,12 +84,14 @@ class Group:
         """Return whether the rows are too few to divide among threads, and long enough for that to matter."""
         rows = product(self.space[k] for k in self.kept).constant
         length = product(self.space[k] for k in self.reduced).constant
-        return rows is not None and rows <= MAX_SERIAL_ROWS and (length is None or length >= LONG_ROW)
+        adjacent = not self.adjacent.isdisjoint(self.members)
+        few, long = (self.few_rows * ADJACENT_ROWS, LONG_ADJACENT_ROW) if adjacent else (self.few_rows, LONG_ROW)
+        return rows is not None and rows <= few and (length is None or length >= long)
 
 
-def start(step: Compute) -> Group:
+def start(step: Compute, few_rows: int = 4, adjacent: frozenset[str] = frozenset()) -> Group:
     """Return a group of one."""
-    group = Group(closed=_alone(step) is not None)
+    group = Group(closed=_alone(step) is not None, few_rows=few_rows, adjacent=adjacent)
     space = tuple(e for e in step.axes if e != 1)
     reduced = _reduced_with(group, step, space)
     assert reduced is not None
@@ -172,7 +179,7 @@ def _enter(group: Group, step: Compute, rows: bool, space: Extents) -> str | Non
     reason = _misaligned(group, new, members)
     if reason is not None:
         return reason
-    if new.phase and Group(space, reduced).has_few_rows() and not rows:
+    if new.phase and dataclasses.replace(group, space=space, reduced=reduced).has_few_rows() and not rows:
         return "the rows before it are too few to divide among threads"
     _settle(group, space, reduced, members, new)
     return None

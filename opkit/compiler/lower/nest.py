@@ -26,8 +26,10 @@ from opkit.compiler.ir.kernel import (
     Update,
 )
 from opkit.compiler.ir.ops import REDUCTIONS, neutral
-from opkit.compiler.ir.program import Buffer
+from opkit.compiler.ir.program import Buffer, Compute
+from opkit.compiler.lower import tiles
 from opkit.compiler.lower.group import Group, Member, estimate, loads_of
+from opkit.compiler.lower.loop_order import LoopDim, loop_order, numbered
 from opkit.compiler.lower.statements import (
     Phase,
     Statements,
@@ -39,6 +41,7 @@ from opkit.compiler.lower.statements import (
     statements,
     touched,
 )
+from opkit.compiler.lower.target import LoweringTarget
 
 MAX_CHUNKS = 64  # the most parts into which one long reduction is cut
 MIN_CHUNK = 1 << 12  # elements of a part
@@ -56,19 +59,31 @@ class Nests:
     buffers: list[Buffer]
 
 
-def nests(group: Group, buffers: Mapping[str, Buffer], stored: set[str], sizes: Mapping[str, int], name: str) -> Nests:
+def nests(
+    group: Group,
+    buffers: Mapping[str, Buffer],
+    stored: set[str],
+    sizes: Mapping[str, int],
+    name: str,
+    target: LoweringTarget,
+) -> Nests:
     """Return the kernels of a group; ``sizes`` are expected sizes, ``stored`` the buffers that other steps need."""
-    vector = _vector_axis(group, buffers, sizes)
-    content = statements(group, buffers, stored, by_columns=vector is not None)
+    vector = None if target.tiles else _vector_axis(group, buffers, sizes)
+    by_columns = target.tiles or vector is not None
+    content = statements(group, buffers, stored, by_columns, target)
     loops = loop_order(group.space, group.reduced, accesses(content.phases), sizes)
     first = next(iter(group.members.values())).step
     kernels = _Kernels(group, buffers, content, sizes, name)
     targets = (at for member in group.members.values() for at in member.target)
     computed_target = any(isinstance(leaf, Value) for at in targets for leaf in at.leaves())
+    if target.tiles and kernels.in_any_order(first, computed_target):
+        return kernels.scatter(loops)
     if first.update is not None or (first.reduction or "").startswith("scan") or computed_target:
         return kernels.in_order(loops)
     if not any(phase.accumulators for phase in content.phases):
         return kernels.pointwise(loops)
+    if target.tiles:
+        return kernels.tiles(loops, target.programs)
     if vector is not None:
         return kernels.columns(vector)
     return kernels.rows(loops)
@@ -131,6 +146,31 @@ class _Kernels:
         outer, inner = axes[: len(kept)], axes[len(kept) :]
         body = row_loops(outer, inner, phases, self.content.scratch)
         return Nests([self.launch(body, _grain(inner, phases, self.sizes))], [])
+
+    def scatter(self, loops: list[LoopDim]) -> Nests:
+        """Return a kernel that stores to computed places in any order."""
+        axes, (phase,) = self._over(loops)
+        stores = [dataclasses.replace(s, atomic=s.update is not None) for s in phase.points if isinstance(s, Store)]
+        return Nests([self.launch(tiles.around(axes, stores), 1)], [])
+
+    def in_any_order(self, step: Compute, computed_target: bool) -> bool:
+        """Return whether the stores of a step may run in any order: they are atomic, or the last one need not win."""
+        if (step.reduction or "").startswith("scan") or any(node.data[0] == step.buffer for node in loads_of(step)):
+            return False
+        atomic = step.update is not None and tiles.has_atomic(step.update, self._dtype(step.buffer))
+        return atomic or (step.update is None and computed_target)
+
+    def tiles(self, loops: list[LoopDim], programs: int) -> Nests:
+        """Return a kernel of rows with one loop over all reduced axes, or two if the rows are long and few."""
+        kept, reduced = ([(d.position, d.extent) for d in loops if d.reduced == wanted] for wanted in (False, True))
+        rows = tiles.rows_of(self.group.space, kept, reduced)
+        phases = over_axes(self.content.phases, rows.places)
+        cut = tiles.parts(rows, phases, self.sizes, programs)
+        if cut is None:
+            return Nests([self.launch(tiles.row_kernel(rows, phases), 1)], [])
+        parts = tiles.in_parts(self.name, rows, phases[0], self.content, *cut)
+        launches = [self.launch(body, 1, parts.pointers) for body in (parts.first, parts.second)]
+        return Nests(launches, parts.partial)
 
     def columns(self, vector: int) -> Nests:
         """Return a kernel of blocks of neighbouring rows, and one for the last block if it is shorter."""
@@ -256,62 +296,6 @@ def _block(extent: Index) -> tuple[Index, Index]:
             return extent, ZERO
         best = most // MIN_BLOCK * MIN_BLOCK
     return index(best), index(whole % best)
-
-
-# ---- the order of loops --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class LoopDim:
-    """A loop: its axis's position in the space, its extent, and its stride in each access (None: not linear)."""
-
-    position: int
-    extent: Index
-    moves: list[Index | None]
-    reduced: bool
-
-
-def loop_order(
-    space: Sequence[Index], reduced: frozenset[int], found: Sequence[Index], sizes: Mapping[str, int]
-) -> list[LoopDim]:
-    """Return the loops, outermost first, merged where that changes no access."""
-    every = [
-        LoopDim(k, extent, [at.coefficient(Axis(k, extent)) for at in found], k in reduced)
-        for k, extent in enumerate(space)
-    ]
-    every.sort(key=lambda dim: (dim.reduced, *_distance(dim, sizes)))
-    return _merged(every)
-
-
-def _distance(dim: LoopDim, sizes: Mapping[str, int]) -> tuple[float, int]:
-    """Sort the farthest apart first; the first access that moves along the axis decides, stores before loads."""
-    steps = [abs(estimate(move, sizes)) for move in dim.moves if move is not None and move != 0]
-    return (-max(steps) if steps else 0.0, dim.position)
-
-
-def _merged(every: Sequence[LoopDim]) -> list[LoopDim]:
-    found: list[LoopDim] = []
-    for dim in reversed(every):
-        last = found[-1] if found else None
-        if last is not None and _are_one_loop(dim, last):
-            found[-1] = LoopDim(last.position, dim.extent * last.extent, last.moves, last.reduced)
-        else:
-            found.append(dim)
-    return found[::-1]
-
-
-def _are_one_loop(outer: LoopDim, inner: LoopDim) -> bool:
-    if outer.reduced != inner.reduced:
-        return False
-    pairs = zip(outer.moves, inner.moves, strict=True)
-    return all(a is not None and b is not None and a == b * inner.extent for a, b in pairs)
-
-
-def numbered(space: Sequence[Index], loops: Sequence[LoopDim]) -> tuple[list[Axis], dict[Axis, Index]]:
-    """Return the loops' axes, numbered outermost first, and what each axis of the space is in them."""
-    axes = [Axis(k, dim.extent) for k, dim in enumerate(loops)]
-    by_position = {dim.position: axis(k, dim.extent) for k, dim in enumerate(loops)}
-    return axes, {Axis(k, extent): by_position.get(k, ZERO) for k, extent in enumerate(space)}
 
 
 # ---- loops around statements ---------------------------------------------------------------------------------------

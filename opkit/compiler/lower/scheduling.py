@@ -25,7 +25,7 @@ from opkit.compiler.ir.program import Buffer, Extern, Program, ScalarItem, Strid
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.group import estimate
 from opkit.compiler.lower.nest import nests
-from opkit.compiler.lower.rules.extern_calls import FROM_STORAGE
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 ScheduledStep = KernelLaunch | Extern
 
@@ -36,12 +36,12 @@ LARGE_BUFFER = 8 << 20  # bytes
 LARGE_SHARE = 4  # with ``save_memory``, a large buffer of at least 1/4 of the arena is outside of it
 
 
-def schedule(program: Program, save_memory: bool = False) -> Schedule:
+def schedule(program: Program, target: LoweringTarget = PLAIN, save_memory: bool = False) -> Schedule:
     """Return the schedule of a program.
 
     With ``save_memory``, large buffers lie outside of the arena, which then stays small between calls.
     """
-    fused = fuse(program)
+    fused = fuse(program, target)
     needed = _needed(program, fused)
     buffers = dict(program.buffers)
     steps: list[ScheduledStep] = []
@@ -53,11 +53,11 @@ def schedule(program: Program, save_memory: bool = False) -> Schedule:
         stored = {name for name in entry.members if name in needed}
         if not stored:
             continue
-        of_group = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}")
+        of_group = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}", target)
         buffers |= {buffer.name: buffer for buffer in of_group.buffers}
         steps += [_deduplicated(launch, shared) for launch in of_group.launches]
     inside = _inside(program, buffers, steps)
-    steps, apart = batched(steps, BatchSizes.of(program.sizes, inside))
+    steps, apart = batched(steps, BatchSizes.of(program.sizes, inside)) if target.device == "cpu" else (steps, [])
     places, size = _places(inside, steps, save_memory)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
@@ -214,7 +214,7 @@ def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Schedu
     """Return the buffers in the arena: those that kernels and calls with ``out`` write, and that do not leave the graph."""
     calls = [step for step in steps if isinstance(step, Extern)]
     allocated = {name for call in calls if not call.out for name in writes(call)}
-    owned = {name for call in calls if call.aliases or call.target in FROM_STORAGE for name in reads(call)}
+    owned = {name for call in calls if call.uses_storage for name in reads(call)}
     aside = (
         _outputs(program) | allocated | owned
     )  # a call's result may alias its arguments, or count from their storage's start

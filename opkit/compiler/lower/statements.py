@@ -18,6 +18,7 @@ from opkit.compiler.ir.program import Buffer, Compute
 from opkit.compiler.lower.fuse import lossless, with_values
 from opkit.compiler.lower.group import Group, Member
 from opkit.compiler.lower.rewrites import cost
+from opkit.compiler.lower.target import LoweringTarget
 
 MAX_RECOMPUTED_COST = 4  # a value that costs more, or reads more than two elements, is stored for a later phase
 MAX_ROW_ELEMENTS = 1 << 16  # of a row buffer; a longer one would not stay in the processor's cache
@@ -55,16 +56,22 @@ class Statements:
     written: set[str]
 
 
-def statements(group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> Statements:
+def statements(
+    group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool, target: LoweringTarget
+) -> Statements:
     """Return the statements of a group; ``stored`` are the buffers that something outside it reads.
 
-    ``by_columns``: many rows are computed at once, so that there are no row buffers.
+    ``by_columns``: many rows are computed at once, so that there are no row buffers. In tiles, values of an earlier phase are
+    always recomputed: either they are still in registers, or other threads have stored them.
     """
-    return _StatementWriter(group, buffers, stored, by_columns).write()
+    return _StatementWriter(group, buffers, stored, by_columns, target).write()
 
 
 class _StatementWriter:
-    def __init__(self, group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool) -> None:
+    def __init__(
+        self, group: Group, buffers: Mapping[str, Buffer], stored: set[str], by_columns: bool, target: LoweringTarget
+    ) -> None:
+        self.target = target
         self.group, self.buffers, self.stored, self.by_columns = group, buffers, stored, by_columns
         self.pointers: dict[str, str] = {}
         self.written: set[str] = set()
@@ -105,7 +112,7 @@ class _StatementWriter:
         if step.reduction.startswith("scan:"):
             return self._scan(phase, name, member)
         at = self._reduced_position(member) if step.reduction.startswith("arg") else None
-        value = cast(self._body(member, member.phase), _accumulated(step))
+        value = cast(self._body(member, member.phase), self._accumulated(step))
         phase.accumulators.append(Accumulator(variable, value.dtype, step.reduction))
         phase.points.append(Update(variable, step.reduction, value, at))
         if name in self.stored:
@@ -114,7 +121,7 @@ class _StatementWriter:
 
     def _scan(self, phase: Phase, name: str, member: Member) -> None:
         variable, reduction = self.names[name], str(member.step.reduction).removeprefix("scan:")
-        value = cast(self._body(member, member.phase), _accumulated(member.step))
+        value = cast(self._body(member, member.phase), self._accumulated(member.step))
         phase.accumulators.append(Accumulator(variable, value.dtype, reduction))
         phase.points += [Update(variable, reduction, value), self._store(name, member, var(variable, value.dtype))]
 
@@ -155,7 +162,9 @@ class _StatementWriter:
         if member.step.reduction is not None:
             position = member.step.reduction.startswith("arg")
             variable = self.names[name]
-            return cast(var(f"{variable}_at", "i64") if position else var(variable, _accumulated(member.step)), dtype)
+            return cast(
+                var(f"{variable}_at", "i64") if position else var(variable, self._accumulated(member.step)), dtype
+            )
         if member.rows:
             return cast(var(self.names[name], _unrounded(self._body(member, member.phase)).dtype), dtype)
         if (name, phase) not in self.done:
@@ -164,7 +173,7 @@ class _StatementWriter:
 
     def _at_point(self, name: str, member: Member, phase: int) -> Expr:
         body = self._body(member, phase)
-        if phase == member.phase:
+        if phase == member.phase or self.target.tiles:
             return body
         loads = sum(node.op == "load" for node in body.walk())
         if cost(body) <= MAX_RECOMPUTED_COST and loads <= 2:
@@ -205,14 +214,13 @@ class _StatementWriter:
 
         return rewrite(root, change)
 
+    def _accumulated(self, step: Compute) -> str:
+        """Return the type of a reduction's accumulator: on CPUs float64 for sums and products of float32.
 
-def _accumulated(step: Compute) -> str:
-    """Return the type of a reduction's accumulator: float64 for sums and products of float32.
-
-    On CPUs it is no slower: dependent additions take as long for vectors of either type.
-    """
-    adds = str(step.reduction).removeprefix("scan:") in ("sum", "prod")
-    return "f64" if adds and step.body.dtype == "f32" else step.body.dtype
+        There it is no slower: dependent additions take as long for vectors of either type.
+        """
+        adds = str(step.reduction).removeprefix("scan:") in ("sum", "prod")
+        return "f64" if self.target.wide_sums and adds and step.body.dtype == "f32" else step.body.dtype
 
 
 def _unrounded(value: Expr) -> Expr:

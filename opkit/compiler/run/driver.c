@@ -65,6 +65,11 @@ struct frame {
   void **pointers;  // the table that is passed to segments
   const int64_t *sizes;
   void *runtime;
+  int64_t device_type, device_index;  // as torch's shim numbers them
+  // of a GPU: cuLaunchKernel, the stream, and the code of a launch that failed
+  int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+  void *stream;
+  int64_t error;
   int64_t by_python;  // whether torch's functions are called through Python, for modes and profilers to see them
   PyObject *owned;    // a tuple of what follows, and of everything that must live as long as the frame
   PyObject *handles_of, *tensors_of, *failed, *finished, *functions;
@@ -143,6 +148,16 @@ static const int64_t *point(struct frame *f, const int64_t *w) {  // slot, entry
   return !tensor || f->shim->get_data_ptr(tensor, &f->pointers[w[2]]) ? 0 : w + 3;
 }
 
+static const int64_t *align(struct frame *f, const int64_t *w) {  // slot, function that copies
+  void *data;
+  if (f->shim->get_data_ptr(handle(f, w[1]), &data)) return 0;
+  if (!((int64_t)data & 15)) return w + 3;
+  PyEval_RestoreThread(f->thread);
+  const int failed = call(f, w[2], 1, w + 1, 1, w + 1);
+  f->thread = PyEval_SaveThread();
+  return failed ? 0 : w + 3;
+}
+
 static const int64_t *view(struct frame *f, const int64_t *w) {  // slot, of slot, offset, dimensions, sizes, strides
   const int64_t n = w[4];
   void *of = handle(f, w[2]);
@@ -152,7 +167,9 @@ static const int64_t *view(struct frame *f, const int64_t *w) {  // slot, of slo
 
 static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, entry or -1, dtype, dimensions, sizes, strides
   const int64_t n = w[4];
-  if (f->shim->empty_strided(n, w + 5, w + 5 + n, (int32_t)w[3], 0, 0, &f->slots[w[1]])) return 0;
+  if (f->shim->empty_strided(n, w + 5, w + 5 + n, (int32_t)w[3], (int32_t)f->device_type,
+                             (int32_t)f->device_index, &f->slots[w[1]]))
+    return 0;
   if (w[2] >= 0 && f->shim->get_data_ptr(f->slots[w[1]], &f->pointers[w[2]])) return 0;
   return w + 5 + 2 * n;
 }
@@ -160,6 +177,17 @@ static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, en
 static const int64_t *segment(struct frame *f, const int64_t *w) {  // address of the function, number
   int64_t (*run)(void *const *, const int64_t *, void *) = (void *)w[1];
   return run(f->pointers, f->sizes, f->runtime) ? 0 : w + 3;
+}
+
+// function, programs along x and y, threads, shared memory, count; of each parameter its entry of the table, or -1 and its value
+static const int64_t *launch(struct frame *f, const int64_t *w) {
+  const int64_t n = w[6], *p = w + 7;
+  void *parameters[n];
+  for (int64_t i = 0; i < n; ++i)
+    parameters[i] = p[2 * i] >= 0 ? (void *)&f->pointers[p[2 * i]] : (void *)&p[2 * i + 1];
+  if (w[2] > 0 && w[3] > 0)
+    f->error = f->launch((void *)w[1], w[2], w[3], 1, w[4], 1, 1, w[5], f->stream, parameters, 0);
+  return f->error ? 0 : p + 2 * n;
 }
 
 static const int64_t *python(struct frame *f, const int64_t *w) {  // function, count, slots, count of results, slots
@@ -196,8 +224,8 @@ static const int64_t *drop_slots(struct frame *f, const int64_t *w) {  // count,
   return w + 2 + w[1];
 }
 
-static const int64_t *(*const steps[])(struct frame *, const int64_t *) = {point,  view,    allocate, segment,
-                                                                         python, product, drop_slots};
+static const int64_t *(*const steps[])(struct frame *, const int64_t *) = {
+    point, align, view, allocate, segment, launch, python, product, drop_slots};
 enum { END = sizeof steps / sizeof *steps };
 
 // ---- calls ----
@@ -235,16 +263,18 @@ static PyObject *results(const struct frame *f, const int64_t *w) {  // count, s
 
 static PyObject *fail(const struct frame *f, const int64_t *w) {
   if (PyErr_Occurred()) return 0;
-  PyObject *at = PyLong_FromLongLong(w - f->program);
-  PyObject *none = at ? PyObject_CallFunctionObjArgs(f->failed, at, (void *)0) : 0;
+  PyObject *at = PyLong_FromLongLong(w - f->program), *error = PyLong_FromLongLong(f->error);
+  PyObject *none = at && error ? PyObject_CallFunctionObjArgs(f->failed, at, error, (void *)0) : 0;
   if (none) PyErr_SetString(PyExc_RuntimeError, "opkit: a step of a compiled graph failed");
   if (none) Py_DecRef(none);
   if (at) Py_DecRef(at);
+  if (error) Py_DecRef(error);
   return 0;
 }
 
 static PyObject *perform(struct frame *f) {
   const int64_t *w = f->program, *next = w;
+  f->error = 0;
   f->thread = PyEval_SaveThread();
   while (next && *next != END) {
     w = next;

@@ -30,6 +30,8 @@ _SHIM = (
     "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
 )  # fmt: skip
 
+_CPU = torch.device("cpu")
+
 Boxed = Callable[[list[Any]], list[Any]]
 
 
@@ -48,6 +50,11 @@ class DriverFrame(ctypes.Structure):
         ("pointers", ctypes.c_void_p),
         ("sizes", ctypes.c_void_p),
         ("runtime", ctypes.c_void_p),
+        ("device_type", ctypes.c_int64),
+        ("device_index", ctypes.c_int64),
+        ("launch", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("error", ctypes.c_int64),
         ("by_python", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("owned", "handles_of", "tensors_of", "failed", "finished", "functions")),
         ("thread", ctypes.c_void_p),
@@ -61,6 +68,7 @@ def function(
     fixed: list[torch.Tensor],
     tables: Mapping[str, Any],
     calls: Mapping[str, Any],
+    device: torch.device = _CPU,
 ) -> tuple[Boxed, DriverFrame]:
     """Return the function of a frame, and its state.
 
@@ -70,6 +78,7 @@ def function(
         fixed: the frame's own tensors.
         tables: ``pointers``, ``sizes`` and ``runtime``, as ctypes objects.
         calls: ``failed``, which takes the position of a step that failed, and raises; ``finished`` or None; ``functions``.
+        device: where tensors are allocated, and kernels launched.
     """
     arrays = {
         "program": _numbers(words),
@@ -86,6 +95,9 @@ def function(
         slot_count=slots,
         fixed_count=len(fixed),
         input_count=len(taken),
+        device_type=_device_type(device.type),
+        device_index=device.index or 0,
+        launch=None if device.type == "cpu" else launch_address(),
     )
     owned = (state, arrays, called)
     state.owned = id(owned)
@@ -119,9 +131,23 @@ def _shim() -> ctypes.Array[ctypes.c_void_p]:
 
 
 @functools.cache
-def products() -> dict[str, int]:
-    """Return the addresses of the functions in ``PRODUCTS``, by name; 0 for one that this torch does not have."""
-    return {name: _address(name) for name, _ in PRODUCTS.values()}
+def products(device: str) -> dict[str, int]:
+    """Return the addresses of torch's ``PRODUCTS`` for a kind of device; 0 for one that this torch does not have."""
+    return {target: _address(f"aoti_torch_{device}_{target.split('.')[1]}_out") for target in PRODUCTS}
+
+
+@functools.cache
+def _device_type(name: str) -> int:
+    return int(getattr(_torch(), f"aoti_torch_device_type_{name}")())
+
+
+@functools.cache
+def launch_address() -> int:
+    """Return the address of the driver's function that launches kernels."""
+    hip = torch.version.hip is not None
+    library = ctypes.CDLL("libamdhip64.so" if hip else "libcuda.so.1")
+    function = library.hipModuleLaunchKernel if hip else library.cuLaunchKernel
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache

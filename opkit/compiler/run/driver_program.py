@@ -23,18 +23,18 @@ from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import index
 from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.run.plan import ExecutionPlan, Segment, mentioned, tensors
+from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment, mentioned, tensors
 from opkit.compiler.run.python_text import PythonNames
 
-STEPS = ("point", "view", "allocate", "segment", "python", "product", "drop", "end")
+STEPS = ("point", "align", "view", "allocate", "segment", "launch", "python", "product", "drop", "end")
 
 PRODUCTS = {
-    "aten.mm.default": ("aoti_torch_cpu_mm_out", 2),
-    "aten.bmm.default": ("aoti_torch_cpu_bmm_out", 2),
-    "aten.addmm.default": ("aoti_torch_cpu_addmm_out", 3),
-    "aten.baddbmm.default": ("aoti_torch_cpu_baddbmm_out", 3),
+    "aten.mm.default": 2,
+    "aten.bmm.default": 2,
+    "aten.addmm.default": 3,
+    "aten.baddbmm.default": 3,
 }
-"""The matrix products that the driver calls in torch's C shim: the function's name, and its number of operands."""
+"""The matrix products that the driver calls in torch's C shim, with their number of operands."""
 
 Word = int | str
 
@@ -84,6 +84,7 @@ class _ProgramWriter:
         self.slots: dict[str, int] = {}  # of buffers
         self.views: dict[str, dict[Strided, int]] = {}  # slots of tensors that are parts of a buffer, by the buffer
         self.last = self._last_uses()
+        self.unaligned = _unaligned(plan)
 
     def _last_uses(self) -> dict[int, list[str]]:
         """Return the buffers that are not needed after a step, by the step's number."""
@@ -100,6 +101,8 @@ class _ProgramWriter:
         for number, step in enumerate(self.plan.steps):
             if isinstance(step, Segment):
                 self._segment(step)
+            elif isinstance(step, GpuLaunch):
+                self._launch(step)
             else:
                 self._extern(step)
             self._drop([name for name in self.last.get(number, ()) if name in self.slots])
@@ -154,6 +157,8 @@ class _ProgramWriter:
 
     def _point(self, buffer: str) -> None:
         if buffer in self.position:
+            if self.plan.device != "cpu" and buffer not in self.unaligned:
+                self._step("align", self.slots[buffer], self._function_number("aligned"))
             self._step("point", self.slots[buffer], self.position[buffer])
 
     def _allocate(self, buffer: str) -> None:
@@ -230,6 +235,18 @@ class _ProgramWriter:
         self._step("segment", f"segment{step.number}", step.number)
         self.lines.append(f"segment{step.number}()")
 
+    def _launch(self, step: GpuLaunch) -> None:
+        for buffer in step.buffers:
+            self._allocate(buffer)
+        x, y = (*map(self.names.word, step.grid), 1)[:2]
+        # of each parameter: its place in the table, or -1 and its value; the last two are memory that Triton may ask for
+        pointers = [word for buffer in step.buffers for word in (self.position[buffer], 0)]
+        numbers = [word for size in step.sizes for word in (-1, self.names.word(size))]
+        count = len(step.buffers) + len(step.sizes) + 2
+        n = step.kernel
+        self._step("launch", f"kernel{n}", x, y, f"threads{n}", f"shared{n}", count, pointers, numbers, [-1, 0, -1, 0])
+        self.lines.append(f"kernel{n}[{x}, {y}]({', '.join(map(self.names.variable, step.buffers))})")
+
     def _extern(self, step: Extern) -> None:
         for each in tensors((step.args, step.kwargs)):
             self._allocate(each.buffer)
@@ -243,7 +260,7 @@ class _ProgramWriter:
     def _product(self, step: Extern) -> None:
         slots = [self._whole(str(step.outputs[0])), *map(self._tensor, step.args)]
         function = self._function_number((step.target,))
-        self._step("product", PRODUCTS[step.target][0], function, len(slots), slots)
+        self._step("product", step.target, function, len(slots), slots)
         out, *operands = map(self.names.tensor, slots)
         self.lines.append(f"{self.names.function(step.target, True)}({', '.join(operands)}, out={out})")
 
@@ -309,10 +326,21 @@ class _ProgramWriter:
         return [f"[{', '.join(map(self.names.tensor, used))}] = tensors"] if used else []
 
 
+def _unaligned(plan: ExecutionPlan) -> set[str]:
+    """Return the buffers whose addresses no kernel takes for multiples of 16."""
+    launches = [step for step in plan.steps if isinstance(step, GpuLaunch)]
+    pairs = (
+        (plan.kernels[step.kernel], p, buffer)
+        for step in launches
+        for (p, _), buffer in zip(plan.kernels[step.kernel].parameters, step.buffers, strict=False)
+    )
+    return {buffer for kernel, p, buffer in pairs if p in kernel.unaligned}
+
+
 def _is_product(step: Extern, plan: ExecutionPlan) -> bool:
     """Return whether the driver computes a step: an unscaled product of tensors of one floating type, into a buffer."""
     found = PRODUCTS.get(step.target)
-    if found is None or not step.out or step.kwargs or len(step.args) != found[1]:
+    if found is None or not step.out or step.kwargs or len(step.args) != found:
         return False
     if not isinstance(step.outputs[0], str) or not all(isinstance(each, Strided) for each in step.args):
         return False

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,12 +63,27 @@ class Runtime(ctypes.Structure):
     )
 
 
+class LoadedKernel(NamedTuple):
+    """A kernel on a device: the address of its function, the threads of a program, and its bytes of shared memory."""
+
+    function: int
+    threads: int
+    shared: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedSegments:
-    """The addresses of loaded functions; each takes pointers, sizes and a runtime, and returns 0 or an error's code."""
+    """The loaded code of a graph.
+
+    Attributes:
+        addresses: of segments, functions that take pointers, sizes and a runtime, and return 0 or an error's code.
+        library: their library.
+        kernels: the kernels of a GPU.
+    """
 
     addresses: tuple[int, ...] = ()
     library: ctypes.CDLL | None = None
+    kernels: Sequence[LoadedKernel] = ()
 
 
 def flags() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue
-from opkit.compiler.ir.index import Index, Symbol
-from opkit.compiler.ir.kernel import KernelLaunch, Schedule, called_functions
-from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
+from opkit.compiler.ir.index import Index, Symbol, size
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel, called_functions
+from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided, reads
 from opkit.op import registry
 
 
@@ -33,6 +33,27 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
+class GpuLaunch:
+    """A launch of a kernel on a GPU.
+
+    Attributes:
+        kernel: the number of the kernel in ``ExecutionPlan.kernels``.
+        buffers, sizes: the values of its parameters.
+        grid: the number of programs along each axis.
+        origin: the operators that it computes, for messages.
+    """
+
+    kernel: int
+    buffers: tuple[str, ...]
+    sizes: tuple[Index, ...]
+    grid: tuple[Index, ...]
+    origin: str = ""
+
+
+PlanStep = Segment | GpuLaunch | Extern
+
+
+@dataclasses.dataclass(frozen=True)
 class ExecutionPlan:
     """How a graph runs.
 
@@ -45,18 +66,22 @@ class ExecutionPlan:
         table: the buffers in the order of the table of pointers that segments take.
         sizes: the names of the sizes in the order of the table of sizes.
         functions: the library functions that kernels call, in the order of their table.
+        device: the device that it runs on, such as "cuda:0".
+        kernels: the kernels that ``GpuLaunch`` steps launch, without their text.
     """
 
     name: str
     inputs: tuple[str | Index | OpaqueValue, ...]
     buffers: dict[str, Buffer]
-    steps: tuple[Segment | Extern, ...]
+    steps: tuple[PlanStep, ...]
     outputs: tuple[Any, ...]
     places: dict[str, Index]
     arena: Index
     table: tuple[str, ...]
     sizes: tuple[str, ...]
     functions: tuple[Callee, ...] = ()
+    device: str = "cpu"
+    kernels: tuple[TritonKernel, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -65,18 +90,63 @@ class ExecutionPlan:
 
 
 def plan(schedule: Schedule) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
-    """Return the plan of a schedule, and the launches of each of its segments."""
+    """Return the plan of a schedule for the CPU, and the launches of each of its segments."""
     steps, launches = _steps(schedule)
-    used = dict.fromkeys(name for step in steps if isinstance(step, Segment) for name in step.buffers)
+    functions = called_functions(launch for segment in launches for launch in segment)
+    names = [name for segment in launches for launch in segment for name in launch.sizes]
+    return _plan(schedule, steps, names, functions=functions), launches
+
+
+def gpu_plan(schedule: Schedule, kernels: Mapping[Kernel, TritonKernel], device: str) -> ExecutionPlan:
+    """Return the plan of a schedule for a GPU; ``kernels`` are those of its launches."""
+    numbers = {kernel: number for number, kernel in enumerate(kernels)}
+    not_copied, unaligned = _inputs_in_place(schedule), {kernel: set[str]() for kernel in kernels}
+    steps: list[PlanStep] = []
+    for step in schedule.steps:
+        if isinstance(step, KernelLaunch):
+            sizes = {name: size(of) for name, of in zip(step.kernel.sizes, step.sizes, strict=True)}
+            grid = tuple(_with_sizes(each, sizes) for each in kernels[step.kernel].grid)
+            origin = "; ".join(step.kernel.origins)
+            parameters = zip(step.kernel.arguments, step.buffers, strict=True)
+            unaligned[step.kernel] |= {argument.buffer for argument, buffer in parameters if buffer in not_copied}
+            steps.append(GpuLaunch(numbers[step.kernel], step.buffers, tuple(sizes.values()), grid, origin))
+        else:
+            steps.append(step)
+    plain = tuple(
+        dataclasses.replace(of, text="", unaligned=frozenset(unaligned[kernel])) for kernel, of in kernels.items()
+    )
+    return _plan(schedule, steps, (), device=device, kernels=plain)
+
+
+def _inputs_in_place(schedule: Schedule) -> set[str]:
+    """Return the inputs that are used where they are; any other one is copied if its address is not a multiple of 16.
+
+    A graph writes to them, returns views of them, or calls operators that do, or that read other elements of their storage.
+    """
+    found = {each.buffer for each in tensors(schedule.program.outputs)}
+    for step in schedule.steps:
+        if isinstance(step, KernelLaunch):
+            found |= {b for a, b in zip(step.kernel.arguments, step.buffers, strict=True) if a.written}
+        else:
+            found |= {*step.mutated, *(reads(step) if step.uses_storage else ())}
+    return {name for name in found if name in schedule.program.inputs}
+
+
+def _with_sizes(at: Index, sizes: Mapping[str, Index]) -> Index:
+    return at.substitute({leaf: sizes[leaf.name] for leaf in at.leaves() if isinstance(leaf, Symbol)})
+
+
+def _plan(schedule: Schedule, steps: Sequence[PlanStep], names: Iterable[str], **rest: Any) -> ExecutionPlan:
+    used = dict.fromkeys(name for step in steps if not isinstance(step, Extern) for name in step.buffers)
     program = schedule.program
     buffers = {name: each for name, each in (program.buffers | schedule.buffers).items() if each.whole is None}
     made = ExecutionPlan(
         program.name, program.inputs, buffers, tuple(steps), program.outputs, schedule.places, schedule.arena,
-        tuple(used), (), called_functions(launch for segment in launches for launch in segment),
+        tuple(used), (), **rest,
     )  # fmt: skip
-    names = dict.fromkeys(n for segment in launches for launch in segment for n in launch.sizes)
+    names = dict.fromkeys(names)
     names |= dict.fromkeys(leaf.name for at in indices(made) for leaf in at.leaves() if isinstance(leaf, Symbol))
-    return dataclasses.replace(made, sizes=tuple(sorted(names))), launches
+    return dataclasses.replace(made, sizes=tuple(sorted(names)))
 
 
 def _steps(schedule: Schedule) -> tuple[list[Segment | Extern], list[list[KernelLaunch]]]:
@@ -107,7 +177,7 @@ def indices(of: Any) -> Iterator[Index]:
         yield from (found for each in of.values() for found in indices(each))
     elif isinstance(of, list | tuple):
         yield from (found for each in of for found in indices(each))
-    elif isinstance(of, ExecutionPlan | Buffer | Extern | Strided):
+    elif isinstance(of, ExecutionPlan | Buffer | Extern | GpuLaunch | Strided):
         yield from indices([getattr(of, field.name) for field in dataclasses.fields(of)])
 
 
@@ -121,10 +191,10 @@ def tensors(of: Any) -> Iterator[Strided | ScalarItem]:
         yield from (found for each in of for found in tensors(each))
 
 
-def mentioned(step: Segment | Extern) -> list[str]:
+def mentioned(step: PlanStep) -> list[str]:
     """Return the buffers that a step reads or writes, each once."""
-    if isinstance(step, Segment):
-        return list(step.buffers)
+    if not isinstance(step, Extern):
+        return list(dict.fromkeys(step.buffers))
     operands = [each.buffer for each in tensors((step.args, step.kwargs))]
     return list(dict.fromkeys([*operands, *(name for name in step.outputs if isinstance(name, str)), *step.mutated]))
 

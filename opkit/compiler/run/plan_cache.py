@@ -22,9 +22,10 @@ from opkit import config
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, index
+from opkit.compiler.ir.kernel import TritonKernel
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.compiler.run.autograd import GraphResult, Wiring
-from opkit.compiler.run.plan import ExecutionPlan, Segment
+from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
 from opkit.kernels import cache_files
 
 # ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
@@ -42,9 +43,11 @@ _CLASSES: dict[str, Any] = {
         ScalarItem,
         OpaqueValue,
         ExecutionPlan,
+        GpuLaunch,
         GraphResult,
         Segment,
         Strided,
+        TritonKernel,
         TypeName,
         Wiring,
     )

@@ -50,6 +50,8 @@ class Runner:
         )
         self.plan, self.constants, self.segments = plan, constants, segments
         single = functools.partial(torch_operators.single, targets=constants.targets)
+        self.device = torch.device(plan.device)
+        self._index = self.device.index
         self.code = driver_program.write(plan, single, constants.resolved)
         self._python = compile(self.code.python, f"<opkit {plan.name}>", "exec")
         self._bind, self._bytes, self._values = _size_functions(plan, constants.computed, self.code)
@@ -59,12 +61,20 @@ class Runner:
         self._frames: weakref.WeakKeyDictionary[Arena, dict[tuple[int, ...], CallFrame]] = weakref.WeakKeyDictionary()
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._index is None or self._index == torch.cuda.current_device():
+            return self._run(inputs)
+        with torch.cuda.device(self.device):
+            return self._run(inputs)
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
         sizes = self._bind(inputs)
-        block = take_arena(self._bytes(*sizes))
+        stream = None if self._index is None else private.raw_stream(self._index)
+        block = take_arena(self._bytes(*sizes), (self.device, stream))
         try:
             frame = self._frame(block, sizes)
             frame.runtime.threads = library.threads()
             frame.state.by_python = private.is_observed()
+            frame.state.stream = stream
             if frame.prepare is not None:
                 frame.prepare(inputs)
             return frame.run(inputs)
@@ -99,7 +109,7 @@ class Runner:
         words = [word if isinstance(word, int) else (self._words | numbers)[word] for word in self.code.words]
         run, state = driver.function(
             words, self.code.slots, self.code.taken, views, self._tables(block, values, runtime),
-            self._calls(python, words, runtime),
+            self._calls(python, words, runtime), self.device,
         )  # fmt: skip
         return CallFrame(run, python.get("prepare"), state, runtime)
 
@@ -113,8 +123,7 @@ class Runner:
         functions = tuple(
             python[each] if isinstance(each, str) else self._product(*each) for each in self.code.functions
         )
-        origins = tuple(step.origins for step in self.plan.steps if isinstance(step, Segment))
-        failed = functools.partial(_raise_failure, words, runtime, origins, self.plan.name)
+        failed = functools.partial(_raise_failure, words, runtime, self.plan)
         return {"functions": functions, "finished": python.get("finish"), "failed": failed}
 
     def _product(self, target: str) -> Callable[[list[Any]], None]:
@@ -124,7 +133,13 @@ class Runner:
         """Return the words of programs that are the same for all frames."""
         dtypes = {word for word in self.code.words if isinstance(word, str)} & {row.torch for row in DTYPES.values()}
         segments = {f"segment{n}": address for n, address in enumerate(self.segments.addresses)}
-        return {**segments, **driver.products(), **{name: driver.dtype(name) for name in dtypes}}
+        kernels = {
+            f"{field}{n}": value
+            for n, kernel in enumerate(self.segments.kernels)
+            for field, value in zip(("kernel", "threads", "shared"), kernel, strict=True)
+        }
+        products = driver.products(self.device.type)
+        return {**segments, **kernels, **products, **{name: driver.dtype(name) for name in dtypes}}
 
     def _fixed_names(self) -> dict[str, Any]:
         """Return the names of Python functions that are the same for all frames."""
@@ -133,12 +148,15 @@ class Runner:
             name: torch_operators.function(target, constants.targets, out)
             for name, (target, out) in names.targets.items()
         }
+        if "opkit_seed" in functions:
+            functions["opkit_seed"] = functools.partial(torch_operators.seed, self.device)
         return {
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
             **functions,
             **{name: constants.opaques[text] for name, text in names.opaques.items() if text in constants.opaques},
             "fit": torch_operators.fit,
             "as_tuple": torch_operators.as_tuple,
+            "aligned": torch_operators.aligned,
         }
 
     def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:
@@ -149,7 +167,7 @@ class Runner:
             return constant.as_strided(shape, strides, constant.storage_offset() + offset)
         row = DTYPES[self.plan.buffers[tensor.buffer].dtype]
         begin = _value(self.plan.places[tensor.buffer], values) // row.bytes
-        empty = torch.empty(0, dtype=getattr(torch, row.torch))
+        empty = torch.empty(0, dtype=getattr(torch, row.torch), device=self.device)
         return empty.set_(block.memory.untyped_storage(), begin + offset, shape, strides)
 
     def _addresses(self, block: Arena, values: Mapping[str, int]) -> list[int]:
@@ -194,24 +212,26 @@ def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSeg
     return Runner(plan, constants, segments)
 
 
-def _raise_failure(
-    words: list[int], runtime: library.Runtime, origins: tuple[tuple[str, ...], ...], graph: str, at: int
-) -> None:
-    """Raise the error of a step of the driver that begins at ``words[at]``.
+def _raise_failure(words: list[int], runtime: library.Runtime, plan: ExecutionPlan, at: int, error: int) -> None:
+    """Raise the error of a step of the driver that begins at ``words[at]``; ``error`` is the code of a launch that failed.
 
     Raises:
         IndexError, MemoryError: a segment failed.
-        RuntimeError: torch refused to allocate memory, or to make a view.
+        RuntimeError: torch refused to allocate memory, or to make a view, or the GPU's driver to launch a kernel.
     """
-    step = driver_program.STEPS[words[at]]
+    step, graph = driver_program.STEPS[words[at]], plan.name
     if step == "segment":
+        origins = [each.origins for each in plan.steps if isinstance(each, Segment)]
         library.raise_error(runtime, origins[words[at + 2]], graph)
+    if step == "launch":
+        torch.cuda.synchronize(plan.device)  # an earlier kernel's error is raised as torch raises it
+        raise RuntimeError(f"the GPU's driver refused to launch a kernel with the error {error} (in {graph})")
     if step not in ("view", "allocate"):
         raise RuntimeError(f"torch refused the step {step!r} (in {graph})")
     rank = words[at + 4]
     shape, strides = (tuple(words[begin : begin + rank]) for begin in (at + 5, at + 5 + rank))
     if step == "allocate":
-        torch.empty_strided(shape, strides, dtype=driver.dtype_numbered(words[at + 3]))  # says what is wrong
+        torch.empty_strided(shape, strides, dtype=driver.dtype_numbered(words[at + 3]), device=plan.device)  # says why
     raise RuntimeError(f"torch refused to {step} a tensor of sizes {shape} and strides {strides} (in {graph})")
 
 
@@ -221,7 +241,11 @@ _MIN_ARENA = 1 << 12  # bytes
 _GROWTH = 1.25  # sizes that grow slowly from call to call must not need new memory at each
 
 _lock = threading.Lock()
-_free_arenas: list[Arena] = []
+Queue = tuple[torch.device, int | None]
+"""A device, and a stream of it: calls on other streams may run at the same time."""
+
+_CPU: Queue = (torch.device("cpu"), None)
+_free_arenas: dict[Queue, list[Arena]] = {}
 
 
 class Arena:
@@ -230,33 +254,35 @@ class Arena:
     Attributes:
         memory: its bytes.
         size: the number of bytes.
+        queue: where it is used.
     """
 
-    __slots__ = ("__weakref__", "memory", "size")
+    __slots__ = ("__weakref__", "memory", "queue", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, queue: Queue = _CPU) -> None:
         with torch.inference_mode(False):  # a block made within it could not be written to outside
-            self.memory = torch.empty(size, dtype=torch.uint8)
-        self.size = size
+            self.memory = torch.empty(size, dtype=torch.uint8, device=queue[0])
+        self.size, self.queue = size, queue
 
 
-def take_arena(size: int) -> Arena:
+def take_arena(size: int, queue: Queue = _CPU) -> Arena:
     """Return a block of at least ``size`` bytes for exclusive use; a free block that is too small is replaced."""
     with _lock:
-        if _free_arenas and _free_arenas[-1].size >= size:
-            return _free_arenas.pop()
-        for position in range(len(_free_arenas) - 1, -1, -1):
-            if _free_arenas[position].size >= size:
-                return _free_arenas.pop(position)
-        grown = int(size * _GROWTH) if _free_arenas else size
-        if _free_arenas:
-            _free_arenas.pop()
-    return Arena(max(grown, _MIN_ARENA))
+        free = _free_arenas.setdefault(queue, [])
+        if free and free[-1].size >= size:
+            return free.pop()
+        for position in range(len(free) - 1, -1, -1):
+            if free[position].size >= size:
+                return free.pop(position)
+        grown = int(size * _GROWTH) if free else size
+        if free:
+            free.pop()
+    return Arena(max(grown, _MIN_ARENA), queue)
 
 
 def give_arena(arena: Arena) -> None:
     """Return a block to the free ones."""
-    _free_arenas.append(arena)
+    _free_arenas[arena.queue].append(arena)
 
 
 def release_arenas() -> None:

@@ -22,10 +22,9 @@ _SHORT: dict[str, Callable[..., Any]] = {
 }
 
 
-def seed(out: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw a number from torch's default generator, so that ``torch.manual_seed`` decides it."""
-    drawn = torch.empty((), dtype=torch.int64) if out is None else out
-    return drawn.random_()
+def seed(device: torch.device) -> torch.Tensor:
+    """Draw a number from the device's default generator, so that ``torch.manual_seed`` decides it."""
+    return torch.empty((), dtype=torch.int64, device=device).random_()
 
 
 _OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed}
@@ -65,6 +64,11 @@ def into(operator: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
     operator(*tensors[1:], out=tensors[0])
 
 
+def aligned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies, whose addresses are those of the allocator."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+
+
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Return the results of an operator as a tuple."""
     return tuple(result) if isinstance(result, list | tuple) else (result,)
@@ -78,7 +82,7 @@ def fit(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) 
         raise RuntimeError(
             f"an operator gave the sizes {tuple(tensor.shape)} where its fake implementation gives {shape}"
         )
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 # ---- control flow ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_constants_are_held():
     [
         (lambda x: x.to(torch.float8_e5m2), torch.randn(2), "float8_e5m2"),
         (lambda x: x.to_sparse(), torch.randn(2), "no plain strided tensor"),
-        (lambda x: x.to("meta"), torch.randn(2), "is on meta"),
+        (lambda x: x.to("meta"), torch.randn(2), "runs on meta"),
     ],
 )
 def test_what_is_left_to_torch(function, given, reason):

@@ -95,7 +95,7 @@ def test_products_that_add_before_they_round(batch, runners, monkeypatch):
 
 
 def test_products_go_through_python_where_the_shim_has_none(runners, monkeypatch):
-    monkeypatch.setattr(driver, "products", lambda: {name: 0 for name, _ in driver.PRODUCTS.values()})
+    monkeypatch.setattr(driver, "products", lambda device: dict.fromkeys(driver.PRODUCTS, 0))
     called = []
     original = torch_operators.into
     monkeypatch.setattr(torch_operators, "into", lambda *given: called.append(given) or original(*given))

@@ -155,8 +155,8 @@ def mish_backward(grad: Scalar, x: Scalar) -> Scalar:
     return grad * (inner + x * sigmoid(x) * (1 - inner * inner))
 
 
-def log_sigmoid_backward(grad: Scalar, x: Scalar, exponential: Scalar) -> Scalar:
-    below = x < 0
+def log_sigmoid_backward(grad: Scalar, x: Scalar) -> Scalar:
+    below, exponential = x < 0, f.exp(-f.absolute(x))
     slope = f.where(below, f.number(1, x), 0) - f.where(below, f.number(1, x), -1) * (exponential / (1 + exponential))
     return grad * slope
 
@@ -203,7 +203,6 @@ _FORMULAS: dict[str, Formula] = {
     "hardswish_backward": hardswish_backward,
     "softplus_backward": softplus_backward,
     "mish_backward": mish_backward,
-    "log_sigmoid_backward": log_sigmoid_backward,
     "softshrink_backward": softshrink_backward,
     "hardshrink_backward": softshrink_backward,
     "logit_backward": logit_backward,
@@ -224,6 +223,13 @@ for _name, _formula in _FORMULAS.items():
 
 @TABLE.rule(*overloads("log_sigmoid_forward"))
 def log_sigmoid_forward(b: Builder, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result, and exp(-abs(x)) for the derivative."""
-    exponential = computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
-    return computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x), exponential
+    """Return the result, and what ATen needs for the derivative: exp(-abs(x)) on CPUs, nothing on GPUs."""
+    result = computed(b, lambda x: f.minimum(f.number(0, x), x) - f.log1p(f.exp(-f.absolute(x))), x)
+    if b.result(1).shape != x.shape:
+        return result, b.elementwise(f.number(0, b.result(1).dtype).expr, b.result(1))
+    return result, computed(b, lambda x: f.exp(-f.absolute(x)), x, number=1)
+
+
+@TABLE.rule(*overloads("log_sigmoid_backward"))
+def _log_sigmoid_backward(b: Builder, grad: Tensor, x: Tensor, _: Tensor) -> Tensor:
+    return _apply(log_sigmoid_backward, b, grad, x)

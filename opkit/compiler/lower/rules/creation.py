@@ -115,7 +115,7 @@ def _triangle(b: Builder, x: Tensor, inside: Callable[[Scalar], Scalar]) -> Tens
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-@TABLE.rule(*overloads("clone"), *overloads("contiguous"))
+@TABLE.rule(*overloads("clone"), *overloads("contiguous"), *overloads("lift_fresh_copy"))
 def clone(b: Builder, x: Tensor, **kwargs: Any) -> Tensor:
     return b.elementwise(x.at(formal(x.shape)))
 

@@ -188,6 +188,3 @@ EXTERNS: dict[str, dict[str, Any]] = {
 
 ALIASING = overloads("real") + overloads("imag") + overloads("view_as_real") + overloads("view_as_complex")
 ALIASING += overloads("view", "dtype") + overloads("_conj") + overloads("_neg_view") + overloads("conj")
-
-FROM_STORAGE = frozenset(f"aten.as_strided{kind}.default" for kind in ("", "_copy", "_scatter"))
-"""Operators whose offset counts from the start of the storage, not of the tensor."""

@@ -204,7 +204,10 @@ def batch_norm_inference(
     b: Builder, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     rstd = _running_rstd(b, var, DTYPES[x.dtype].compute, eps)
-    return _batch_normal(b, x, mean, rstd, weight, bias), filled_like(b, 0, 1), filled_like(b, 0, 2)
+    normal = _batch_normal(b, x, mean, rstd, weight, bias)
+    if b.result(1).shape == mean.shape:  # as on GPUs; on CPUs they are empty
+        return normal, _as_result(b, mean, 1), _as_result(b, rstd, 2)
+    return normal, filled_like(b, 0, 1), filled_like(b, 0, 2)
 
 
 def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,95 @@
+"""Remove masks of ``scaled_dot_product_attention`` that are constants of Dynamo's graph.
+
+While torch traces them, models of ``transformers`` and others compute masks from positions alone, which are all true, or the
+lower triangle. torch has fast kernels without a mask, and for the lower triangle (``is_causal``), but not for most masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from opkit.compiler.capture import torch_private as private
+
+_MAX_ELEMENTS = 1 << 28
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_FUNCTIONS = frozenset({
+    "add", "sub", "mul", "neg", "le", "lt", "ge", "gt", "eq", "ne", "and_", "or_", "xor", "invert", "getitem", "logical_and",
+    "logical_or", "logical_not", "where", "masked_fill", "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full",
+    "ones_like", "zeros_like", "full_like", "to", "bool", "type_as", "expand", "unsqueeze", "squeeze", "view", "reshape",
+    "transpose", "permute", "contiguous", "clone", "tril", "triu", "cumsum", "diff", "cat", "repeat", "broadcast_to",
+})  # fmt: skip
+"""The names of functions that give the same result each time, and write to nothing."""
+
+_WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor"})
+
+
+def remove_constant_masks(module: fx.GraphModule) -> None:
+    """Remove the masks of a graph of Dynamo's that are constant, where that changes no result."""
+    known: dict[fx.Node, Any] = {}
+    constant = _constant_nodes(module)
+    changed = False
+    for node in module.graph.nodes:
+        if node.target is not torch.nn.functional.scaled_dot_product_attention:
+            continue
+        arguments = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+        mask = arguments.get("attn_mask")
+        if mask in constant and arguments.get("is_causal", False) is False:
+            kind = _kind(_value(mask, known), arguments["query"].meta["example_value"].shape[-2])
+            if kind is not None:
+                node.args, node.kwargs = (), {**arguments, "attn_mask": None, "is_causal": kind == "causal"}
+                changed = True
+    if changed:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+
+
+def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that no input decides, nor a state of torch's; none if the graph writes to one."""
+    constant: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        name, value = getattr(node.target, "__name__", str(node.target)), node.meta.get("example_value")
+        writes = name in _WRITING or "out" in node.kwargs or (name.endswith("_") and name not in _FUNCTIONS)
+        if writes and not constant.isdisjoint(node.all_input_nodes):
+            return set()
+        fixed = isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape)
+        if name in _FUNCTIONS and not writes and fixed and value.numel() <= _MAX_ELEMENTS:
+            constant |= {node} if constant.issuperset(node.all_input_nodes) else set()
+    return constant
+
+
+def _value(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor:
+    """Compute a constant node."""
+    with private.without_modes(), torch.no_grad():
+        for each in _needed(node, known):
+            args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
+            if each.op == "call_method":
+                known[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
+            else:
+                known[each] = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+    return known[node]
+
+
+def _needed(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
+    """Return the nodes that a node is computed from, and itself, in the graph's order, without those that are known."""
+    found, left = {node}, [node]
+    while left:
+        for each in left.pop().all_input_nodes:
+            if each not in found and each not in known:
+                found.add(each)
+                left.append(each)
+    return [each for each in node.graph.nodes if each in found]
+
+
+def _kind(mask: torch.Tensor, queries: int) -> str | None:
+    """Return "all" for a mask that allows everything, "causal" for the lower triangle, None for another one."""
+    if mask.dtype != torch.bool:
+        if not bool(((mask == 0) | (mask == -torch.inf)).all()):
+            return None
+        mask = mask == 0
+    if bool(mask.all()):
+        return "all"
+    triangle = torch.ones(queries, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
+    return "causal" if mask.shape[-2:] == triangle.shape and bool((mask == triangle).all()) else None

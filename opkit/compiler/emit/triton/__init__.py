@@ -1,0 +1,1 @@
+"""The emitter of Triton: kernels for GPUs."""

@@ -1,0 +1,175 @@
+"""Plans for GPUs, and the driver's steps for them, without a GPU: a Python function launches the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from opkit.compiler import diagnostics, pipeline
+from opkit.compiler.capture import conversion
+from opkit.compiler.capture.conversion import Unsupported
+from opkit.compiler.lower.target import GPU
+from opkit.compiler.run import driver, driver_program, plan_cache, torch_operators
+from opkit.compiler.run.driver_program import STEPS
+from opkit.compiler.run.plan import GpuLaunch
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *(7 * [ctypes.c_uint]),
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+def frame(words, tensors, launch=None, function=None):
+    """The function of a frame without slots for results; what failed is appended to the list that comes with it."""
+    failures = []
+    tables = {
+        "pointers": (ctypes.c_void_p * 4)(0x10, 0x20, 0x30, 0x40),
+        "sizes": (ctypes.c_int64 * 1)(),
+        "runtime": (ctypes.c_int64 * 1)(),
+    }
+    calls = {"functions": (function,), "finished": None, "failed": lambda at, error: failures.append((at, error))}
+    slots = len(tensors)
+    run, state = driver.function(words, slots, list(range(slots)), [], tables, calls)
+    if launch is not None:
+        state.launch = ctypes.cast(launch, ctypes.c_void_p).value
+    return run, state, tables["pointers"], failures
+
+
+def launch_words(x, y):
+    parameters = [2, 0, 0, 0, -1, 7, -1, 0, -1, 0]  # two pointers, a size, and two of Triton's
+    return [STEPS.index("launch"), 0xABC, x, y, 128, 4096, 5, *parameters, STEPS.index("end"), 0]
+
+
+def test_a_launch_passes_pointers_sizes_and_the_stream():
+    seen = []
+
+    @_LAUNCH
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        values = [ctypes.cast(parameters[i], ctypes.POINTER(ctypes.c_int64))[0] for i in range(5)]
+        seen.append((function, gx, gy, gz, bx, by, bz, shared, stream, values, extra))
+        return 0
+
+    run, state, _, failures = frame(launch_words(3, 2), [], launch)
+    state.stream = 0x77
+    assert run([]) == []
+    assert not failures
+    assert seen == [(0xABC, 3, 2, 1, 128, 1, 1, 4096, 0x77, [0x30, 0x10, 7, 0, 0], None)]
+
+
+def test_an_empty_grid_is_not_launched():
+    run, _, _, failures = frame(launch_words(0, 1), [], _LAUNCH(lambda *_: 1))
+    assert run([]) == []
+    assert not failures
+
+
+def test_a_launch_that_fails_is_reported_with_its_code():
+    run, _, _, failures = frame(launch_words(1, 1), [], _LAUNCH(lambda *_: 701))
+    with pytest.raises(RuntimeError, match="a step of a compiled graph failed"):
+        run([])
+    assert failures == [(0, 701)]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_an_input_at_an_odd_address_is_copied(offset):
+    copies = []
+
+    def aligned(tensors):
+        copies.append(torch_operators.aligned(tensors))
+        return copies[-1]
+
+    x = torch.arange(12.0)[offset : offset + 8].view(2, 4).t()
+    words = [STEPS.index("align"), 0, 0, STEPS.index("point"), 0, 1, STEPS.index("end"), 1, 0, 1]
+    run, _, pointers, _ = frame(words, [x], function=aligned)
+    (found,) = run([x])
+    assert torch.equal(found, x)
+    assert found.stride() == x.stride()
+    assert (found.data_ptr() == x.data_ptr()) == (not copies) == (offset % 4 == 0)
+    assert pointers[1] == found.data_ptr()
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def traced(function, *shapes, devices=("cuda",)):
+    with FakeTensorMode():
+        args = [torch.empty(s, device=devices[i % len(devices)]) for i, s in enumerate(shapes)]
+        return make_fx(function)(*args)
+
+
+def compiled(function, *shapes, devices=("cuda",)):
+    captured = conversion.capture(traced(function, *shapes, devices=devices), "test")
+    found = pipeline.compile_graph(captured, GPU, diagnostics.Stages(), {}, True, False)
+    single = functools.partial(torch_operators.single, targets=captured.targets)
+    return found, driver_program.write(found.plan, single, captured.resolved)
+
+
+def test_a_plan_has_launches_products_and_allocations():
+    found, code = compiled(lambda x, w: torch.relu(x @ w).sum(0), (64, 32), (32, 16))
+    assert code.text.splitlines()[2:] == [
+        "    aten_mm_default_out(b_x_1, b_w_1, out=view0)",
+        "    del b_x_1, b_w_1",
+        "    b_sum_1 = empty_strided((16,), (1,), dtype=float32)",
+        f"    kernel0[{found.plan.steps[1].grid[0]}, 1](b_mm, b_sum_1)",
+        "    return [b_sum_1]",
+    ]
+    assert found.plan.device == "cuda:0"
+    assert found.plan.kernels[0].name in found.texts[0]
+
+
+def test_a_plan_can_be_stored():
+    found, _ = compiled(lambda x: torch.softmax(x, -1), (64, 32))
+    assert plan_cache.decode(plan_cache.encode(found.plan)) == found.plan
+
+
+def test_equal_kernels_are_one():
+    found, _ = compiled(lambda x, w: torch.relu(torch.relu(x @ w) @ w), (64, 64), (64, 64))
+    launches = [step for step in found.plan.steps if isinstance(step, GpuLaunch)]
+    assert len(launches) == 2
+    assert len(found.plan.kernels) == 1
+
+
+def test_inputs_that_are_written_need_not_be_aligned():
+    found, code = compiled(lambda x, y: torch.ops.aten.copy_.default(x, x + y), (64,), (64,))
+    assert found.plan.kernels[0].unaligned == {"p0"}
+    assert code.words.count(STEPS.index("align")) >= 1
+    assert "aligned" in code.functions
+
+
+def test_constants_of_the_cpu_become_numbers():
+    found, _ = compiled(lambda x: x * torch.tensor(2.5), (64,))
+    assert len(found.plan.steps) == 1
+    assert "2.5" in found.texts[0]
+
+
+def test_a_graph_of_two_gpus_is_left_to_torch():
+    module = traced(lambda x, y: (x + 1, y + 1), (4,), (4,), devices=("cuda:0", "cuda:1"))
+    with pytest.raises(Unsupported, match="cuda:0 and cuda:1, and a graph is compiled for one device"):
+        conversion.capture(module, "test")
+
+
+def test_tensors_on_the_cpu_are_left_to_torch():
+    found, _ = compiled(lambda x, y: (x * 2, (y * 2).sum()), (4,), (4,), devices=("cuda", "cpu"))
+    targets = [step.target for step in found.plan.steps if not isinstance(step, GpuLaunch)]
+    assert targets == ["aten.mul.Tensor", "aten.sum.default"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x[1:], x * 2),
+        lambda x: torch.as_strided(x * 2, (4,), (1,), 2) + torch.ops.aten.as_strided.default(x, (4,), (1,), 2),
+    ],
+)
+def test_inputs_whose_memory_counts_are_never_copied(function):
+    found, code = compiled(function, (64,))
+    assert STEPS.index("align") not in code.words[:1]
+    assert any(kernel.unaligned for kernel in found.plan.kernels)

@@ -1,0 +1,194 @@
+"""Graphs on a CUDA device, compiled and compared with eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opkit
+
+pytestmark = pytest.mark.gpu
+
+
+def r(*shape, **options):
+    return torch.randn(shape, device="cuda", **options)
+
+
+def compiled(function, dynamic=False):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="opkit", options={"strict": True}, dynamic=dynamic)
+
+
+def block(x, w1, w2, gain, bias):
+    y = F.layer_norm(x, (x.shape[-1],), gain, bias)
+    return x + F.gelu(y @ w1) @ w2
+
+
+def attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def image(x, w, gain, bias):
+    y = F.conv2d(x, w, padding=1)
+    return F.relu(F.batch_norm(y, None, None, gain, bias, training=True)).mean((2, 3))
+
+
+def cross_entropy(x, w, labels):
+    return F.cross_entropy((x @ w).float(), labels)
+
+
+CASES = {
+    "chain": (lambda x, y: torch.relu(x * y + 1) * torch.sigmoid(x), lambda: [r(33, 1000), r(1000)]),
+    "linear": (lambda x, w, b: F.gelu(F.linear(x, w, b)), lambda: [r(64, 128), r(256, 128), r(256)]),
+    "batched product": (lambda x, y: torch.baddbmm(x[:, :, :64], x, y), lambda: [r(3, 50, 70), r(3, 70, 64)]),
+    "softmax": (lambda x: torch.softmax(x, -1), lambda: [r(70, 513)]),
+    "long rows": (lambda x: torch.softmax(x, -1), lambda: [r(9, 40_000)]),
+    "columns": (lambda x: x.sum(0), lambda: [r(5000, 300)]),
+    "all": (lambda x: (x * x).mean(), lambda: [r(700, 301)]),
+    "norm": (lambda x, g, b: F.layer_norm(x, (300,), g, b), lambda: [r(50, 300), r(300), r(300)]),
+    "block": (block, lambda: [r(4, 32, 64), r(64, 256), r(256, 64), r(64), r(64)]),
+    "attention": (attention, lambda: [r(2, 4, 128, 64) for _ in range(3)]),
+    "image": (image, lambda: [r(4, 16, 20, 20), r(32, 16, 3, 3), r(32), r(32)]),
+    "transpose": (lambda x: x.transpose(0, 2).contiguous() * 2, lambda: [r(30, 40, 50)]),
+    "cat": (lambda x, y: torch.cat([x, y], 1).relu(), lambda: [r(7, 40), r(7, 33)]),
+    "var": (lambda x: x.var(1), lambda: [r(40, 333)]),
+    "cumsum": (lambda x: x.cumsum(1), lambda: [r(20, 50)]),
+    "pad": (lambda x: F.pad(x, (1, 2, 3, 0)).exp(), lambda: [r(20, 30)]),
+    "group norm": (lambda x, g, b: F.group_norm(x, 4, g, b), lambda: [r(2, 16, 9, 9), r(16), r(16)]),
+    "max pool": (lambda x: F.max_pool2d(x, 3, 2, padding=1), lambda: [r(2, 8, 33, 33)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    function, arguments = CASES[name]
+    torch.manual_seed(0)
+    args = [a.to(dtype).requires_grad_() for a in arguments()]
+    found, expected = compiled(function)(*args), function(*args)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    exact = function(*wide)
+    weights = torch.randn_like(expected)
+    gradients = torch.autograd.grad((found * weights).sum(), args)
+    eager = torch.autograd.grad((expected * weights).sum(), args)
+    exact_gradients = torch.autograd.grad((exact * weights.double()).sum(), wide)
+    for a, b, c in zip([found, *gradients], [expected, *eager], [exact, *exact_gradients], strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        scale = c.abs().max() + 1e-30
+        error, eager_error = (a.double() - c).abs().max() / scale, (b.double() - c).abs().max() / scale
+        assert error <= 3 * eager_error + torch.finfo(dtype).eps * 4, (error, eager_error)
+
+
+def test_embedding_and_cross_entropy():
+    torch.manual_seed(0)
+    table, w = r(100, 32, requires_grad=True), r(32, 100, requires_grad=True)
+    tokens = torch.randint(0, 100, (4, 50), device="cuda")
+
+    def loss(table, w):
+        return cross_entropy(F.embedding(tokens, table).flatten(0, 1), w, tokens.flatten())
+
+    found = torch.autograd.grad(compiled(loss)(table, w), (table, w))
+    torch.testing.assert_close(found, torch.autograd.grad(loss(table, w), (table, w)))
+
+
+def test_dropout_is_the_same_in_the_backward():
+    x = torch.ones(1000, device="cuda", requires_grad=True)
+    f = compiled(lambda x: F.dropout(x, 0.3))
+    y = f(x)
+    assert 200 < (y == 0).sum() < 400
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], y.detach())
+    torch.manual_seed(5)
+    first = f(x)
+    torch.manual_seed(5)
+    assert torch.equal(f(x), first)
+    assert not torch.equal(f(x), first)
+
+
+def test_sizes_that_change():
+    f = compiled(lambda x, w: torch.softmax(x @ w, -1).sum(0), dynamic=True)
+    for rows in (5, 40, 700):
+        x, w = r(rows, 16), r(16, rows + 3)
+        torch.testing.assert_close(f(x, w), torch.softmax(x @ w, -1).sum(0))
+
+
+def test_an_input_that_is_written_and_one_at_an_odd_address():
+    def step(x, y):
+        x.add_(y * 2)
+        return x.sum()
+
+    f = compiled(step)
+    for offset in (0, 1):
+        x, y = r(1001)[offset : 1000 + offset], r(1001)[offset : 1000 + offset]
+        expected = x + y * 2
+        torch.testing.assert_close(f(x, y), expected.sum())
+        torch.testing.assert_close(x, expected)
+
+
+def test_constants_and_numbers_of_the_cpu():
+    f = compiled(lambda x: x * torch.tensor(2.0) + torch.arange(4, device="cuda"))
+    x = r(3, 4)
+    torch.testing.assert_close(f(x), x * 2 + torch.arange(4, device="cuda"))
+
+
+@opkit.custom_op("test_cuda::scaled")
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return torch.tanh(x) * by
+
+
+@scaled.register_kernel("cpu")
+def _(x, by):
+    return torch.tanh(x) * by
+
+
+def test_an_operator_without_a_kernel_for_the_device_fuses():
+    x = r(100)
+    explanation = opkit.explain(lambda x: scaled(x + 1, 2.0).relu(), x)
+    torch.testing.assert_close(explanation.result, (torch.tanh(x + 1) * 2).relu())
+    assert explanation.kernels == 1
+
+
+def test_streams():
+    f = compiled(lambda x: (x @ x).relu().sum(1))
+    x, side = r(256, 256), torch.cuda.Stream()
+    expected = f(x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = [f(x) for _ in range(3)]
+    side.synchronize()
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_training_a_small_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)).cuda()
+    other = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4)).cuda()
+    other.load_state_dict(model.state_dict())
+    run = compiled(model)
+    for each, call in ((model, run), (other, other)):
+        torch.manual_seed(1)
+        optimiser = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for _ in range(5):
+            loss = F.cross_entropy(call(r(16, 32)), torch.arange(16, device="cuda") % 4)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_an_index_out_of_range_is_an_error():
+    code = """
+import torch
+f = torch.compile(lambda x, i: x[i] * 2, backend="opkit", options={"strict": True})
+f(torch.ones(4, device="cuda"), torch.tensor([1, 9], device="cuda"))
+torch.cuda.synchronize()
+"""
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode
+    assert "device-side assert" in done.stderr
