@@ -17,6 +17,7 @@ The floors are Dynamo alone and Dynamo with AOTAutograd ("aot": Inductor's decom
     python benchmarks/compile.py --from FILE --markdown tables.md
 
 A backend that does not exist is left out with a line that says why. ``--small`` tries everything on tiny models.
+``--device cuda`` runs ``compile_cuda.py`` instead, whose options are others.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import compile_cuda
 import torch
 from compile_backends import DYNAMO, EAGER, FLOOR, missing
 from compile_kernels import MEMORY as KEPT
-from compile_models import MODELS
+from compile_models import MODELS, TRANSFORMERS
 
 THREADS = 2
 DTYPES, MODES = ("float32", "bfloat16"), ("inference", "training")
@@ -135,7 +137,7 @@ def errors(options: argparse.Namespace) -> Iterator[Row]:
 
 def depths(options: argparse.Namespace) -> Iterator[Row]:
     """Compile times by depth, of narrow models in float32."""
-    for model in [name for name in options.models if name in ("bert", "gpt2", "llama", "vit")]:
+    for model in [name for name in options.models if name in TRANSFORMERS]:
         for mode in options.modes:
             for layers in DEPTHS:
                 for backend in (DYNAMO, FLOOR, *options.backends):
@@ -281,7 +283,10 @@ def _chosen(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print the tables and one JSON line; with ``--child``, be one of the parts."""
+    """Print the tables and one JSON line; with ``--child``, be one of the parts; with ``--device``, run compile_cuda.py."""
+    if any(argument.startswith("--device") for argument in sys.argv):
+        compile_cuda.main()
+        return
     options = _options()
     if options.child:
         answer(options.child)

@@ -1,5 +1,7 @@
 """The models that benchmarks/compile.py compiles, with random weights and inputs: no network is needed.
 
+``MODELS`` are for CPUs. ``GPU_MODELS`` have larger batches, tokens from the whole vocabulary, and a Llama four times as wide.
+
 Four are those of ``transformers``, with configurations written here; a ResNet-50 is written here too, and the last is the
 demo's GPT, which is made of opkit's own operators. Dropout is each configuration's own: on in training.
 """
@@ -7,6 +9,7 @@ demo's GPT, which is made of opkit's own operators. Dropout is each configuratio
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +83,7 @@ def task(
     small: bool = False,
     layers: int | None = None,
     shape: tuple[int, int] | None = None,
+    device: str = "cpu",
 ) -> Task:
     """The task of a model.
 
@@ -90,18 +94,20 @@ def task(
         small: a tiny model and a tiny batch, which say nothing of speed, to try the benchmark itself.
         layers: instead of the model's own.
         shape: a batch and a length, instead of the model's own.
+        device: where weights and inputs are made; not on the CPU, the model is that of :data:`GPU_MODELS`, if not ``small``.
     """
-    model = MODELS[name]
+    model = MODELS[name] if small or device == "cpu" else GPU_MODELS[name]
     torch.manual_seed(0)
-    module = model.build(layers, small).to(dtype).train(mode == "training")
-    batch = model.training_batch if mode != "inference" and model.training_batch else model.batch
-    shape = shape or ((2, 32) if small else (batch, model.length))
-    return Task(module, inputs_of(name, mode, dtype, shape), mode != "inference")
+    with torch.device(device):
+        module = model.build(layers, small).to(dtype).train(mode == "training")
+        batch = model.training_batch if mode != "inference" and model.training_batch else model.batch
+        shape = shape or ((2, 32) if small else (batch, model.length))
+        return Task(module, inputs_of(model, mode, dtype, shape), mode != "inference")
 
 
-def inputs_of(name: str, mode: str, dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, Tensor]:
+def inputs_of(model: Model, mode: str, dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, Tensor]:
     """What a model is called with for a batch and a length; labels where it trains."""
-    inputs = MODELS[name].inputs(*shape)
+    inputs = model.inputs(*shape)
     return {key: _cast(value, dtype) for key, value in inputs.items() if key != "labels" or mode != "inference"}
 
 
@@ -144,10 +150,11 @@ def _gpt2(layers: int | None, small: bool) -> nn.Module:
     return made
 
 
-def _llama(layers: int | None, small: bool) -> nn.Module:
+def _llama(layers: int | None, small: bool, large: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 32000, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1376}
+    sizes |= {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 5632} if large else {}
     sizes |= {**_NARROW, "intermediate_size": 172} if small else {}
     heads = sizes["num_attention_heads"] // 2
     config = LlamaConfig(
@@ -236,3 +243,15 @@ MODELS: dict[str, Model] = {
     "resnet50": Model(_resnet, _images, 8, 224, training_batch=4),
     "demo": Model(_demo, _tokens(_VOCABULARY), 4, 129),
 }
+
+GPU_MODELS: dict[str, Model] = {
+    "llama": Model(functools.partial(_llama, large=True), _tokens(32000), 4, 2048),
+    "bert": Model(_bert, _tokens(30522), 16, 512),
+    "vit": Model(_vit, _images, 64, 224),
+    "gpt2": Model(_gpt2, _tokens(50257), 8, 1024),
+    "resnet50": Model(_resnet, _images, 64, 224),
+    "demo": Model(_demo, _tokens(_VOCABULARY), 64, 129),
+}
+
+TRANSFORMERS = ("llama", "bert", "vit", "gpt2")
+"""The models that need the package ``transformers``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from compile_backends import compiled
-from compile_models import Task, inputs_of, task
+from compile_models import MODELS, Task, inputs_of, task
 from compile_parts import dtype_of, graphs
 from torch._dynamo.utils import get_compilation_metrics
 
@@ -32,7 +32,7 @@ def sweep(model: str, mode: str, dtype: str, backend: str) -> dict[str, Any]:
     call = compiled(backend, module)
     compiled_seconds = eager_seconds = worst = 0.0
     for size in sizes():
-        made = Task(module, inputs_of(model, how, dtype_of(dtype), size), how != "inference")
+        made = Task(module, inputs_of(MODELS[model], how, dtype_of(dtype), size), how != "inference")
         expected, took = _timed(made.step())
         found, took_compiled = _timed(made.step(call))
         eager_seconds, compiled_seconds = eager_seconds + took, compiled_seconds + took_compiled
