@@ -1,10 +1,13 @@
 """Count the operators of PyTorch's own OpInfo database that a backend compiles to eager's results, forward and gradient.
 
-Each operator runs in a process of its own with a time limit, so one that crashes or hangs costs the others nothing. The same
-samples, tolerances and seeds serve every backend::
+Operators run in processes of :mod:`workers`, in an order that is random and always the same, so that those done within
+``--seconds`` are a fair sample. The same samples, tolerances and seeds serve every backend and every device::
 
-    python benchmarks/opinfo_compile.py [--backend opkit] [--dtypes float32,int64] [--limit 3] [--json FILE] [NAME ...]
+    python benchmarks/opinfo_compile.py [--backend opkit] [--device cuda] [--dtypes float32,bfloat16] [--seconds 100]
+        [--jobs 14] [--limit 3] [--json FILE [--resume]] [NAME ...]
     python benchmarks/opinfo_compile.py --compare inductor.json opkit.json
+
+It exits with 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -12,57 +15,67 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
+import random
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import workers
 from compile_backends import strict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "compiler"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contract"))
 
-import isolated
-from database_compiled import asked, infos
+from database_compiled import Found, asked, infos
 
-OUTCOMES = ("pass", "wrong", "error", "time", "died", "none")
+OUTCOMES = ("pass", "wrong", "error", "fallback", "time", "died", "none")
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each operator and dtype, in the order in which they end; written to ``--json`` as they come."""
+    """A row for each operator and dtype, in the order in which they end; failures are printed, rows written to ``--json``."""
     names = options.names or [*infos()][:: options.every]
     items = [(name, dtype) for name in names for dtype in options.dtypes]
+    random.Random(0).shuffle(items)
     rows: list[dict[str, Any]] = []
-    for row in _rows(items, options):
+    if options.resume and options.json.exists():
+        rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    done = {(row["name"], row["dtype"]) for row in rows}
+    call = functools.partial(_one, backend=options.backend, limit=options.limit, device=options.device)
+    for (name, dtype), found, how in workers.run(
+        call,
+        [item for item in items if item not in done],
+        options.device,
+        options.jobs,
+        options.seconds,
+        options.case_seconds,
+    ):
+        dead = {"outcome": "time" if how == "time" else "died", "message": how[-600:]}
+        row = {"name": name, "dtype": dtype, **(found or dead)}
         rows.append(row)
-        print(
-            f"{len(rows)} of {len(items)}: {row['name']} {row['outcome']}{' ' * 30}",
-            end="\r",
-            file=sys.stderr,
-            flush=True,
-        )
+        if row["outcome"] not in ("pass", "none"):
+            print(f"{row['outcome']:8} {name} {dtype}: {' '.join(row['message'].split())[:220]}", flush=True)
         if options.json:
-            options.json.write_text(
-                json.dumps({"backend": options.backend, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-            )
+            content = {"backend": options.backend, "device": options.device, "rows": rows}
+            options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return rows
 
 
-def _rows(items: Sequence[tuple[str, str]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    chosen = strict(options.backend)
+def _one(item: tuple[str, str], report: workers.Report, *, backend: str, limit: int, device: str) -> None:
+    """Report the row of an operator and a dtype."""
+    if backend == "inductor":
+        from torch._inductor import config  # seconds, for this backend alone
 
-    def one(item: tuple[str, str]) -> dict[str, Any]:
-        started = time.monotonic()
-        found = asked(item[0], getattr(torch, item[1]), chosen, options.limit)
-        return {**dataclasses.asdict(found), "seconds": round(time.monotonic() - started, 2)}
-
-    for (name, dtype), found, how in isolated.each(one, items, options.jobs, options.seconds):
-        dead = {"outcome": "time" if how == "time" else "died", "message": how[-600:]}
-        yield {"name": name, "dtype": dtype, **(found or dead)}
+        config.compile_threads = 1  # there is a process for each core already
+    started = time.monotonic()
+    try:
+        found = asked(item[0], getattr(torch, item[1]), strict(backend), limit, device)
+    except Exception as error:  # compiling and calling raise none: there are no samples to be had
+        found = Found("none", message=f"samples: {type(error).__name__}: {error}"[:600])
+    report({**dataclasses.asdict(found), "seconds": round(time.monotonic() - started, 2)})
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -74,13 +87,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """What did not pass, with its message, and the counts."""
-    for row in sorted(rows, key=lambda row: (row["outcome"], row["name"])):
-        if row["outcome"] not in ("pass", "none"):
-            print(f"{row['outcome']:6} {row['name']} {row['dtype']}: {' '.join(row['message'].split())[:220]}")
-    print(f"\n{'':10}" + "".join(f"{outcome:>7}" for outcome in OUTCOMES))
+    """Print the counts."""
+    print(f"\n{'':10}" + "".join(f"{outcome:>9}" for outcome in ("cases", *OUTCOMES)))
     for dtype, counts in summary(rows).items():
-        print(f"{dtype:10}" + "".join(f"{counts[outcome]:7}" for outcome in OUTCOMES))
+        numbers = (sum(counts.values()), *(counts[outcome] for outcome in OUTCOMES))
+        print(f"{dtype:10}" + "".join(f"{number:9}" for number in numbers))
 
 
 def compare(first: Path, second: Path) -> dict[str, int]:
@@ -110,42 +121,38 @@ def _by_case(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["name"], row["dtype"]): row for row in rows}
 
 
-def _warm(chosen: Any) -> None:
-    """What compiling imports is imported once, in the process that the others fork from; nothing here may start a thread."""
-    if chosen == "inductor":
-        from torch._inductor import compile_fx, config  # noqa: F401  seconds, for this backend alone
-
-        config.compile_threads = 1  # a pool of compilers does not live through a fork
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-
-
 def main() -> None:
     """Print what does not pass, the counts, and one JSON line."""
     options = _options()
     if options.compare:
         print(json.dumps(compare(*options.compare)))
         return
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    _warm(strict(options.backend))
     started = time.monotonic()
     rows = measure(options)
     show(rows)
-    print(json.dumps({"backend": options.backend, **summary(rows), "seconds": round(time.monotonic() - started, 1)}))
+    described = {"backend": options.backend, "device": options.device}
+    print(json.dumps({**described, **summary(rows), "seconds": round(time.monotonic() - started, 1)}))
+    sys.exit(any(row["outcome"] == "wrong" for row in rows))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="operators; all by default")
     parser.add_argument("--backend", default="opkit")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32"])
     parser.add_argument("--limit", type=int, default=3, help="samples of an operator")
     parser.add_argument("--every", type=int, default=1, help="take every so manieth operator")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which an operator counts as hanging")
+    parser.add_argument("-n", "--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more operators are run")
+    parser.add_argument("--case-seconds", type=float, default=120.0, help="after which an operator counts as hanging")
     parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file of --json has")
     parser.add_argument("--compare", type=Path, nargs=2, help="two such files")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume and not options.json:
+        parser.error("--resume needs --json")
+    return options
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ _MOVES = (
 class _Disturbed(TorchDispatchMode):
     """Disturbs what each rounding operator reads by float32's, and what it gives by the program's, relative precision."""
 
-    def __init__(self, precision: float, seed: int) -> None:
+    def __init__(self, precision: float, seed: int, device: str) -> None:
         super().__init__()
-        self.precision, self.generator = precision, torch.Generator().manual_seed(seed)
+        self.precision, self.generator = precision, torch.Generator(device).manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -47,8 +47,8 @@ class _Disturbed(TorchDispatchMode):
 
     def _disturb(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
-            value.mul_(1 + self.precision * noise)
+            noise = torch.rand(value.shape, generator=self.generator, dtype=torch.float64, device=self.generator.device)
+            value.mul_(1 + self.precision * (noise.to(value.device) * 2 - 1))
         return value
 
     @staticmethod
@@ -73,6 +73,8 @@ def called(function: Callable[..., Any], args: Sequence[Tensor], grad: bool = Fa
     ]
     grads = _grads(results, args) if grad else []
     values = [each.detach() for each in results] + [each.detach() for each in args]
+    if any(each.is_cuda for each in values):
+        torch.cuda.synchronize()  # errors of kernels are raised here, not in a later call
     return Outcome(values, shared, grads)
 
 
@@ -85,8 +87,8 @@ def _grads(results: Sequence[Tensor], args: Sequence[Tensor]) -> list[Tensor]:
     pulled = [result for result in results if result.requires_grad]
     if not wanted or not pulled:
         return []
-    loss = sum((result * torch.linspace(0.5, 1.5, max(result.numel(), 1), dtype=result.dtype)[: result.numel()]
-                .reshape(result.shape)).sum() for result in pulled)  # fmt: skip
+    loss = sum((result * torch.linspace(0.5, 1.5, max(result.numel(), 1), dtype=result.dtype, device=result.device)
+                [: result.numel()].reshape(result.shape)).sum() for result in pulled)  # fmt: skip
     found = torch.autograd.grad(loss, wanted, allow_unused=True)
     return [torch.zeros_like(arg) if grad is None else grad for arg, grad in zip(wanted, found, strict=True)]
 
@@ -100,22 +102,22 @@ def precision(program: Program) -> float:
     return max([*narrow, torch.finfo(torch.float32).eps])
 
 
-def mismatch(program: Program, compile_: Callable[..., Any], grad: bool = False) -> str | None:
-    """What a compiled program does otherwise than eager, in words; None where it does the same.
+def mismatch(program: Program, compile_: Callable[..., Any], grad: bool = False, device: str = "cpu") -> str | None:
+    """What a compiled program does otherwise than eager on the same device, in words; None where it does the same.
 
     Raises:
         EagerError: eager torch cannot run it, such as a gradient through what a later line wrote over.
     """
     try:
-        eager = called(program.function(), arguments(program, grad=grad), grad)
-        exact = called(program.function(exact=True), arguments(program, exact=True, grad=grad), grad)
+        eager = called(program.function(), arguments(program, grad=grad, device=device), grad)
+        exact = called(program.function(exact=True), arguments(program, exact=True, grad=grad, device=device), grad)
     except RuntimeError as error:
         raise EagerError from error
     torch._dynamo.reset()
-    compiled = called(compile_(program.function()), arguments(program, grad=grad), grad)
+    compiled = called(compile_(program.function()), arguments(program, grad=grad, device=device), grad)
     if eager.shared != compiled.shared:
         return f"results share memory with arguments as {compiled.shared}, not as {eager.shared}"
-    noisy = [_noisily(program, seed, grad) for seed in range(_SAMPLES)]
+    noisy = [_noisily(program, seed, grad, device) for seed in range(_SAMPLES)]
     for at, (ours, theirs) in enumerate(zip(_all(compiled), _all(eager), strict=True)):
         wrong = _different(ours, theirs, _all(exact)[at], [_all(each)[at] for each in noisy])
         if not wrong and at < len(eager.values) and _strides(ours) != _strides(theirs):
@@ -140,9 +142,9 @@ def _strides(value: Tensor) -> list[int]:
     )
 
 
-def _noisily(program: Program, seed: int, grad: bool) -> Outcome:
-    args = arguments(program, exact=True, grad=grad)
-    with _Disturbed(precision(program), seed):
+def _noisily(program: Program, seed: int, grad: bool, device: str) -> Outcome:
+    args = arguments(program, exact=True, grad=grad, device=device)
+    with _Disturbed(precision(program), seed, device):
         return called(program.function(exact=True), args, grad)
 
 

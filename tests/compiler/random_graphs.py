@@ -30,9 +30,12 @@ class Input:
     numbers: str = "grid"
     seed: int = 0
 
-    def tensor(self, grad: bool = False) -> Tensor:
-        """The argument itself, the same on every call."""
-        made = _laid_out(self._numbers(_before(self.shape, self.layout)), self.shape, self.layout)
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {self.layout} {self.numbers} {self.seed}"
+
+    def tensor(self, grad: bool = False, device: str = "cpu") -> Tensor:
+        """The argument itself, the same on every call and every device."""
+        made = _laid_out(self._numbers(_before(self.shape, self.layout)).to(device), self.shape, self.layout)
         return made.requires_grad_(grad and made.is_floating_point())
 
     def _numbers(self, shape: tuple[int, ...]) -> Tensor:
@@ -89,10 +92,10 @@ class Program:
         exec(self.source(), scope)
         return scope["f"]
 
-    def script(self, backend: str) -> str:
+    def script(self, backend: str, device: str = "cpu") -> str:
         """A program of its own that shows eager's results and the compiled function's."""
         floats = "\n".join(f"{name} = {dtype}" for name, dtype in DTYPES.items())
-        made = "\n".join(f"t{at} = {spelled(each)}" for at, each in enumerate(self.inputs))
+        made = "\n".join(f"t{at} = {spelled(each, device)}" for at, each in enumerate(self.inputs))
         names = ", ".join(f"t{at}" for at in range(len(self.inputs)))
         return (
             f"import torch\nimport torch.nn.functional as F\nnan, inf = float('nan'), float('inf')\n{floats}\n\n"
@@ -102,12 +105,12 @@ class Program:
         )
 
 
-def spelled(given: Input) -> str:
+def spelled(given: Input, device: str = "cpu") -> str:
     """An argument as an expression, with its strides."""
-    tensor = given.tensor()
+    tensor, on = given.tensor(), "" if device == "cpu" else f", device={device!r}"
     dtype, whole = given.dtype, tensor.contiguous().flatten().tolist()
     return (
-        f"torch.empty_strided({tuple(tensor.shape)}, {tensor.stride()}, dtype={dtype})"
+        f"torch.empty_strided({tuple(tensor.shape)}, {tensor.stride()}, dtype={dtype}{on})"
         f".copy_(torch.tensor({whole}, dtype={dtype}).reshape({tuple(tensor.shape)}))"
     )
 
@@ -118,8 +121,8 @@ def namespace(exact: bool = False) -> dict[str, Any]:
     return {"torch": torch, "F": functional, **dtypes}
 
 
-def arguments(program: Program, exact: bool = False, grad: bool = False) -> list[Tensor]:
+def arguments(program: Program, exact: bool = False, grad: bool = False, device: str = "cpu") -> list[Tensor]:
     """The arguments of a program, new each time; ``exact`` makes floats float64, ``grad`` asks for their gradients."""
-    made = [each.tensor() for each in program.inputs]
+    made = [each.tensor(device=device) for each in program.inputs]
     wide = [each.double() if exact and each.is_floating_point() else each for each in made]
     return [each.requires_grad_(grad and each.is_floating_point()) for each in wide]

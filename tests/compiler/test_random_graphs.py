@@ -19,7 +19,14 @@ few = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-examples = pytest.mark.parametrize("examples", [6, pytest.param(25, marks=pytest.mark.exhaustive)])
+examples = pytest.mark.parametrize(
+    ("examples", "device"),
+    [
+        pytest.param(6, "cpu", id="6"),
+        pytest.param(25, "cpu", id="25", marks=pytest.mark.exhaustive),
+        pytest.param(5, "cuda", id="5-cuda", marks=pytest.mark.gpu),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,23 +45,24 @@ def compiled():
     return functools.partial(torch.compile, backend=backend.opkit_backend, options={"strict": True})
 
 
-def unlike(program, compile_, grad=False):
+def unlike(program, compile_, grad=False, device="cpu"):
     """What is not as in eager; programs that eager refuses are left out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return mismatch(program, compile_, grad)
+            return mismatch(program, compile_, grad, device)
         except EagerError:
             assume(False)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["results", "gradients"])
 @examples
-def test_programs_are_as_in_eager(compiled, examples, grad):
+def test_programs_are_as_in_eager(compiled, examples, device, grad):
     @settings(few, max_examples=examples)
     @given(program=programs(gradients=grad))
     def as_in_eager(program):
-        assert not (wrong := unlike(program, compiled, grad)), f"{wrong}\n{program.script('opkit')}"
+        wrong = unlike(program, compiled, grad, device)
+        assert not wrong, f"{wrong}\n{program.script('opkit', device)}"
 
     as_in_eager()
 
