@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -22,10 +22,12 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
-from opkit.compiler.run.gpu_kernels import GpuKernelsBuild
 from opkit.compiler.run.library import flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
+
+if TYPE_CHECKING:
+    from opkit.compiler.run.gpu_kernels import GpuKernelsBuild
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
@@ -146,6 +148,8 @@ def build(plan: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
     if plan.device == "cpu":
         segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
     else:
+        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
+
         segments = GpuKernelsBuild(plan.kernels, texts[0], torch.device(plan.device))
     return PlanBuild(dataclasses.replace(plan, name=name), texts, segments)
 

@@ -102,7 +102,7 @@ class _ProgramWriter:
             if isinstance(step, Segment):
                 self._segment(step)
             elif isinstance(step, GpuLaunch):
-                self._launch(step)
+                self._launch(number, step)
             else:
                 self._extern(step)
             self._drop([name for name in self.last.get(number, ()) if name in self.slots])
@@ -235,7 +235,7 @@ class _ProgramWriter:
         self._step("segment", f"segment{step.number}", step.number)
         self.lines.append(f"segment{step.number}()")
 
-    def _launch(self, step: GpuLaunch) -> None:
+    def _launch(self, number: int, step: GpuLaunch) -> None:
         for buffer in step.buffers:
             self._allocate(buffer)
         x, y = (*map(self.names.word, step.grid), 1)[:2]
@@ -244,7 +244,8 @@ class _ProgramWriter:
         numbers = [word for size in step.sizes for word in (-1, self.names.word(size))]
         count = len(step.buffers) + len(step.sizes) + 2
         n = step.kernel
-        self._step("launch", f"kernel{n}", x, y, f"threads{n}", f"shared{n}", count, pointers, numbers, [-1, 0, -1, 0])
+        resources = (f"threads{n}", f"shared{n}")
+        self._step("launch", number, f"kernel{n}", x, y, *resources, count, pointers, numbers, [-1, 0, -1, 0])
         self.lines.append(f"kernel{n}[{x}, {y}]({', '.join(map(self.names.variable, step.buffers))})")
 
     def _extern(self, step: Extern) -> None:

@@ -24,7 +24,7 @@ from opkit.compiler.ir.program import Strided
 from opkit.compiler.run import driver, driver_program, library, torch_operators
 from opkit.compiler.run.driver_program import DriverProgram
 from opkit.compiler.run.library import LoadedSegments
-from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, Segment
+from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, GraphConstants, Segment
 from opkit.compiler.run.python_text import binding, size_text
 from opkit.errors import CompileError
 
@@ -225,7 +225,9 @@ def _raise_failure(words: list[int], runtime: library.Runtime, plan: ExecutionPl
         library.raise_error(runtime, origins[words[at + 2]], graph)
     if step == "launch":
         torch.cuda.synchronize(plan.device)  # an earlier kernel's error is raised as torch raises it
-        raise RuntimeError(f"the GPU's driver refused to launch a kernel with the error {error} (in {graph})")
+        launch = plan.steps[words[at + 1]]
+        assert isinstance(launch, GpuLaunch)
+        raise RuntimeError(f"the GPU's driver refused a launch with the error {error} (in {graph}, of {launch.origin})")
     if step not in ("view", "allocate"):
         raise RuntimeError(f"torch refused the step {step!r} (in {graph})")
     rank = words[at + 4]

@@ -46,7 +46,7 @@ def frame(words, tensors, launch=None, function=None):
 
 def launch_words(x, y):
     parameters = [2, 0, 0, 0, -1, 7, -1, 0, -1, 0]  # two pointers, a size, and two of Triton's
-    return [STEPS.index("launch"), 0xABC, x, y, 128, 4096, 5, *parameters, STEPS.index("end"), 0]
+    return [STEPS.index("launch"), 6, 0xABC, x, y, 128, 4096, 5, *parameters, STEPS.index("end"), 0]
 
 
 def test_a_launch_passes_pointers_sizes_and_the_stream():
