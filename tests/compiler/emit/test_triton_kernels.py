@@ -29,12 +29,21 @@ RULES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/compiler/l
 # ---- results: in a child process, for Triton's interpreter must be on before Triton is imported --------------------------
 
 
+# The installed opkit is imported before the checkout, with the same name in it, is on the path.
+PYTEST = """
+import sys
+import opkit
+import pytest
+sys.path.insert(0, sys.argv.pop(1))
+from tests.compiler.emit import triton_schedules
+raise SystemExit(pytest.main(sys.argv[1:], plugins=[triton_schedules]))
+"""
+
+
 def interpreted(*paths):
     """What pytest prints of files whose kernels run in Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.compiler.emit.triton_schedules", *paths]
-    inherited = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), inherited])}
+    command = [sys.executable, "-P", "-c", PYTEST, str(ROOT), "-q", "-rs", "-n", "0", "-p", "no:cacheprovider", *paths]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout
