@@ -7,20 +7,18 @@ all of them in the cache on the disk does not import Triton.
 from __future__ import annotations
 
 import contextvars
-import functools
 import hashlib
 import linecache
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from opkit.compiler.emit import triton as emitter
 from opkit.compiler.ir.kernel import TritonKernel
+from opkit.compiler.run import plan_cache
 from opkit.compiler.run.library import LoadedKernel, LoadedSegments
 from opkit.errors import ToolchainError
 from opkit.kernels.triton import compiling, stored
@@ -52,7 +50,8 @@ class GpuKernelsBuild:
         options: dict[str, Any] = {"num_warps": kernel.warps}
         if kernel.checks:
             options |= {"debug": True, "sanitize_overflow": False}
-        parts = (self._module.text, _functions_text(), kernel, sorted(options.items()), target)
+        # the name is a hash of what is computed, and the compiler's own sources decide the text
+        parts = (plan_cache.versions(), kernel, sorted(options.items()), target)
         name = stored.named_key(hashlib.sha256(repr(parts).encode()).hexdigest())
         found = None if name is None else stored.find_named(name)
         if found is not None:
@@ -93,12 +92,6 @@ def _loaded(binary: Binary, machine: Machine, device: int) -> LoadedKernel:
 
 
 # ---- Triton's functions ----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _functions_text() -> str:
-    """Return the text of the functions that generated modules import."""
-    return Path(emitter.__file__).with_name("functions.py").read_text(encoding="utf-8")
 
 
 class _Module:
