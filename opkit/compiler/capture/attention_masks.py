@@ -50,7 +50,7 @@ def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes that no input decides, nor a state of torch's; none if the graph writes to one."""
     constant: set[fx.Node] = set()
     for node in module.graph.nodes:
-        name, value = getattr(node.target, "__name__", str(node.target)), node.meta.get("example_value")
+        name, value = _name(node.target), node.meta.get("example_value")
         writes = name in _WRITING or "out" in node.kwargs or (name.endswith("_") and name not in _FUNCTIONS)
         if writes and not constant.isdisjoint(node.all_input_nodes):
             return set()
@@ -58,6 +58,14 @@ def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
         if name in _FUNCTIONS and not writes and fixed and value.numel() <= _MAX_ELEMENTS:
             constant |= {node} if constant.issuperset(node.all_input_nodes) else set()
     return constant
+
+
+def _name(target: Any) -> str:
+    """Return the name of a function or method; that of an operator's method as in the module ``operator``."""
+    name = getattr(target, "__name__", str(target))
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+    return f"{name}_" if name in ("and", "or", "not") else name
 
 
 def _value(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor:

@@ -34,6 +34,11 @@ MASKS = {
     "causal": (lambda n: positions(n)[1] <= positions(n)[0], None, True),
     "tril": (lambda n: torch.ones(n, n, dtype=torch.bool).tril(), None, True),
     "additive": (lambda n: torch.zeros(n, n).masked_fill(positions(n)[1] > positions(n)[0], -torch.inf), None, True),
+    "methods": (
+        lambda n: (positions(n)[1] <= positions(n)[0]).__and__(positions(n)[0].__eq__(positions(n)[0])),
+        None,
+        True,
+    ),
     "window": (lambda n: positions(n)[1] <= positions(n)[0] + 1, "kept", False),
     "bias": (lambda n: (positions(n)[1] - positions(n)[0]).to(torch.float32), "kept", False),
 }
