@@ -57,6 +57,7 @@ CASES = {
     "cumsum": (lambda x: x.cumsum(1), lambda: [r(20, 50)]),
     "pad": (lambda x: F.pad(x, (1, 2, 3, 0)).exp(), lambda: [r(20, 30)]),
     "group norm": (lambda x, g, b: F.group_norm(x, 4, g, b), lambda: [r(2, 16, 9, 9), r(16), r(16)]),
+    "padded rows": (lambda x, w: F.log_softmax(x @ w.t(), -1), lambda: [r(300, 64), r(1027, 64)]),
     "max pool": (lambda x: F.max_pool2d(x, 3, 2, padding=1), lambda: [r(2, 8, 33, 33)]),
 }
 

@@ -21,6 +21,8 @@ class LoweringTarget:
         few_rows: the most rows that are too few to divide among threads; steps that need a reduction of such rows, if they are
             long, are in another kernel, so that the reduction can be cut into parts.
         programs: the programs that a device needs to be busy, of kernels of tiles.
+        product_alignment: sizes of large products of narrow floats are padded to multiples of so many elements. Libraries have
+            fast kernels only for such sizes.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -30,6 +32,7 @@ class LoweringTarget:
     wide_sums: bool = True
     few_rows: int = 4
     programs: int = 1
+    product_alignment: int = 1
 
     @staticmethod
     def of(features: frozenset[str], cache: int | None = None) -> LoweringTarget:
@@ -46,4 +49,4 @@ class LoweringTarget:
 PLAIN = LoweringTarget()
 """No choices: every operator as torch would run it."""
 
-GPU = LoweringTarget("cuda", channels_last=True, wide_sums=False, few_rows=64, programs=528)
+GPU = LoweringTarget("cuda", channels_last=True, wide_sums=False, few_rows=64, programs=528, product_alignment=8)

@@ -115,3 +115,58 @@ def test_other_convolutions_are_called_as_they_are():
     ):
         program = check(function, *args, rtol=1e-4, atol=1e-5)
         assert [call.target for call in calls(program)] == ["aten.convolution.default"]
+
+
+# ---- padded sizes ----------------------------------------------------------------------------------------------------
+
+PADDED = LoweringTarget(product_alignment=8)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "padded"),
+    [
+        (torch.mm, ((300, 513), (513, 256)), [(304, 520), (520, 256)]),
+        (lambda x, y: torch.mm(x + 1, y.t()), ((300, 513), (257, 513)), [(304, 520), (520, 264)]),
+        (lambda x, y: torch.bmm(x.sin(), y), ((2, 256, 513), (2, 513, 256)), [(2, 256, 520), (2, 520, 256)]),
+        (torch.mm, ((304, 512), (512, 256)), [(304, 512), (512, 256)]),
+        (torch.mm, ((300, 513), (513, 8)), [(300, 513), (513, 8)]),  # too small
+        (torch.mm, ((8, 513), (513, 256)), [(8, 513), (513, 256)]),
+    ],
+)
+def test_sizes_of_large_narrow_products_are_padded(function, shapes, padded):
+    program = check(function, *(narrow(*shape) for shape in shapes), target=PADDED, rtol=2e-2, atol=0.5)
+    (call,) = calls(program)
+    assert [tuple(n.constant for n in each.shape) for each in call.args] == padded
+
+
+def test_a_padded_operand_is_laid_out_as_it_was():
+    program = check(
+        lambda x, y: torch.mm(x, y.t()), narrow(256, 256), narrow(257, 256), target=PADDED, rtol=2e-2, atol=0.5
+    )
+    (call,) = calls(program)
+    assert [s.constant for s in call.args[1].strides] == [1, 256]
+
+
+def test_two_products_share_a_padded_operand():
+    def gradients(grad, x, w):
+        grad = grad.sin()
+        return torch.mm(grad, w), torch.mm(grad.t(), x)
+
+    arguments = narrow(264, 513) / 8, narrow(264, 256), narrow(513, 256)
+    program = check(gradients, *arguments, target=PADDED, rtol=2e-2, atol=0.5)
+    one, two = calls(program)
+    assert one.args[0].buffer == two.args[0].buffer
+    assert sum(isinstance(step, Compute) for step in program.steps) <= 4  # sin, and each operand
+
+
+def test_a_bias_is_added_to_a_padded_product():
+    program = check(
+        torch.addmm, narrow(257), narrow(256, 256) / 8, narrow(256, 257), target=PADDED, rtol=3e-2, atol=0.5
+    )
+    assert [call.target for call in calls(program)] == ["aten.mm.default"]
+
+
+def test_infinities_and_nans_stay_in_their_rows():
+    x = narrow(300, 513)
+    x[7, 3], x[9, 512] = float("inf"), float("nan")
+    check(torch.mm, x, narrow(513, 256).abs() + 1, target=PADDED, rtol=2e-2, atol=1.0)

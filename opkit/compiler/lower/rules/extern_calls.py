@@ -11,14 +11,20 @@ import dataclasses
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.expr import where
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
+from opkit.compiler.lower.group import estimate
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.tensors import Tensor, channels_last, is_dense
+from opkit.compiler.lower.rules.joining import within
+from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense
 
 TABLE = Table()
+
+MIN_PADDED = 256
+"""A product with a smaller size is not padded: copies would take as long as what they save."""
 
 _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
@@ -40,7 +46,11 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     kind = b.result()
     if not DTYPES[kind.dtype].kind == "float":
         raise NoRule("a product of integers")
-    if kind.dtype in ("bf16", "f16") and b.target.narrow_products:  # oneDNN adds the bias before it rounds
+    *_, rows, inner, columns = *x.shape, y.shape[-1]
+    is_padded = any(_multiple(n, _padding_step(b, x.dtype, rows, inner, columns)) != n for n in (rows, inner, columns))
+    if (
+        kind.dtype in ("bf16", "f16") and b.target.narrow_products and not is_padded
+    ):  # libraries add the bias before they round
         return b.call(b.node.target, (bias, x, y), [b.new_buffer(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
@@ -49,18 +59,50 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
 
 def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     """Return the product, in the type in which it is computed."""
-    x, y = _operand(b, x), _operand(b, y)
+    x, y = _wide(b, x), _wide(b, y)
+    *batch, rows, inner, columns = *x.shape, y.shape[-1]
+    step = _padding_step(b, x.dtype, rows, inner, columns)
+    x, y = _padded(b, x, step), _padded(b, y, step)
     out = b.new_buffer(x.dtype, (*x.shape[:-1], y.shape[-1]))
-    return b.call(target, (x, y), [out], out=True)[0]
+    product = b.call(target, (x, y), [out], out=True)[0]
+    shape = (*batch, rows, columns)
+    return product if product.shape == shape else product.mapped(shape, formal(shape))
 
 
-def _operand(b: Builder, x: Tensor) -> Tensor:
-    return x if b.target.narrow_products else _wide(b, x)
+def _padding_step(b: Builder, dtype: str, *sizes: Index) -> int:
+    """Return what the sizes of a product should be multiples of: 1 if it is too small to gain from padded copies."""
+    small = min(estimate(n, b.graph.sizes) for n in sizes) < MIN_PADDED
+    return 1 if small or dtype not in ("bf16", "f16") else b.target.product_alignment
+
+
+def _padded(b: Builder, x: Tensor, step: int) -> Tensor:
+    """Return a matrix, or a batch of them, with zeros after its rows and columns, laid out as it is in memory."""
+    shape = (*x.shape[:-2], *(_multiple(n, step) for n in x.shape[-2:]))
+    if shape == x.shape:
+        return x
+    strided = x.strided()
+    if strided is not None and strided.strides[-2] == 1:
+        return _transposed(_padded(b, _transposed(x), step))
+    axes = formal(shape)
+    inside = within(axes, x.shape, shape)
+    assert inside is not None
+    body = where(inside, x.at(axes, inside), f.number(0, x.dtype).expr)
+    return b.compute(b.new_buffer(x.dtype, shape), shape, body)
+
+
+def _multiple(n: Index, step: int) -> Index:
+    return n if n.constant is None else n + -n.constant % step
+
+
+def _transposed(x: Tensor) -> Tensor:
+    *batch, rows, columns = x.shape
+    *axes, column, row = formal((*batch, columns, rows))
+    return x.mapped((*batch, columns, rows), (*axes, row, column))
 
 
 def _wide(b: Builder, x: Tensor) -> Tensor:
-    """Return a tensor of a narrow float as float32, in memory laid out as it is."""
-    if x.dtype not in ("bf16", "f16"):
+    """Return a tensor as products are computed: a narrow float as float32 on some targets, in memory laid out as it is."""
+    if b.target.narrow_products or x.dtype not in ("bf16", "f16"):
         return x
     strided = x.strided()
     strides = strided.strides if strided is not None and is_dense(x.shape, strided.strides) else None
@@ -112,7 +154,7 @@ def _convolution(
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
     out = b.extern_buffer(_in_type(b, kind, channels_last(kind.shape)))
-    image = b.call(b.node.target, (_image(b, x), _operand(b, weight), None, *settings), [out])[0]
+    image = b.call(b.node.target, (_image(b, x), _wide(b, weight), None, *settings), [out])[0]
     kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
     if bias is None:
         return _rounded(b, image, kind)
@@ -133,7 +175,7 @@ def _convolution_backward(
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     image = _image(b, grad)
-    operands = (image, _image(b, x), _operand(b, weight), None)
+    operands = (image, _image(b, x), _wide(b, weight), None)
     settings = (*rest, transposed, output_padding, groups, [*output_mask, False])
     gradients = b.call(b.node.target, (*operands, *settings), [*outs, None])
     results = [
