@@ -244,8 +244,70 @@ def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     return x
 
 
+# ---- cross-entropy in steps, on a GPU --------------------------------------------------------------------------------
+#
+# A backward then recomputes probabilities from the logits and two numbers for each row. Without these, torch's partitioner saves
+# the log-softmax, which is twice as large as logits of narrow floats.
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
+    if not _is_on_gpu(x) or x.dim() == 0:
+        return NotImplemented
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    shifted = wide - wide.amax(dim, keepdim=True)
+    result = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return result if half_to_float else result.to(x.dtype)
+
+
+def _log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    if not _is_on_gpu(y):
+        return NotImplemented
+    wide = torch.promote_types(y.dtype, torch.float32)
+    grad, y = grad.to(wide), y.to(wide)
+    return (grad - y.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+
+
+def _nll_loss_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int, total: Tensor
+) -> Any:
+    if not _is_on_gpu(x) or x.dim() != 2:
+        return NotImplemented
+    labels = target.unsqueeze(1)
+    chosen = (torch.arange(x.shape[1], device=x.device) == labels) & (labels != ignored)
+    scale = grad.unsqueeze(1) if reduction == 0 else grad / total if reduction == 1 else grad
+    value = -scale if weight is None else -scale * weight
+    return torch.where(chosen, value, 0.0).to(x.dtype)
+
+
+def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
+    if not _is_on_gpu(x) or x.dim() != 2:
+        return NotImplemented
+    counted = target != ignored
+    labels = torch.where(counted, target, 0)
+    weights = counted.to(x.dtype) if weight is None else torch.where(counted, weight[labels], 0.0)
+    losses = torch.where(counted, -x.gather(1, labels.unsqueeze(1)).squeeze(1), 0.0)
+    losses = losses if weight is None else losses * weights
+    if reduction == 0:
+        return losses, x.new_zeros(())
+    total = weights.sum()
+    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+
+
+def _detach(x: Tensor) -> Any:
+    return aten.alias.default(x) if _is_on_gpu(x) else NotImplemented  # torch's partitioner may recompute an alias
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.is_floating_point()
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.detach.default: _detach,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     **{
