@@ -26,6 +26,7 @@ from opkit.compiler.lower.tensors import (
     Tensor,
     TensorPair,
     alternating,
+    channels_last,
     complex_of,
     formal,
     is_dense,
@@ -147,7 +148,7 @@ class Builder:
         made = (
             b.strides
             for b in read
-            if b.shape == kind.shape and b.strides != kind.strides and is_dense(b.shape, b.strides)
+            if b.shape == kind.shape and b.strides != kind.strides and b.strides == channels_last(b.shape)
         )
         return next(made, kind.strides)
 

@@ -25,7 +25,7 @@ from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 Entry = Group | Extern
 
-CHEAP = 6  # the largest cost of an element that is recomputed rather than read; see ``rewrites.cost``
+CHEAP, CHEAP_ON_GPU = 6, 48  # the largest cost of an element that is recomputed rather than read; see ``rewrites.cost``
 
 
 @dataclasses.dataclass
@@ -47,6 +47,7 @@ def fuse(program: Program, target: LoweringTarget = PLAIN) -> Fused:
 class _Fuser:
     def __init__(self, program: Program, target: LoweringTarget) -> None:
         self.program, self.target = program, target
+        self.tries = 32 if target.tiles else 3  # how deep a step recomputes what it reads
         self.entries: list[Entry | None] = []  # None: merged into a later one
         self.refusals: list[FusionRefusal] = []
         self.last_writer: dict[str, int] = {}  # the last entry that writes a buffer
@@ -67,6 +68,7 @@ class _Fuser:
         self.sizes = program.sizes
         reductions = (step for step in program.steps if isinstance(step, Compute) and step.reduced and target.tiles)
         self.adjacent = frozenset(step.buffer for step in reductions if _rows_are_adjacent(step, program))
+        self.before_rows = _before_rows(program, self.adjacent) if target.tiles else frozenset[str]()
 
     def add(self, step: Compute | Extern) -> None:
         if isinstance(step, Extern):
@@ -75,14 +77,18 @@ class _Fuser:
         else:
             self._place(_of_one(step))
 
-    def _place(self, step: Compute, tries: int = 3) -> None:
+    def _place(self, step: Compute, tries: int | None = None) -> None:
+        tries = self.tries if tries is None else tries
         after = self._after(step)
         if self._merge_sources(step, after):
             return None
+        near = self._without_far_sources(step, after) if tries else step
+        if near is not step:
+            return self._place(near, tries - 1)
         for at in self._candidates(step, after):
             entry = self.entries[at]
             assert isinstance(entry, Group)
-            reason = groups.join(entry, step)
+            reason = self._separate(entry, step) or groups.join(entry, step)
             if reason is None:
                 self._note(step, at)
                 return None
@@ -155,6 +161,8 @@ class _Fuser:
         entry = self.entries[at]
         if not isinstance(entry, Group) or self.needed.get(at, after + 1) <= after or not groups.alike(entry, into):
             return None
+        if self._separate(entry, step) or self._separate(into, step):
+            return None
         both = groups.copied(into)
         if any(groups.join(both, each.step) is not None for each in entry.members.values()):
             return None
@@ -174,7 +182,31 @@ class _Fuser:
         sizes = {product(member.step.axes) for member in entry.members.values()}
         self.latest.update((size, after) for size in sizes if self.latest.get(size) == at)
 
+    def _separate(self, entry: Group, step: Compute) -> str | None:
+        """Return why a reduction of columns stays apart from steps that reductions of rows need too.
+
+        Only one of the two can share a kernel with them. Rows fit into a tile, so what comes after their reduction can join, too.
+        """
+        if step.buffer in self.adjacent and not self.before_rows.isdisjoint(entry.members):
+            return "a reduction over other axes follows"
+        return None
+
     # ---- recomputation ---------------------------------------------------------------------------------------------
+
+    def _without_far_sources(self, step: Compute, after: int) -> Compute:
+        """Return the step with what it reads of several groups, or of one that it cannot join, computed in it."""
+        if not self.target.tiles:
+            return step
+        sources = {name: at for name in reads(step) if (at := self.last_writer.get(name, -1)) >= 0}
+        inlined: dict[str, Parts] = {}
+        for name, at in sources.items():
+            if not isinstance(self.entries[at], Group) or {*sources.values()} == {after}:
+                continue
+            parts = self._recomputable(name, step)
+            most = 2 if self.uses[name] == 1 else 1
+            if parts and max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts) <= most:
+                inlined[name] = parts
+        return substituted(step, inlined) if inlined else step
 
     def _recomputing(self, step: Compute, entry: Group) -> Compute:
         """Return the step with the cheap values of the group recomputed in it."""
@@ -208,7 +240,7 @@ class _Fuser:
         wide = max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts)
         others = self.uses[name] > 1 or name in self.stored
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
-        return work <= CHEAP and wide <= (1 if name in self.stored else 2)
+        return work <= (CHEAP_ON_GPU if self.target.tiles else CHEAP) and wide <= (1 if name in self.stored else 2)
 
     def _changed(self, producer: Compute) -> bool:
         """Return whether a later step overwrites something that the step reads."""
@@ -242,6 +274,17 @@ def _rows_are_adjacent(step: Compute, program: Program) -> bool:
     kept = (axis for k, axis in enumerate(axes) if k not in step.reduced and axis.extent != 1)
     reduced = [axes[k] for k in step.reduced]
     return any(all(rows_are_adjacent(found, row, column) for column in reduced) for row in kept)
+
+
+def _before_rows(program: Program, adjacent: frozenset[str]) -> frozenset[str]:
+    """Return the buffers whose elements flow, point by point, into a reduction whose rows do not lie next to each other."""
+    found: set[tuple[str, Index]] = set()
+    for step in reversed(program.steps):
+        if isinstance(step, Compute):
+            points = product(step.axes)
+            if (step.reduction is not None and step.buffer not in adjacent) or (step.buffer, points) in found:
+                found |= {(name, points) for name in reads(step)}
+    return frozenset(name for name, _ in found)
 
 
 def _of_one(step: Compute) -> Compute:

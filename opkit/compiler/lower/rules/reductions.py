@@ -6,7 +6,10 @@ quotient) becomes a step for each.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +18,13 @@ from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
-from opkit.compiler.lower.tensors import Shape, Tensor
+from opkit.compiler.lower.tensors import Shape, Tensor, formal
 
 TABLE = Table()
 Dims = Sequence[int] | int | None
+
+MAX_UNROLLED = 8
+"""Elements of a sum that becomes a formula on a target of tiles."""
 
 
 # ---- dimensions and types --------------------------------------------------------------------------------------------
@@ -58,8 +64,22 @@ def reduced(
 
 @TABLE.rule(*overloads("sum", "default", "dim_IntList"))
 def sum_(b: Builder, x: Tensor, dims: Dims = None, keepdim: bool = False, *, dtype: str | None = None) -> Tensor:
-    kind = b.result()
-    return reduced(b, "sum", x, dims_of(x, dims), kind.dtype, keepdim, accumulator(kind.dtype))
+    kind, over = b.result(), dims_of(x, dims)
+    inner, few = accumulator(kind.dtype), count(x.shape, over).constant or 0
+    if b.target.tiles and 0 < few <= MAX_UNROLLED and len(x.shape) - 1 not in over:
+        return b.cast_elementwise(_unrolled(x, over, keepdim, inner), kind)
+    return reduced(b, "sum", x, over, kind.dtype, keepdim, inner)
+
+
+def _unrolled(x: Tensor, dims: Sequence[int], keep: bool, inner: str) -> f.Scalar:
+    """Return a sum over few elements as a formula: a tile with so few columns would have to add across threads."""
+    shape = tuple(index(1) if k in dims else n for k, n in enumerate(x.shape) if keep or k not in dims)
+    axes = iter(formal(shape))
+    at = [next(axes) if keep or k not in dims else index(0) for k in range(len(x.shape))]
+    places = itertools.product(*(range(x.shape[k].constant or 0) for k in dims))
+    chosen = ([dict(zip(dims, place, strict=True)).get(k, a) for k, a in enumerate(at)] for place in places)
+    addends = (f.cast(f.Scalar(x.at(each)), inner) for each in chosen)
+    return functools.reduce(operator.add, addends)
 
 
 @TABLE.rule(*overloads("prod", "default", "dim_int"))

@@ -1,0 +1,68 @@
+"""What shares a kernel in programs for GPUs: each kernel should move as few bytes as it can."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from opkit.compiler.ir.kernel import KernelLaunch
+from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.scheduling import schedule
+from opkit.compiler.lower.target import GPU
+from tests.compiler import graphs
+from tests.compiler.emit.gpu_graphs import on_gpu
+
+
+def bf16(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16)
+
+
+def launches(function, *args):
+    """The buffers of each launch and call of a function's program for a GPU, inputs by the names of its parameters."""
+    graph, _ = graphs.graph_of(function, *args)
+    made = schedule(lower(on_gpu(graph), GPU), GPU)
+    return [step for step in made.steps if isinstance(step, KernelLaunch)], made
+
+
+def rms_norm(x, weight):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
+
+
+def test_a_norms_backward_reads_its_rows_once_and_its_columns_once():
+    x, weight, grad = bf16(2048, 512), bf16(512), bf16(2048, 512)
+
+    def backward(x, weight, grad):
+        with torch.enable_grad():
+            x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            return torch.autograd.grad(rms_norm(x, weight), (x, weight), grad)
+
+    found, made = launches(backward, x, weight, grad)
+    large = [n for n, b in made.buffers.items() if b.shape and len(b.shape) == 2 and b.shape[0] == 2048 and b.shape[1] == 512]
+    stored = {a for launch in found for a in launch.buffers} & {*large}
+    assert len(found) == 3  # rows, columns in parts, and their sum
+    assert {made.buffers[name].dtype for name in stored} == {"bf16"}
+
+
+def test_what_one_step_needs_is_computed_there_and_not_stored_across_a_call():
+    found, _ = launches(lambda x, g, u: F.silu(x @ g) * (x @ u), bf16(64, 32), bf16(32, 128), bf16(32, 128))
+    assert len(found) == 1
+
+
+def test_a_sum_over_few_elements_joins_its_neighbours():
+    found, _ = launches(lambda x: (x.sin().view(4, 8, 2, 512).sum(2) + 1).bfloat16(), bf16(4, 16, 512))
+    assert len(found) == 1
+    assert "for" not in str(found[0].kernel.origins)
+
+
+def test_the_result_of_an_elementwise_step_keeps_eager_modes_layout():
+    """A rotary embedding adds a row-major tensor to one whose heads lie next to each other."""
+
+    def rotated(x, cos, sin):
+        x = x.view(2, 16, 4, 8).transpose(1, 2)
+        return torch.matmul(x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin, x.transpose(2, 3))
+
+    graph, _ = graphs.graph_of(rotated, bf16(2, 16, 32), bf16(16, 8), bf16(16, 8))
+    program = lower(on_gpu(graph), GPU)
+    added = next(node for node in graph.nodes if node.target == "aten.add.Tensor")
+    assert program.buffers[added.name].strides == added.result.strides
