@@ -25,7 +25,8 @@ from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import GPU, LoweringTarget
-from opkit.compiler.run import plan_cache
+from opkit.compiler.run import cuda_graphs, plan_cache
+from opkit.compiler.run.cuda_graphs import RecordedRunner
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
 from opkit.errors import ArgumentError, CompileError, ToolchainError
@@ -52,27 +53,37 @@ class CompileOptions:
             eager mode.
         inline: True: trace through opkit operators, also through those with a kernel; False: call them; None: treat each
             operator as it is defined, and use its ``register_lowering`` rule if it has one.
+        cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes, in training too; None: in
+            inference where it is also safe and cheap; False: never. The log shows the reasons.
     """
 
     strict: bool = False
     inline: bool | None = None
+    cuda_graphs: bool | None = None
 
 
-def compile_options(values: Mapping[str, Any] | None) -> CompileOptions:
+_MODES = {"default": None, "reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False}
+"""The value of ``cuda_graphs`` for each of torch's modes."""
+
+
+def compile_options(values: Mapping[str, Any] | None, mode: str | None = None) -> CompileOptions:
     """Return the options of a call of torch.compile.
 
     Raises:
-        ArgumentError: an option does not exist, or has the wrong type.
+        ArgumentError: an option or the mode does not exist, or has the wrong type.
     """
+    if mode is not None and mode not in _MODES:
+        raise ArgumentError(f"backend='opkit' has no mode {mode!r}; it has {', '.join(map(repr, _MODES))}.")
     known = [field.name for field in dataclasses.fields(CompileOptions)]
     for name, value in (values or {}).items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(f"backend='opkit' has no option {name!r}; it has {', '.join(map(repr, known))}.{hint}")
-        if not isinstance(value, bool) and not (name == "inline" and value is None):
+        if not isinstance(value, bool) and not (name != "strict" and value is None):
             raise ArgumentError(f"backend='opkit': options[{name!r}]={value!r} must be True or False.")
-    return CompileOptions(**{"strict": config.get().strict, **(values or {})})
+    chosen = {"strict": config.get().strict, "cuda_graphs": _MODES[mode or "default"]}
+    return CompileOptions(**{**chosen, **(values or {})})
 
 
 def opkit_backend(
@@ -83,10 +94,8 @@ def opkit_backend(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph that Dynamo captured: Dynamo calls this function with each of them."""
-    if mode is not None:
-        raise ArgumentError(f"backend='opkit' has no modes, got mode={mode!r}. Leave it out.")
     diagnostics.set_up_logs()
-    chosen = compile_options(options)
+    chosen = compile_options(options, mode)
     if private.is_saving():
         from opkit.compiler.saved_function import SavedFunction  # no other call needs it
 
@@ -94,7 +103,7 @@ def opkit_backend(
         with private.without_autograd_cache():
             return SavedFunction(_compile_with_aot_autograd(module, example_inputs, chosen, recording), recording)
     entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
-    cached = None if entry is None or _is_observed() else graph_cache.find(entry)
+    cached = None if entry is None or _is_observed() else graph_cache.find(entry, chosen.cuda_graphs)
     return cached or _compile_with_aot_autograd(
         module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs)
     )
@@ -166,6 +175,7 @@ class _GraphCompilation:
         self.module, self.kind, self.name, self.options = module, kind, graph_cache.next_name(kind), options
         self.save_memory = kind != "inference"  # what a forward saves adds to the backward's peak
         self.stages = Stages()
+        self.user_results: int | None = None
 
     def attempt(self, stage: Callable[[], Boxed]) -> Boxed:
         """Return what ``stage`` returns, or a function that runs the graph in eager mode if it fails.
@@ -201,8 +211,8 @@ class _GraphCompilation:
         from opkit.compiler import pipeline, user_lowerings
 
         run, is_body = self.stages.run, self.kind == "body"
-        user_results = None if is_body else private.user_result_count()
-        captured = run("capture", conversion.capture, self.module, self.name, inputs, user_results, is_body)
+        self.user_results = None if is_body else private.user_result_count()
+        captured = run("capture", conversion.capture, self.module, self.name, inputs, self.user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
         target = _target() if captured.device.type == "cpu" else GPU
@@ -251,7 +261,8 @@ class _GraphCompilation:
         runner = self.stages.run("build", build.load, constants)
         if store is not None:
             store()
-        return _with_negative_fallback(runner, self.module)
+        wanted = self.options.cuda_graphs
+        return _with_negative_fallback(cuda_graphs.recorded(runner, wanted, self.kind, self.user_results), self.module)
 
 
 class _LazyFunction:
@@ -289,7 +300,7 @@ def _strides(output: Any) -> tuple[int, ...] | None:
     return None if None in strides else tuple(s for s in strides if s is not None)
 
 
-def _with_negative_fallback(runner: Runner, module: fx.GraphModule) -> Boxed:
+def _with_negative_fallback(runner: Runner | RecordedRunner, module: fx.GraphModule) -> Boxed:
     """Return the runner; if it takes integers, the graph itself runs in eager mode for negative ones, which are no sizes."""
     if not runner.plan.sizes:
         return runner

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
+from opkit.compiler.run.cuda_graphs import recorded
 from opkit.compiler.run.library import flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
@@ -59,14 +61,14 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def find(entry: str) -> Callable[..., Any] | None:
-    """Return a function that runs Dynamo's graph, or None if no usable entry exists."""
+def find(entry: str, cuda_graphs: bool | None) -> Callable[..., Any] | None:
+    """Return a function that runs Dynamo's graph, or None if no usable entry exists; ``cuda_graphs`` is as in CompileOptions."""
     content = plan_cache.read(entry)
     if content is None:
         return None
     try:
         with _no_garbage_collection():
-            return function(content)
+            return function(content, cuda_graphs)
     except Exception as error:
         diagnostics.log.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
@@ -89,24 +91,25 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def function(content: Mapping[str, Any]) -> Callable[..., Any]:
+def function(content: Mapping[str, Any], cuda_graphs: bool | None = False) -> Callable[..., Any]:
     """Return the function of an entry's content, or of ``Recording.saved``.
 
     Raises:
         LookupError: one of its plans is missing.
     """
     graphs, graph_wiring = content["graphs"], plan_cache.decode(content["wiring"])
-    runners = [_runner(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
+    record = functools.partial(recorded, wanted=cuda_graphs, user_results=len(graph_wiring.results))
+    runners = [_runner(each, kind, record) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
     run = autograd.inference(graph_wiring, *runners) if len(runners) == 1 else autograd.training(graph_wiring, *runners)
     return torch.compiler.disable(run)
 
 
-def _runner(content: Mapping[str, Any], kind: str) -> Callable[[list[Any]], list[Any]]:
+def _runner(content: Mapping[str, Any], kind: str, record: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
     plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if plan is None:
         raise LookupError(f"there is no plan {content['plan']}")
     runner = build(plan, texts, next_name(kind)).load(constants_from_json(content["constants"]))
-    return _refusing_negative_sizes(runner) if plan.sizes else runner
+    return _refusing_negative_sizes(runner) if plan.sizes else record(runner, kind=kind)
 
 
 def _refusing_negative_sizes(runner: Runner) -> Callable[[list[Any]], list[Any]]:

@@ -285,9 +285,18 @@ def test_options_are_checked(given, message):
         backend.compile_options(given)
 
 
-def test_modes_are_refused():
-    with pytest.raises(Exception, match="no modes"):
-        torch.compile(lambda x: x + 1, backend=opkit_backend, mode="max-autotune")(torch.ones(1))
+@pytest.mark.parametrize(
+    ("mode", "cuda_graphs"),
+    [("default", None), ("reduce-overhead", True), ("max-autotune", True), ("max-autotune-no-cudagraphs", False)],
+)
+def test_torchs_modes_decide_on_cuda_graphs(mode, cuda_graphs):
+    assert backend.compile_options(None, mode).cuda_graphs is cuda_graphs
+    assert torch.compile(lambda x: x + 1, backend=opkit_backend, mode=mode)(torch.ones(1)) == 2
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(Exception, match="no mode 'fastest'; it has 'default', 'reduce-overhead'"):
+        torch.compile(lambda x: x + 1, backend=opkit_backend, mode="fastest")(torch.ones(1))
 
 
 def test_the_setting_and_the_option(settings):

@@ -395,4 +395,18 @@ def raw_stream(device: int) -> int:
 def is_observed() -> bool:
     """Return whether a profiler or a mode observes the operators that are called."""
     profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-    return profiled or torch._C._len_torch_dispatch_stack() > 0
+    return profiled or has_dispatch_modes()
+
+
+def has_dispatch_modes() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage: of tensors, and of Python objects for it."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_cuda_graph_unsafe(overload: Any) -> bool:
+    """Return whether an operator has the tag of operators that no CUDA graph may record."""
+    return torch.Tag.cudagraph_unsafe in overload.tags

@@ -68,6 +68,7 @@ class ExecutionPlan:
         functions: the library functions that kernels call, in the order of their table.
         device: the device that it runs on, such as "cuda:0".
         kernels: the kernels that ``GpuLaunch`` steps launch, without their text.
+        written: on a GPU, the inputs that it writes to.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ExecutionPlan:
     functions: tuple[Callee, ...] = ()
     device: str = "cpu"
     kernels: tuple[TritonKernel, ...] = ()
+    written: tuple[str, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -115,7 +117,7 @@ def gpu_plan(schedule: Schedule, kernels: Mapping[Kernel, TritonKernel], device:
     plain = tuple(
         dataclasses.replace(of, text="", unaligned=frozenset(unaligned[kernel])) for kernel, of in kernels.items()
     )
-    return _plan(schedule, steps, (), device=device, kernels=plain)
+    return _plan(schedule, steps, (), device=device, kernels=plain, written=tuple(sorted(_written_inputs(schedule))))
 
 
 def _inputs_in_place(schedule: Schedule) -> set[str]:
@@ -123,13 +125,21 @@ def _inputs_in_place(schedule: Schedule) -> set[str]:
 
     A graph writes to them, returns views of them, or calls operators that do, or that read other elements of their storage.
     """
-    found = {each.buffer for each in tensors(schedule.program.outputs)}
+    found = {each.buffer for each in tensors(schedule.program.outputs)} | _written_inputs(schedule)
+    for step in schedule.steps:
+        if isinstance(step, Extern) and step.uses_storage:
+            found |= {*reads(step)}
+    return {name for name in found if name in schedule.program.inputs}
+
+
+def _written_inputs(schedule: Schedule) -> set[str]:
+    found: set[str] = set()
     for step in schedule.steps:
         if isinstance(step, KernelLaunch):
             found |= {b for a, b in zip(step.kernel.arguments, step.buffers, strict=True) if a.written}
         else:
-            found |= {*step.mutated, *(reads(step) if step.uses_storage else ())}
-    return {name for name in found if name in schedule.program.inputs}
+            found |= step.mutated
+    return found & {name for name in schedule.program.inputs if isinstance(name, str)}
 
 
 def _with_sizes(at: Index, sizes: Mapping[str, Index]) -> Index:

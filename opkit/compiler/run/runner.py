@@ -71,15 +71,26 @@ class Runner:
         stream = None if self._index is None else private.raw_stream(self._index)
         block = take_arena(self._bytes(*sizes), (self.device, stream))
         try:
-            frame = self._frame(block, sizes)
-            frame.runtime.threads = library.threads()
-            frame.state.by_python = private.is_observed()
-            frame.state.stream = stream
-            if frame.prepare is not None:
-                frame.prepare(inputs)
-            return frame.run(inputs)
+            return self._run_in(block, inputs, sizes, stream)
         finally:
             give_arena(block)
+
+    def run_in(self, block: Arena, inputs: list[Any]) -> list[Any]:
+        """Run on the current stream with an arena that was taken."""
+        return self._run_in(block, inputs, self._bind(inputs), private.raw_stream(self._index or 0))
+
+    def _run_in(self, block: Arena, inputs: list[Any], sizes: tuple[int, ...], stream: int | None) -> list[Any]:
+        frame = self._frame(block, sizes)
+        frame.runtime.threads = library.threads()
+        frame.state.by_python = private.is_observed()
+        frame.state.stream = stream
+        if frame.prepare is not None:
+            frame.prepare(inputs)
+        return frame.run(inputs)
+
+    def arena_bytes(self, inputs: list[Any]) -> int:
+        """Return the bytes of the arena for these inputs."""
+        return self._bytes(*self._bind(inputs))
 
     def sizes(self, inputs: list[Any]) -> tuple[int, ...]:
         """Return the plan's sizes for these inputs."""
@@ -257,24 +268,24 @@ class Arena:
         memory: its bytes.
         size: the number of bytes.
         queue: where it is used.
+        in_use: whether a call has taken it.
     """
 
-    __slots__ = ("__weakref__", "memory", "queue", "size")
+    __slots__ = ("__weakref__", "in_use", "memory", "queue", "size")
 
     def __init__(self, size: int, queue: Queue = _CPU) -> None:
         with torch.inference_mode(False):  # a block made within it could not be written to outside
             self.memory = torch.empty(size, dtype=torch.uint8, device=queue[0])
-        self.size, self.queue = size, queue
+        self.size, self.queue, self.in_use = size, queue, True
 
 
 def take_arena(size: int, queue: Queue = _CPU) -> Arena:
     """Return a block of at least ``size`` bytes for exclusive use; a free block that is too small is replaced."""
     with _lock:
         free = _free_arenas.setdefault(queue, [])
-        if free and free[-1].size >= size:
-            return free.pop()
         for position in range(len(free) - 1, -1, -1):
             if free[position].size >= size:
+                free[position].in_use = True
                 return free.pop(position)
         grown = int(size * _GROWTH) if free else size
         if free:
@@ -282,9 +293,23 @@ def take_arena(size: int, queue: Queue = _CPU) -> Arena:
     return Arena(max(grown, _MIN_ARENA), queue)
 
 
+def take_this_arena(arena: Arena) -> bool:
+    """Take a block for exclusive use; return False if it is in use. It may have been replaced, or released."""
+    with _lock:
+        free = _free_arenas.setdefault(arena.queue, [])
+        if arena.in_use:
+            return False
+        if arena in free:
+            free.remove(arena)
+        arena.in_use = True
+        return True
+
+
 def give_arena(arena: Arena) -> None:
     """Return a block to the free ones."""
-    _free_arenas[arena.queue].append(arena)
+    with _lock:
+        arena.in_use = False
+        _free_arenas.setdefault(arena.queue, []).append(arena)
 
 
 def release_arenas() -> None:

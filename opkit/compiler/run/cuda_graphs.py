@@ -1,0 +1,334 @@
+"""CUDA graphs of compiled graphs: the third call of a graph is recorded, and later calls replay the recording.
+
+A recording reads its inputs at fixed addresses. An input that moved between the first calls, or moves later, is copied to memory
+of the recording; the others, such as parameters, are read where they are, which each call checks. Results that the user sees are
+copied. Tensors that a forward saves for its backward, and gradients, are memory of the recording: it is not replayed while
+somebody holds such a tensor of the call before, as in two forwards before a backward. Such calls run without a recording.
+
+The memory between kernels is the arena of calls without a recording. Random numbers come from seeds that the recording draws from
+torch's generator each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from opkit.compiler import diagnostics
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.ir.graph import OpaqueValue
+from opkit.compiler.ir.index import product
+from opkit.compiler.ir.program import Buffer, Extern, Strided
+from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
+
+CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
+"""Calls before the first recording, in which libraries choose their kernels, and inputs show whether they move. What a backward
+gets moves until the forward is recorded."""
+
+MAX_COPIED = 64 << 20  # bytes that are copied in a call; a recording of more is made on request only
+MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
+
+_HOST = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.masked_select.", "aten.unique")
+_KNOWN = ("mm.", "bmm.", "addmm.", "baddbmm.", "addmv.", "mv.", "dot.", "convolution", "cudnn_convolution", "_addmm_activation.",
+          "_scaled_dot_product", "_fft_", "sort.", "topk.")  # fmt: skip
+_LAUNCHING = (*(f"aten.{name}" for name in _KNOWN), "opkit.seed")
+"""Operators that only launch kernels, by the beginning of their names. Others, such as custom operators, may do work on the
+host, which a recording leaves out; graphs with them are recorded on request only."""
+
+_REQUEST = "Request it with options={'cuda_graphs': True}"
+
+
+def recorded(
+    runner: Runner, wanted: bool | None, kind: str, user_results: int | None = None
+) -> Runner | RecordedRunner:
+    """Return a function that records calls of a runner and replays them, or the runner if that is impossible.
+
+    Args:
+        runner: the runner.
+        wanted: True: record where it is possible; None: inference, where it is also safe and cheap; False: never.
+        kind: "inference", "forward", "backward", or "body": of a control flow operator, which is part of another graph.
+        user_results: how many of a forward's first results the user sees; None for all.
+    """
+    if wanted is False or runner.device.type == "cpu" or kind == "body":
+        return runner
+    all_results = len(runner.plan.outputs)
+    copied = {"inference": all_results, "backward": 0}.get(kind, all_results if user_results is None else user_results)
+    reason = _refusal(runner, kind, wanted is True, copied)
+    if reason:
+        _report(runner.plan, reason, wanted is True)
+        return runner
+    return RecordedRunner(runner, wanted is True, copied, CALLS_BEFORE[kind])
+
+
+def _report(plan: ExecutionPlan, reason: str, wanted: bool) -> None:
+    log = diagnostics.log.warning if wanted else diagnostics.log.info
+    log("%s is not recorded as a CUDA graph: %s.", plan.name, reason)
+
+
+def _refusal(runner: Runner, kind: str, wanted: bool, copied: int) -> str:
+    """Return why no call of a runner can be recorded, or ""."""
+    plan = runner.plan
+    if not wanted and kind != "inference":
+        return f"saved tensors would stay in memory between calls. {_REQUEST}"
+    calls = [step for step in plan.steps if isinstance(step, Extern)]
+    for call in calls:
+        target = runner.constants.targets.get(call.target)
+        if call.target.startswith(_HOST) or call.target in runner.constants.opaques:
+            return f"{call.target} reads memory on the host"
+        if target is not None and private.is_overload(target) and private.is_cuda_graph_unsafe(target):
+            return f"{call.target} has torch's tag cudagraph_unsafe"
+        if not wanted and not call.target.startswith(_LAUNCHING):
+            return f"{call.target} may do work on the host. {_REQUEST}"
+    if any(isinstance(each, OpaqueValue) for each in plan.inputs):
+        return "an input is neither a tensor nor a size"
+    if not wanted and plan.sizes:
+        return f"its sizes may change. {_REQUEST}"
+    results = [plan.buffers[each.buffer] for each in plan.outputs[:copied] if isinstance(each, Strided)]
+    if len({each.name for each in results}) < len(results):
+        return "two results share memory"
+    if not wanted and sum(_nbytes(each) for each in results if each.role == "made") > MAX_COPIED:
+        return f"its results of more than {MAX_COPIED:,} bytes would be copied in each call. {_REQUEST}"
+    return ""
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return (product(buffer.shape).constant or 0) * DTYPES[buffer.dtype].bytes
+
+
+@dataclasses.dataclass
+class _Recording:
+    """A recorded call.
+
+    Attributes:
+        graph: the CUDA graph.
+        arena: the arena that it uses.
+        fixed: the addresses of inputs that are read where they are, by number.
+        copies: the memory for the other inputs, by number.
+        views: results that are inputs or views of them: the input, sizes, strides, and the offset from the input's first element.
+        results: the other results, by number.
+        held: the memory of results that are not copied, with its references while no caller has any.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    arena: Arena
+    fixed: Mapping[int, int]
+    copies: Mapping[int, torch.Tensor]
+    views: Mapping[int, tuple[int, torch.Size, tuple[int, ...], int]]
+    results: Mapping[int, Any]
+    held: Sequence[tuple[torch.UntypedStorage, int]]
+
+
+@dataclasses.dataclass
+class _Calls:
+    """What is known of the calls for one stream and one set of sizes.
+
+    Attributes:
+        addresses: those of the last call's inputs.
+        moving: the inputs that are copied, as they moved.
+        count: the number of calls without a recording.
+        recordings: the number of recordings.
+        recording: the last one, if it is still valid.
+        reason: why no more recordings are made.
+    """
+
+    addresses: list[int]
+    moving: set[int]
+    count: int = 0
+    recordings: int = 0
+    recording: _Recording | None = None
+    reason: str = ""
+
+
+class RecordedRunner:
+    """A runner whose calls are recorded as CUDA graphs and replayed; like a runner, it empties the list of its inputs."""
+
+    def __init__(self, runner: Runner, wanted: bool, copied: int, calls_before: int) -> None:
+        self._boxed_call = True  # torch hands over the only references to the inputs
+        self.plan, self.sizes = runner.plan, runner.sizes
+        self._runner, self._wanted, self._copied, self._calls_before = runner, wanted, copied, calls_before
+        self._calls: dict[tuple[Any, ...], _Calls] = {}
+        self._lock = threading.Lock()
+        self._numbers = {name: n for n, name in enumerate(self.plan.inputs) if isinstance(name, str)}
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if private.has_dispatch_modes() or torch.cuda.is_current_stream_capturing() or not self._lock.acquire(False):
+            return self._runner(inputs)
+        try:
+            with torch.cuda.device(self._runner.device):
+                return self._call(inputs)
+        finally:
+            self._lock.release()
+
+    def _call(self, inputs: list[Any]) -> list[Any]:
+        stream, sizes = private.raw_stream(self._runner.device.index), self.sizes(inputs)
+        addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
+        calls = self._calls.get((stream, sizes))
+        if calls is None:
+            calls = self._calls[stream, sizes] = _Calls(addresses, set(self._runner.constants.resolved))
+        recording = calls.recording
+        if recording is not None:
+            moved = {n for n, at in recording.fixed.items() if addresses[n] != at}
+            if moved:
+                calls.moving |= moved
+                recording = calls.recording = None
+        if recording is None and not calls.reason:
+            calls.count += 1
+            if calls.count > self._calls_before:
+                calls.moving |= {n for n, at in enumerate(addresses) if at != calls.addresses[n]}
+                recording = self._try_to_record(calls, stream, inputs, addresses)
+            calls.addresses = addresses
+        if recording is None or any(private.storage_use_count(s) > count for s, count in recording.held):
+            return self._runner(inputs)
+        if not take_this_arena(recording.arena):  # a call in another thread uses it
+            return self._runner(inputs)
+        try:
+            return self._replayed(recording, inputs)
+        finally:
+            give_arena(recording.arena)
+
+    # ---- recording ---------------------------------------------------------------------------------------------------
+
+    def _try_to_record(
+        self, calls: _Calls, stream: int, inputs: list[Any], addresses: Sequence[int]
+    ) -> _Recording | None:
+        calls.reason = self._reason(calls, inputs)
+        if not calls.reason:
+            calls.recordings += 1
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    calls.recording = self._record(stream, inputs, addresses, calls.moving)
+            except Exception as error:
+                calls.reason = f"{type(error).__name__}: {error}"
+        if calls.reason:
+            _report(self.plan, calls.reason, self._wanted)
+        return calls.recording
+
+    def _reason(self, calls: _Calls, inputs: Sequence[Any]) -> str:
+        """Return why this call cannot be recorded, or ""."""
+        tensors = {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        if any(x.device != self._runner.device for x in tensors.values()):
+            return "an input is on another device"
+        if any(self._numbers[name] in calls.moving for name in self.plan.written):
+            return "it writes to an input whose address changes from call to call"
+        if calls.recordings >= MAX_RECORDINGS:
+            return "the addresses of its inputs change too often"
+        nbytes = sum(tensors[n].nbytes for n in calls.moving if n in tensors)
+        if not self._wanted and nbytes > MAX_COPIED:
+            return f"{nbytes:,} bytes of inputs would be copied in each call. {_REQUEST}"
+        return ""
+
+    def _record(self, stream: int, inputs: list[Any], addresses: Sequence[int], moving: set[int]) -> _Recording:
+        runner, tensors = self._runner, {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        copies = {n: _empty_like(x).copy_(x) for n, each in tensors.items() if n in moving for x in [_distinct(each)]}
+        tensors |= {n: copy.expand(tensors[n].shape) for n, copy in copies.items()}
+        passed = [tensors.get(n, x) for n, x in enumerate(inputs)]
+        arena = take_arena(runner.arena_bytes(inputs), (runner.device, stream))
+        try:
+            graph, results = _captured(lambda: runner.run_in(arena, [*passed]), runner.device, stream)
+        finally:
+            give_arena(arena)
+        views: dict[int, tuple[int, torch.Size, tuple[int, ...], int]] = {}
+        own: dict[int, Any] = {}
+        for n, (result, at) in enumerate(zip(results, self.plan.outputs, strict=True)):
+            of = self._numbers.get(at.buffer) if isinstance(at, Strided) else None
+            if of is None:
+                own[n] = result
+            else:
+                offset = result.storage_offset() - tensors[of].storage_offset()
+                views[n] = of, result.shape, result.stride(), offset
+        del results, result
+        saved = [r for n, r in own.items() if n >= self._copied and isinstance(r, torch.Tensor)]
+        memory = {r.data_ptr(): r.untyped_storage() for r in saved}
+        held = [(storage, private.storage_use_count(storage)) for storage in memory.values()]
+        fixed = {n: addresses[n] for n in tensors if n not in copies}
+        return _Recording(graph, arena, fixed, copies, views, own, held)
+
+    # ---- replaying ---------------------------------------------------------------------------------------------------
+
+    def _replayed(self, recording: _Recording, inputs: list[Any]) -> list[Any]:
+        if recording.copies:
+            torch._foreach_copy_([*recording.copies.values()], [_distinct(inputs[n]) for n in recording.copies])
+        recording.graph.replay()
+        copied = {n: r for n, r in recording.results.items() if n < self._copied and isinstance(r, torch.Tensor)}
+        new = {n: _empty_like(r) for n, r in copied.items()}
+        if new:
+            torch._foreach_copy_([*new.values()], [*copied.values()])
+        views = {
+            n: _view(inputs[of], shape, strides, offset) for n, (of, shape, strides, offset) in recording.views.items()
+        }
+        inputs.clear()
+        held = {n: _again(r) for n, r in recording.results.items() if n not in new}
+        found = views | new | held
+        return [found[n] for n in range(len(found))]
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _distinct(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the repetitions of its elements that ``expand`` makes."""
+    if 0 not in x.stride():
+        return x
+    return x.as_strided([1 if s == 0 else n for n, s in zip(x.shape, x.stride(), strict=True)], x.stride())
+
+
+def _view(x: torch.Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    if x.shape == shape and x.stride() == strides and offset == 0:
+        return x
+    return x.as_strided(shape, strides, x.storage_offset() + offset)
+
+
+def _again(result: Any) -> Any:
+    """Return a new tensor of the same memory, which autograd does not know as a view."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    new = torch.empty(0, dtype=result.dtype, device=result.device)
+    return new.set_(result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
+
+
+# ---- capture ---------------------------------------------------------------------------------------------------------
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_first: dict[tuple[torch.device, int], torch.cuda.CUDAGraph] = {}
+"""Of each stream, a graph whose pool of memory all of its graphs share, as they never run at the same time."""
+
+
+def _captured(
+    run: Callable[[], list[Any]], device: torch.device, stream: int
+) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """Return the CUDA graph of what a function launches, which does not run, and the function's results."""
+    side = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        first = _first.get((device, stream))
+        if first is None:
+            product = torch.mm(
+                *2 * [torch.ones(16, 16, device=device)]
+            )  # cuBLAS allocates its workspace outside of the pool
+            first = _first[device, stream] = _capture(lambda: [product + 1], torch.cuda.graph_pool_handle())[0]
+        try:
+            return _capture(run, first.pool())
+        except Exception:
+            # torch's generator and the pool of memory believe that they are in a capture, the generator until one ends
+            del _first[device, stream]
+            _capture(lambda: [torch.zeros(1, device=device)], torch.cuda.graph_pool_handle())
+            raise
+        finally:
+            side.synchronize()
+
+
+def _capture(run: Callable[[], list[Any]], pool: Any) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        results = run()
+    finally:
+        graph.capture_end()
+    return graph, results

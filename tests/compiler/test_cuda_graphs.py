@@ -1,0 +1,208 @@
+"""Calls of compiled graphs that are recorded as CUDA graphs: each call is compared with eager mode."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import opkit
+from opkit.compiler.run import cuda_graphs
+
+pytestmark = pytest.mark.gpu
+ON_REQUEST = {"cuda_graphs": True, "strict": True}
+
+
+def r(*shape, **options):
+    return torch.randn(shape, device="cuda", **options)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The names of the graphs that are replayed, in order."""
+    found = []
+    replayed = cuda_graphs.RecordedRunner._replayed
+
+    def counted(self, *args):
+        found.append(self.plan.name)
+        return replayed(self, *args)
+
+    monkeypatch.setattr(cuda_graphs.RecordedRunner, "_replayed", counted)
+    torch._dynamo.reset()
+    return found
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 10)).cuda()
+
+
+def close(x, y):
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_inference_is_replayed_and_results_are_the_callers(replays):
+    model = network().eval().requires_grad_(False)
+    compiled = torch.compile(model, backend="opkit", options={"strict": True})
+    inputs = [r(32, 64) for _ in range(6)]
+    results = [compiled(x) for x in inputs]
+    for x, y in zip(inputs, results, strict=True):
+        close(y, model(x))
+    assert len(replays) >= 3
+    model[0].weight.mul_(2)
+    close(compiled(inputs[0]), model(inputs[0]))
+
+
+def test_training_on_request(replays):
+    model, other = network(), network()
+    compiled = torch.compile(model, backend="opkit", options=ON_REQUEST)
+    one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    for _ in range(10):
+        x, labels = r(32, 64), torch.randint(0, 10, (32,), device="cuda")
+        for m, optimizer in ((compiled, one), (other, two)):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(m(x), labels)
+            loss.backward()
+            optimizer.step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            close(p, q)
+    assert {name.split()[0] for name in replays} == {"forward", "backward"}
+    assert len(replays) > 8
+
+
+def test_tensors_that_somebody_holds_are_not_overwritten(replays):
+    model = network()
+    compiled = torch.compile(model, backend="opkit", options=ON_REQUEST)
+    for _ in range(8):
+        compiled(r(32, 64)).sum().backward()
+        model.zero_grad()
+    assert any("backward" in name for name in replays)
+    inputs = [r(32, 64) for _ in range(3)]
+    results = [compiled(x) for x in inputs]  # three forwards, then their backwards
+    for y in results:
+        y.sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    kept = [p.grad for p in model.parameters()]
+    for _ in range(3):
+        model.zero_grad()
+        compiled(r(32, 64)).sum().backward()
+    for k, f in zip(kept, found, strict=True):
+        assert torch.equal(k, f)
+    model.zero_grad()
+    for x in inputs:
+        model(x).sum().backward()
+    for p, f in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(p.grad, f, rtol=1e-3, atol=1e-3)
+
+
+def test_inputs_that_move_are_copied(replays):
+    compiled = torch.compile(lambda x: torch.softmax(x, -1), backend="opkit", options=ON_REQUEST)
+    held = []
+    for _ in range(12):
+        held.append(r(64, 100))
+        close(compiled(held[-1]), torch.softmax(held[-1], -1))
+    assert replays
+
+
+def test_buffers_that_a_graph_writes_to(replays):
+    model = nn.BatchNorm1d(64).cuda()
+    other = nn.BatchNorm1d(64).cuda()
+    compiled = torch.compile(model, backend="opkit", options=ON_REQUEST)
+    for _ in range(6):
+        x = r(32, 64)
+        close(compiled(x), other(x))
+        close(model.running_mean, other.running_mean)
+    assert replays
+
+
+def test_an_input_that_moves_and_is_written_to_is_refused(replays, caplog):
+    compiled = torch.compile(lambda x: x.mul_(2), backend="opkit", options=ON_REQUEST)
+    held = []
+    with caplog.at_level(logging.WARNING, "opkit.compiler"):
+        for _ in range(5):
+            x = r(100)
+            held.append(x.clone())
+            held.append(x)
+            assert torch.equal(compiled(x), held[-2] * 2)
+    assert not replays
+    assert "writes to an input whose address changes" in caplog.text
+
+
+def test_random_numbers_differ_from_call_to_call(replays):
+    compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="opkit", options={"strict": True})
+    x = torch.ones(1000, device="cuda")
+    torch.manual_seed(1)
+    first = [compiled(x) for _ in range(6)]
+    assert len(replays) >= 3
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(first))
+    torch.manual_seed(1)
+    again = [compiled(x) for _ in range(6)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_each_size_on_request(replays):
+    compiled = torch.compile(lambda x: (x * 2).sum(0), backend="opkit", options=ON_REQUEST, dynamic=True)
+    for _ in range(5):
+        for n in (5, 7, 9):
+            x = r(n, 30)
+            close(compiled(x), (x * 2).sum(0))
+    assert len(replays) >= 6
+
+
+def test_reasons_are_in_the_log(replays, caplog):
+    with caplog.at_level(logging.INFO, "opkit.compiler"):
+        torch.compile(lambda x: x[: int(x.sum().item())], backend="opkit", options={"cuda_graphs": True})(
+            torch.ones(4, device="cuda")
+        )
+        torch._dynamo.reset()
+        torch.compile(lambda x: x * 2, backend="opkit", dynamic=True)(r(5))
+    assert "its sizes may change" in caplog.text
+
+
+def test_a_capture_that_fails_leaves_torch_as_it_was(replays, caplog):
+    @opkit.custom_op("test_cuda_graphs::reads")
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @reads.register_kernel("cuda")
+    def _(x):
+        return x * (2 if float(x.sum()) < 1e30 else 3)  # reads memory on the host
+
+    compiled = torch.compile(lambda x: F.dropout(reads(x) + 1, 0.5), backend="opkit", options={"cuda_graphs": True})
+    with caplog.at_level(logging.WARNING, "opkit.compiler"):
+        for _ in range(5):
+            found = compiled(torch.ones(100, device="cuda"))
+            assert set(found.tolist()) == {0.0, 6.0}
+    assert not replays
+    assert "is not recorded as a CUDA graph" in caplog.text
+    assert torch.rand(10, device="cuda").max() < 1
+    torch.cuda.synchronize()
+
+
+def test_streams_have_recordings_of_their_own(replays):
+    compiled = torch.compile(lambda x: (x @ x).relu(), backend="opkit", options=ON_REQUEST)
+    x = r(64, 64)
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.current_stream(), torch.cuda.Stream()]:
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                close(compiled(x), (x @ x).relu())
+    assert len(replays) >= 5
+
+
+def test_a_call_within_a_capture_of_the_users(replays):
+    compiled = torch.compile(lambda x: torch.sin(x) + 1, backend="opkit", options=ON_REQUEST)
+    x = r(100)
+    for _ in range(5):
+        compiled(x)
+    count, graph = len(replays), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = compiled(x)
+    x.copy_(r(100))
+    graph.replay()
+    close(y, torch.sin(x) + 1)
+    assert len(replays) == count
