@@ -1,10 +1,10 @@
-"""How far apart the elements are that loops access."""
+"""How far apart the elements are that loops access, and how many there probably are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from opkit.compiler.ir.index import Axis, Index, Value
+from opkit.compiler.ir.index import Axis, Index, Symbol, Value
 
 
 def step(at: Index, axis: Axis) -> int | None:
@@ -28,3 +28,15 @@ def rows_are_adjacent(accesses: Iterable[Index], row: Axis, column: Axis) -> boo
     full = [at for at in known if step(at, row) != 0 and step(at, column) != 0]
     from_row_to_row = sum(is_contiguous(at, row) for at in full)
     return from_row_to_row > sum(is_contiguous(at, column) for at in full)
+
+
+def estimate(at: Index, sizes: Mapping[str, int]) -> float:
+    """Return the expected value of an index: unknown sizes count as 16, and so do axes and values.
+
+    >>> from opkit.compiler.ir.index import size
+    >>> estimate(size("n") * 3 // 2, {"n": 100}), estimate(size("m"), {})
+    (150.0, 16.0)
+    """
+    known = {leaf: sizes.get(leaf.name, 16) for leaf in at.leaves() if isinstance(leaf, Symbol)}
+    found = at.substitute(known) if known else at
+    return float(sum(coefficient * 16 ** len(monomial) for monomial, coefficient in found.terms.items()))

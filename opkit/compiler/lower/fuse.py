@@ -13,13 +13,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from opkit.compiler.ir.access import rows_are_adjacent
+from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.expr import CHECKS, Expr, cast, const, indices, load, moved, op, position, rewrite, where
 from opkit.compiler.ir.index import Axis, Index, Value, index, product, value
 from opkit.compiler.ir.kernel import FusionRefusal
 from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Strided, reads
 from opkit.compiler.lower import group as groups
-from opkit.compiler.lower.group import Group, estimate, loads_of
+from opkit.compiler.lower.group import Group, loads_of
 from opkit.compiler.lower.rewrites import cost
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
@@ -342,14 +342,3 @@ def substitution(axes: Sequence[Index], placed: Sequence[Sequence[int]], space: 
         extents = [space[k] for k in run]
         found[Axis(number, extent)] = flat([axis(k, space[k]) for k in run], contiguous(extents))
     return found
-
-
-def estimate(at: Index, sizes: Mapping[str, int]) -> float:
-    """Return an index over sizes as a number; unknown sizes count as 16."""
-    total = 0.0
-    for monomial, coefficient in at.terms.items():
-        part = float(coefficient)
-        for atom in monomial:
-            part *= sizes.get(getattr(atom, "name", ""), 16)
-        total += part
-    return total

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.index import ZERO, Axis, Index, axis
-from opkit.compiler.lower.group import estimate
 
 
 @dataclasses.dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import PARTS
 from opkit.compiler.ir.expr import Expr, const, load, rewrite, var
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, axis, contiguous, flat, index, product
@@ -28,7 +29,7 @@ from opkit.compiler.ir.kernel import (
 from opkit.compiler.ir.ops import REDUCTIONS, neutral
 from opkit.compiler.ir.program import Buffer, Compute
 from opkit.compiler.lower import tiles
-from opkit.compiler.lower.group import Group, Member, estimate, loads_of
+from opkit.compiler.lower.group import Group, Member, loads_of
 from opkit.compiler.lower.loop_order import LoopDim, loop_order, numbered
 from opkit.compiler.lower.statements import (
     Phase,

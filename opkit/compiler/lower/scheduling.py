@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments, parallel
 from opkit.compiler.ir.program import Buffer, Extern, Program, ScalarItem, Strided, reads, writes
 from opkit.compiler.lower.fuse import Fused, fuse
-from opkit.compiler.lower.group import estimate
 from opkit.compiler.lower.nest import nests
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 

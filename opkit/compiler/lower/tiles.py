@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from opkit.compiler.ir.access import rows_are_adjacent
+from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import CHECKS, Expr, const, indices, load, op, position, var, where
 from opkit.compiler.ir.index import Axis, Index, axis, contiguous, flat, index, product
@@ -19,7 +19,7 @@ from opkit.compiler.ir.kernel import Loop, Statement, Store, Update
 from opkit.compiler.ir.ops import neutral
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.lower.fuse import masked
-from opkit.compiler.lower.group import ADJACENT_ROWS, estimate
+from opkit.compiler.lower.group import ADJACENT_ROWS
 from opkit.compiler.lower.statements import Phase, Statements, expressions, over_axes, read_before_write
 
 MIN_PART = 1 << 11  # elements of a part of a row

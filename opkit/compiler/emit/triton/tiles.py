@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from opkit.compiler.emit.analysis import roots_of
-from opkit.compiler.ir.access import is_contiguous, rows_are_adjacent, step
+from opkit.compiler.ir.access import estimate, is_contiguous, rows_are_adjacent, step
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import indices, op, var
-from opkit.compiler.ir.index import Axis, Index, Symbol, Value, is_nonnegative, product, upper
+from opkit.compiler.ir.index import Axis, Index, Value, is_nonnegative, product, upper
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Statement, Store, Update, parallel, walk
 
 PROGRAMS = 264  # that keep a GPU busy: two for each of the processors of an H200
@@ -195,15 +195,6 @@ def _across(loops: Sequence[Loop], body: Sequence[Statement], sizes: Mapping[str
     found = {loop: sum(is_contiguous(at, loop.axis) for at in far) for loop in loops[:-1]}
     best = max(found, key=lambda loop: (found[loop], estimate(loop.axis.extent, sizes)))
     return best if found[best] and estimate(best.axis.extent, sizes) >= 8 else None
-
-
-# ---- sizes ---------------------------------------------------------------------------------------------------------------
-
-
-def estimate(at: Index, sizes: Mapping[str, int]) -> float:
-    """Return the expected value of an index over sizes; unknown ones count as 16."""
-    known = {leaf: sizes.get(leaf.name, 16) for leaf in at.leaves() if isinstance(leaf, Symbol)}
-    return float((at.substitute(known) if known else at).constant or 0)
 
 
 def _is_wide(kernel: Kernel, loops: Sequence[Loop]) -> bool:
