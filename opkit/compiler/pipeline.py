@@ -20,7 +20,7 @@ from opkit.compiler.emit.triton.source import module, triton_kernel
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
-from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.lower.target import LoweringTarget, TileSizes
 from opkit.compiler.run.plan import gpu_plan, plan
 from opkit.errors import OpkitError
 from opkit.op.operator import CustomOp
@@ -51,17 +51,17 @@ def compile_graph(
     scheduled = streamed(stages.run("fuse", schedule, program, target, save_memory), target.cache)
     name = captured.graph.name
     diagnostics.log_fusion(name, scheduled)
-    if target.device == "cpu":
+    if target.tiles is None:
         execution_plan, launches = stages.run("plan", plan, scheduled)
         texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
     else:
-        kernels = stages.run("emit", _triton_kernels, scheduled)
+        kernels = stages.run("emit", _triton_kernels, scheduled, target.tiles)
         execution_plan = stages.run("plan", gpu_plan, scheduled, kernels, str(captured.device))
         texts = (module(kernels.values()),)
     return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts)
 
 
-def _triton_kernels(scheduled: Schedule) -> dict[Kernel, TritonKernel]:
+def _triton_kernels(scheduled: Schedule, tiles: TileSizes) -> dict[Kernel, TritonKernel]:
     """Return the kernels of a schedule as Triton.
 
     Raises:
@@ -72,9 +72,9 @@ def _triton_kernels(scheduled: Schedule) -> dict[Kernel, TritonKernel]:
     for kernel, launch in launches.items():
         expected = {name: scheduled.program.sizes[of] for name, of in zip(kernel.sizes, launch.sizes, strict=True)}
         plain = dataclasses.replace(kernel, name="", origins=())
-        name = f"kernel_{hashlib.sha256(repr((plain, expected)).encode()).hexdigest()[:16]}"
+        name = f"kernel_{hashlib.sha256(repr((plain, expected, tiles)).encode()).hexdigest()[:16]}"
         try:
-            found[kernel] = triton_kernel(kernel, name, expected)
+            found[kernel] = triton_kernel(kernel, name, expected, tiles)
         except NotEmittable as error:
             raise Unsupported(f"{'; '.join(kernel.origins)}: a kernel has {error}") from error
     return found

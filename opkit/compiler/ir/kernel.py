@@ -226,7 +226,7 @@ class TritonKernel:
         text: the function.
         parameters: each parameter's name and type, as Triton writes it: "*bf16", "i64", "constexpr".
         constants: the values of those that are "constexpr".
-        grid: the number of programs along x, and along y if there are two, over the names of the kernel's sizes.
+        programs: the number of programs that it is launched with, over the names of the kernel's sizes.
         warps: the number of warps of a program.
         checks: whether it has device asserts; it is then compiled with ``debug=True`` and ``sanitize_overflow=False``.
         unaligned: the pointers that 16 may not divide.
@@ -236,7 +236,7 @@ class TritonKernel:
     text: str
     parameters: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, int], ...]
-    grid: tuple[Index, ...]
+    programs: Index
     warps: int
     checks: bool = False
     unaligned: frozenset[str] = frozenset()

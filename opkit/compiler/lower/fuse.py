@@ -25,8 +25,6 @@ from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 Entry = Group | Extern
 
-CHEAP, CHEAP_ON_GPU = 6, 48  # the largest cost of an element that is recomputed rather than read; see ``rewrites.cost``
-
 
 @dataclasses.dataclass
 class Fused:
@@ -47,7 +45,6 @@ def fuse(program: Program, target: LoweringTarget = PLAIN) -> Fused:
 class _Fuser:
     def __init__(self, program: Program, target: LoweringTarget) -> None:
         self.program, self.target = program, target
-        self.tries = 32 if target.tiles else 3  # how deep a step recomputes what it reads
         self.entries: list[Entry | None] = []  # None: merged into a later one
         self.refusals: list[FusionRefusal] = []
         self.last_writer: dict[str, int] = {}  # the last entry that writes a buffer
@@ -78,7 +75,7 @@ class _Fuser:
             self._place(_of_one(step))
 
     def _place(self, step: Compute, tries: int | None = None) -> None:
-        tries = self.tries if tries is None else tries
+        tries = self.target.max_recomputed_depth if tries is None else tries
         after = self._after(step)
         if self._merge_sources(step, after):
             return None
@@ -97,7 +94,7 @@ class _Fuser:
                 cheaper = self._recomputing(step, entry) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)
-        self.entries.append(groups.start(step, self.target.few_rows, self.adjacent))
+        self.entries.append(groups.start(step, self.target, self.adjacent))
         self._note(step, len(self.entries) - 1)
         return None
 
@@ -240,7 +237,7 @@ class _Fuser:
         wide = max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts)
         others = self.uses[name] > 1 or name in self.stored
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
-        return work <= (CHEAP_ON_GPU if self.target.tiles else CHEAP) and wide <= (1 if name in self.stored else 2)
+        return work <= self.target.max_recomputed_cost and wide <= (1 if name in self.stored else 2)
 
     def _changed(self, producer: Compute) -> bool:
         """Return whether a later step overwrites something that the step reads."""

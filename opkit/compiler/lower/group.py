@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.program import Compute, roots
+from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 MAX_MEMBERS = 96
 MAX_BUFFERS = 48
-LONG_ROW = 1 << 14  # elements of a row that is worth several threads
-ADJACENT_ROWS = 64  # rows next to each other that a program reduces at once
-LONG_ADJACENT_ROW = 1 << 10
 
 
 @dataclasses.dataclass
@@ -55,7 +53,7 @@ class Group:
         members: the steps, by the buffer that they write.
         loads: the buffers that are read from outside, or before they are written; a step may read what it overwrites.
         closed: whether no step may join.
-        few_rows: the most rows that are too few, as in ``LoweringTarget``.
+        target: the machine.
         adjacent: the reductions, of any group, whose rows lie next to each other in memory, so that a program takes several.
     """
 
@@ -64,7 +62,7 @@ class Group:
     members: dict[str, Member] = dataclasses.field(default_factory=dict)
     loads: dict[str, None] = dataclasses.field(default_factory=dict)
     closed: bool = False
-    few_rows: int = 4
+    target: LoweringTarget = PLAIN
     adjacent: frozenset[str] = frozenset()
 
     @property
@@ -84,14 +82,15 @@ class Group:
         """Return whether the rows are too few to divide among threads, and long enough for that to matter."""
         rows = product(self.space[k] for k in self.kept).constant
         length = product(self.space[k] for k in self.reduced).constant
-        adjacent = not self.adjacent.isdisjoint(self.members)
-        few, long = (self.few_rows * ADJACENT_ROWS, LONG_ADJACENT_ROW) if adjacent else (self.few_rows, LONG_ROW)
+        few, long = self.target.few_rows, self.target.long_row
+        if self.target.tiles is not None and not self.adjacent.isdisjoint(self.members):
+            few, long = few * self.target.tiles.adjacent_rows, self.target.tiles.long_column
         return rows is not None and rows <= few and (length is None or length >= long)
 
 
-def start(step: Compute, few_rows: int = 4, adjacent: frozenset[str] = frozenset()) -> Group:
+def start(step: Compute, target: LoweringTarget, adjacent: frozenset[str]) -> Group:
     """Return a group of one."""
-    group = Group(closed=_alone(step) is not None, few_rows=few_rows, adjacent=adjacent)
+    group = Group(closed=_alone(step) is not None, target=target, adjacent=adjacent)
     space = tuple(e for e in step.axes if e != 1)
     reduced = _reduced_with(group, step, space)
     assert reduced is not None

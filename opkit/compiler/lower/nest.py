@@ -42,10 +42,8 @@ from opkit.compiler.lower.statements import (
     statements,
     touched,
 )
-from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.lower.target import LoweringTarget, TileSizes
 
-MAX_CHUNKS = 64  # the most parts into which one long reduction is cut
-MIN_CHUNK = 1 << 12  # elements of a part
 MIN_BLOCK = 16  # elements of a block of accumulators
 MAX_BLOCK = 512
 WORK_PER_THREAD = 1 << 15  # operations that are worth a thread
@@ -70,11 +68,11 @@ def nests(
 ) -> Nests:
     """Return the kernels of a group; ``sizes`` are expected sizes, ``stored`` the buffers that other steps need."""
     vector = None if target.tiles else _vector_axis(group, buffers, sizes)
-    by_columns = target.tiles or vector is not None
+    by_columns = target.tiles is not None or vector is not None
     content = statements(group, buffers, stored, by_columns, target)
     loops = loop_order(group.space, group.reduced, accesses(content.phases), sizes)
     first = next(iter(group.members.values())).step
-    kernels = _Kernels(group, buffers, content, sizes, name)
+    kernels = _Kernels(group, buffers, content, sizes, name, target)
     targets = (at for member in group.members.values() for at in member.target)
     computed_target = any(isinstance(leaf, Value) for at in targets for leaf in at.leaves())
     if target.tiles and kernels.in_any_order(first, computed_target):
@@ -84,7 +82,7 @@ def nests(
     if not any(phase.accumulators for phase in content.phases):
         return kernels.pointwise(loops)
     if target.tiles:
-        return kernels.tiles(loops, target.programs)
+        return kernels.tiles(loops, target.tiles)
     if vector is not None:
         return kernels.columns(vector)
     return kernels.rows(loops)
@@ -121,9 +119,16 @@ def _external_reads(group: Group, member: Member, buffers: Mapping[str, Buffer])
 
 class _Kernels:
     def __init__(
-        self, group: Group, buffers: Mapping[str, Buffer], content: Statements, sizes: Mapping[str, int], name: str
+        self,
+        group: Group,
+        buffers: Mapping[str, Buffer],
+        content: Statements,
+        sizes: Mapping[str, int],
+        name: str,
+        target: LoweringTarget,
     ) -> None:
         self.group, self.buffers, self.content, self.sizes, self.name = group, buffers, content, sizes, name
+        self.target = target
 
     # ---- kinds of kernels --------------------------------------------------------------------------------------------
 
@@ -161,12 +166,12 @@ class _Kernels:
         atomic = step.update is not None and tiles.has_atomic(step.update, self._dtype(step.buffer))
         return atomic or (step.update is None and computed_target)
 
-    def tiles(self, loops: list[LoopDim], programs: int) -> Nests:
+    def tiles(self, loops: list[LoopDim], chosen: TileSizes) -> Nests:
         """Return a kernel of rows with one loop over all reduced axes, or two if the rows are long and few."""
         kept, reduced = ([(d.position, d.extent) for d in loops if d.reduced == wanted] for wanted in (False, True))
         rows = tiles.rows_of(self.group.space, kept, reduced)
         phases = over_axes(self.content.phases, rows.places)
-        cut = tiles.parts(rows, phases, self.sizes, programs)
+        cut = tiles.parts(rows, phases, self.sizes, self.target, chosen)
         if cut is None:
             return Nests([self.launch(tiles.row_kernel(rows, phases), 1)], [])
         parts = tiles.in_parts(self.name, rows, phases[0], self.content, *cut)
@@ -225,9 +230,9 @@ class _Kernels:
             return None
         extent = reduced[0].extent.constant
         inside = estimate(product(dim.extent for dim in reduced[1:]), self.sizes)
-        if extent is None or extent * inside < 2 * MIN_CHUNK:
+        if extent is None or extent * inside < 2 * self.target.min_part:
             return None
-        most = min(MAX_CHUNKS, int(extent * inside // MIN_CHUNK))
+        most = min(self.target.max_parts, int(extent * inside // self.target.min_part))
         return next((parts for parts in range(most, 1, -1) if extent % parts == 0), None)
 
     def _in_parts(self, kept: list[LoopDim], reduced: list[LoopDim], parts: int) -> Nests:

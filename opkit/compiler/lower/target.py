@@ -7,6 +7,38 @@ from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
+class TileSizes:
+    """The sizes of kernels whose programs compute tiles of rows and columns at once; those that name no unit are elements.
+
+    The numbers follow torch's Inductor (``torch/_inductor/runtime/triton_heuristics.py``).
+
+    Attributes:
+        processors: the multiprocessors. A kernel has at least two programs for each if it can, a reduction in parts four.
+        points: a tile of a pointwise kernel, or of several short rows.
+        row: the longest row that is one tile.
+        step: a step along a longer row; twice as many if the program goes along it several times.
+        wide: the largest tile whose rows, not columns, lie next to each other.
+        adjacent_rows: the rows next to each other that a program reduces at once.
+        long_column: adjacent rows that are longer may be cut into parts.
+        min_column_part: the least elements of each row in such a part.
+    """
+
+    processors: int = 132
+    points: int = 1 << 10
+    row: int = 1 << 14
+    step: int = 1 << 11
+    wide: int = 1 << 13
+    adjacent_rows: int = 64
+    long_column: int = 1 << 10
+    min_column_part: int = 64
+
+    @property
+    def programs(self) -> int:
+        """The programs of a kernel that keep the device busy."""
+        return 2 * self.processors
+
+
+@dataclasses.dataclass(frozen=True)
 class LoweringTarget:
     """Choices of lowering.
 
@@ -20,9 +52,14 @@ class LoweringTarget:
         wide_sums: whether sums of float32 accumulate in float64.
         few_rows: the most rows that are too few to divide among threads; steps that need a reduction of such rows, if they are
             long, are in another kernel, so that the reduction can be cut into parts.
-        programs: the programs that a device needs to be busy, of kernels of tiles.
+        long_row: the elements of a reduction that is worth several threads.
+        min_part: the least elements of a part of a reduction.
+        max_parts: the most parts of one.
+        max_recomputed_cost: the largest cost (``rewrites.cost``) of an element that is recomputed rather than read.
+        max_recomputed_depth: the most steps, each of which reads the one before, that are recomputed in another.
         product_alignment: sizes of large products of narrow floats are padded to multiples of so many elements. Libraries have
             fast kernels only for such sizes.
+        tiles: the sizes of tiles, if kernels compute tiles, so that no loop over columns is needed.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -31,8 +68,13 @@ class LoweringTarget:
     cache: int | None = None
     wide_sums: bool = True
     few_rows: int = 4
-    programs: int = 1
+    long_row: int = 1 << 14
+    min_part: int = 1 << 12
+    max_parts: int = 64
+    max_recomputed_cost: int = 6
+    max_recomputed_depth: int = 3
     product_alignment: int = 1
+    tiles: TileSizes | None = None
 
     @staticmethod
     def of(features: frozenset[str], cache: int | None = None) -> LoweringTarget:
@@ -40,13 +82,12 @@ class LoweringTarget:
         narrow = bool(features & {"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
         return LoweringTarget(narrow_products=narrow, channels_last=True, cache=cache)
 
-    @property
-    def tiles(self) -> bool:
-        """Whether kernels compute tiles of rows and columns at once, so that no loop over columns is needed."""
-        return self.device != "cpu"
-
 
 PLAIN = LoweringTarget()
 """No choices: every operator as torch would run it."""
 
-GPU = LoweringTarget("cuda", channels_last=True, wide_sums=False, few_rows=64, programs=528, product_alignment=8)
+GPU = LoweringTarget(
+    "cuda", channels_last=True, wide_sums=False, few_rows=64, min_part=1 << 11, max_parts=1 << 10, max_recomputed_cost=48,
+    max_recomputed_depth=32, product_alignment=8, tiles=TileSizes(),
+)  # fmt: skip
+"""GPUs; the number of multiprocessors is that of an H100 or H200."""

@@ -1,7 +1,7 @@
 """Make kernels of tiles from a group, for GPUs: rows with one loop over all reduced axes, scatters that are atomic.
 
 A reduction whose rows are too few for the GPU is cut into parts: one kernel reduces the parts, a second one their results. Which
-elements lie next to each other decides how many rows share a program: one for long rows, ``ADJACENT_ROWS`` of rows that are next
+elements lie next to each other decides how many rows share a program: one for long rows, ``adjacent_rows`` of rows that are next
 to each other (the sum of a matrix along its columns).
 """
 
@@ -19,15 +19,10 @@ from opkit.compiler.ir.kernel import Loop, Statement, Store, Update
 from opkit.compiler.ir.ops import neutral
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.lower.fuse import masked
-from opkit.compiler.lower.group import ADJACENT_ROWS
 from opkit.compiler.lower.statements import Phase, Statements, expressions, over_axes, read_before_write
+from opkit.compiler.lower.target import LoweringTarget, TileSizes
 
-MIN_PART = 1 << 11  # elements of a part of a row
-MIN_PART_OF_COLUMNS = 64
-MAX_WHOLE_COLUMN = 1 << 10  # elements of adjacent rows that one kernel reduces in any case
-MAX_PARTS = 1 << 10
 ALIGNED = 16  # elements that the length of a part is a multiple of, so that loads can be of several elements
-SMALL = 1 << 14  # elements that one kernel reduces in any case
 
 
 @dataclasses.dataclass
@@ -103,17 +98,20 @@ class Parts:
     pointers: dict[str, str]
 
 
-def parts(rows: Rows, phases: Sequence[Phase], sizes: Mapping[str, int], programs: int) -> tuple[int, bool] | None:
+def parts(
+    rows: Rows, phases: Sequence[Phase], sizes: Mapping[str, int], target: LoweringTarget, tiles: TileSizes
+) -> tuple[int, bool] | None:
     """Return the number of parts of each row, and whether rows lie next to each other; None if a row stays whole."""
     if len(phases) > 1 or any(a.reduction.startswith("arg") for a in phases[0].accumulators):
         return None
     count = estimate(product(a.extent for a in rows.kept), sizes)
     length = estimate(rows.reduced.extent, sizes)
     adjacent = bool(rows.kept) and rows_are_adjacent(_elements(phases[0]), rows.kept[-1], rows.reduced)
-    if count * length <= SMALL or (adjacent and length <= MAX_WHOLE_COLUMN):
+    if count * length <= target.long_row or (adjacent and length <= tiles.long_column):
         return None
-    busy = math.ceil(count / ADJACENT_ROWS) if adjacent else count
-    found = int(min(programs / max(1.0, busy), length / (MIN_PART_OF_COLUMNS if adjacent else MIN_PART), MAX_PARTS))
+    busy = math.ceil(count / tiles.adjacent_rows) if adjacent else count
+    least = tiles.min_column_part if adjacent else target.min_part
+    found = int(min(2 * tiles.programs / max(1.0, busy), length / least, target.max_parts))
     if found < 2:
         return None
     may_mask = all(isinstance(s, Update) and _may_be_masked(s.value) for s in phases[0].points)

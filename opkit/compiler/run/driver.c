@@ -179,15 +179,13 @@ static const int64_t *segment(struct frame *f, const int64_t *w) {  // address o
   return run(f->pointers, f->sizes, f->runtime) ? 0 : w + 3;
 }
 
-// number, function, programs along x and y, threads, shared memory, count; of each parameter its entry of the table, or -1
-// and its value
+// number, function, programs, threads, shared memory, count; of each parameter its entry of the table, or -1 and its value
 static const int64_t *launch(struct frame *f, const int64_t *w) {
-  const int64_t n = w[7], *p = w + 8;
+  const int64_t n = w[6], *p = w + 7;
   void *parameters[n];
   for (int64_t i = 0; i < n; ++i)
     parameters[i] = p[2 * i] >= 0 ? (void *)&f->pointers[p[2 * i]] : (void *)&p[2 * i + 1];
-  if (w[3] > 0 && w[4] > 0)
-    f->error = f->launch((void *)w[2], w[3], w[4], 1, w[5], 1, 1, w[6], f->stream, parameters, 0);
+  if (w[3] > 0) f->error = f->launch((void *)w[2], w[3], 1, 1, w[4], 1, 1, w[5], f->stream, parameters, 0);
   return f->error ? 0 : p + 2 * n;
 }
 

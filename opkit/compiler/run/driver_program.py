@@ -238,15 +238,15 @@ class _ProgramWriter:
     def _launch(self, number: int, step: GpuLaunch) -> None:
         for buffer in step.buffers:
             self._allocate(buffer)
-        x, y = (*map(self.names.word, step.grid), 1)[:2]
+        programs = self.names.word(step.programs)
         # of each parameter: its place in the table, or -1 and its value; the last two are memory that Triton may ask for
         pointers = [word for buffer in step.buffers for word in (self.position[buffer], 0)]
         numbers = [word for size in step.sizes for word in (-1, self.names.word(size))]
         count = len(step.buffers) + len(step.sizes) + 2
         n = step.kernel
         resources = (f"threads{n}", f"shared{n}")
-        self._step("launch", number, f"kernel{n}", x, y, *resources, count, pointers, numbers, [-1, 0, -1, 0])
-        self.lines.append(f"kernel{n}[{x}, {y}]({', '.join(map(self.names.variable, step.buffers))})")
+        self._step("launch", number, f"kernel{n}", programs, *resources, count, pointers, numbers, [-1, 0, -1, 0])
+        self.lines.append(f"kernel{n}[{programs}]({', '.join(map(self.names.variable, step.buffers))})")
 
     def _extern(self, step: Extern) -> None:
         for each in tensors((step.args, step.kwargs)):

@@ -39,14 +39,14 @@ class GpuLaunch:
     Attributes:
         kernel: the number of the kernel in ``ExecutionPlan.kernels``.
         buffers, sizes: the values of its parameters.
-        grid: the number of programs along each axis.
+        programs: the number of programs.
         origin: the operators that it computes, for messages.
     """
 
     kernel: int
     buffers: tuple[str, ...]
     sizes: tuple[Index, ...]
-    grid: tuple[Index, ...]
+    programs: Index
     origin: str = ""
 
 
@@ -107,11 +107,11 @@ def gpu_plan(schedule: Schedule, kernels: Mapping[Kernel, TritonKernel], device:
     for step in schedule.steps:
         if isinstance(step, KernelLaunch):
             sizes = {name: size(of) for name, of in zip(step.kernel.sizes, step.sizes, strict=True)}
-            grid = tuple(_with_sizes(each, sizes) for each in kernels[step.kernel].grid)
+            programs = _with_sizes(kernels[step.kernel].programs, sizes)
             origin = "; ".join(step.kernel.origins)
             parameters = zip(step.kernel.arguments, step.buffers, strict=True)
             unaligned[step.kernel] |= {argument.buffer for argument, buffer in parameters if buffer in not_copied}
-            steps.append(GpuLaunch(numbers[step.kernel], step.buffers, tuple(sizes.values()), grid, origin))
+            steps.append(GpuLaunch(numbers[step.kernel], step.buffers, tuple(sizes.values()), programs, origin))
         else:
             steps.append(step)
     plain = tuple(

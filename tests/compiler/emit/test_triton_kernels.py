@@ -68,7 +68,7 @@ def test_the_tests_of_other_stages(path):
 def kernels(function, *args, sizes=None):
     program = lower(on_gpu(graph_of(function, *args)[0]), GPU)
     launches = [step for step in schedule(program, GPU).steps if isinstance(step, KernelLaunch)]
-    return [triton_kernel(launch.kernel, f"kernel_{k}", sizes or {}) for k, launch in enumerate(launches)]
+    return [triton_kernel(launch.kernel, f"kernel_{k}", sizes or {}, GPU.tiles) for k, launch in enumerate(launches)]
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -152,8 +152,8 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_reduction_is_cut_into_parts_that_keep_a_gpu_busy(name):
     first, second = kernels(*LONG[name])
-    assert 132 <= first.grid[0].constant <= 2048
-    assert second.grid[0].constant <= first.grid[0].constant
+    assert 132 <= first.programs.constant <= 2048
+    assert second.programs.constant <= first.programs.constant
 
 
 def test_rows_next_to_each_other_are_read_together():
@@ -172,7 +172,7 @@ def test_a_norm_of_few_channels_is_cut_into_parts():
         return x - x.sum((0, 2, 3), keepdim=True)
 
     image = empty(8, 64, 32, 32).contiguous(memory_format=torch.channels_last)
-    assert [k.grid[0].constant >= 64 for k in kernels(norm, image)] == [True, False, True]
+    assert [k.programs.constant >= 64 for k in kernels(norm, image)] == [True, False, True]
 
 
 def test_the_tile_of_a_transpose_has_two_dimensions():
@@ -188,7 +188,7 @@ def test_the_tile_of_a_transpose_has_two_dimensions():
 def test_a_pointwise_kernel_of_few_points_still_has_many_programs():
     (small,), (large,) = (kernels(lambda x: x + 1, empty(n)) for n in (1 << 15, 1 << 24))
     assert dict(small.constants)["XBLOCK"] < dict(large.constants)["XBLOCK"]
-    assert small.grid[0].constant >= 132
+    assert small.programs.constant >= 132
 
 
 # ---- kernels by themselves -------------------------------------------------------------------------------------------------
@@ -202,28 +202,30 @@ def pointwise(extent, body, dtype="f32", sizes=(), name="k"):
 
 def test_parameters():
     n = size("s0")
-    made = triton_kernel(pointwise(n, load("p0", "bf16", axis(0, n)), "bf16", ("s0",)), "first", {"s0": 1 << 20})
+    made = triton_kernel(
+        pointwise(n, load("p0", "bf16", axis(0, n)), "bf16", ("s0",)), "first", {"s0": 1 << 20}, GPU.tiles
+    )
     assert made.parameters == (("p0", "*bf16"), ("p1", "*bf16"), ("n_s0", "i64"), ("XBLOCK", "constexpr"))
     assert made.constants == (("XBLOCK", 1024),)
-    assert made.grid == ((n + 1023) // 1024,)
+    assert made.programs == (n + 1023) // 1024
     assert made.text.startswith("@triton.jit\ndef first(p0, p1, n_s0, XBLOCK: tl.constexpr):\n")
 
 
 @pytest.mark.parametrize(("extent", "wide"), [(1 << 20, False), (1 << 31, True)])
 def test_indices_have_64_bits_where_they_need_them(extent, wide):
-    made = triton_kernel(pointwise(index(extent), load("p0", "f32", axis(0, extent))), "k", {})
+    made = triton_kernel(pointwise(index(extent), load("p0", "f32", axis(0, extent))), "k", {}, GPU.tiles)
     assert ("tl.int64" in made.text) == wide
 
 
 def test_what_cannot_be_emitted():
     body = call(Callee("f", "libf.so", ("f32",), "f32"), load("p0", "f32", axis(0, 8)))
     with pytest.raises(NotEmittable, match="a call of f"):
-        triton_kernel(pointwise(index(8), body), "k", {})
+        triton_kernel(pointwise(index(8), body), "k", {}, GPU.tiles)
 
 
 def test_checks_are_reported():
     body = load("p0", "f32", axis(0, 8))
-    assert not triton_kernel(pointwise(index(8), op("add", body, const(1.0, "f32"))), "k", {}).checks
+    assert not triton_kernel(pointwise(index(8), op("add", body, const(1.0, "f32"))), "k", {}, GPU.tiles).checks
     (made,) = kernels(lambda x, i: x[i], empty(9, 6), torch.tensor([3, 0]))
     assert made.checks
 
@@ -232,7 +234,7 @@ def test_the_schedule_for_a_cpu_is_another():
     program = program_of(lambda x: x.softmax(-1), torch.randn(4, 100))
     (launch,) = schedule(program).steps
     with pytest.raises(NotEmittable, match="memory of the thread"):
-        triton_kernel(launch.kernel, "k", {})
+        triton_kernel(launch.kernel, "k", {}, GPU.tiles)
 
 
 # ---- compilation -------------------------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def test_random_numbers_are_compiled(target, tmp_path, monkeypatch):
     body = random(load("p0", "i64", index(0)), axis(0, 5000), "f32")
     arguments = (KernelArgument("p0", "i64", False), KernelArgument("p1", "f32", True))
     loop = Loop(Axis(0, index(5000)), (Store("p1", axis(0, 5000), body),), "parallel")
-    compiled([triton_kernel(Kernel("k", arguments, (), (loop,)), "k", {})], target, tmp_path, monkeypatch)
+    compiled([triton_kernel(Kernel("k", arguments, (), (loop,)), "k", {}, GPU.tiles)], target, tmp_path, monkeypatch)
 
 
 def compiled(made, target, folder, monkeypatch):

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from opkit.compiler.emit.triton import tiles as emitted
 from opkit.compiler.ir.index import size
-from opkit.compiler.lower import tiles as lowered
+from opkit.compiler.lower.target import GPU
 from tests.compiler.emit.triton_schedules import Run
 from tests.compiler.graphs import gradients, graph_of, same
 
@@ -17,6 +16,7 @@ R, INT = torch.randn, torch.randint
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 SPECIAL = torch.tensor([0.0, -0.0, 1.5, -2.5, float("nan"), float("inf"), -float("inf"), 1e-40, 3e38])
 WIDE = R(40, 50)
+SMALL_TILES = dataclasses.replace(GPU, tiles=dataclasses.replace(GPU.tiles, row=64, wide=256, step=32))
 
 
 def image(*shape):
@@ -155,23 +155,20 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_rows_that_are_longer_than_a_tile(name, monkeypatch):
-    for names in ({"MAX_ROW": 64, "MAX_WIDE": 256, "STEP": 32}, {"SMALL": 500, "MIN_PART": 64, "MAX_WHOLE_COLUMN": 32}):
-        for key, value in names.items():
-            monkeypatch.setattr(emitted if "STEP" in names else lowered, key, value)
-    compare(*LONG[name])
+def test_rows_that_are_longer_than_a_tile(name):
+    tiles = dataclasses.replace(SMALL_TILES.tiles, long_column=32)
+    compare(*LONG[name], target=dataclasses.replace(GPU, long_row=500, min_part=64, tiles=tiles))
 
 
 @pytest.mark.parametrize(
     "name", ["chain", "sum", "sum of columns", "sum of all", "softmax", "softmax of columns", "transpose", "cumsum"]
 )
 @pytest.mark.parametrize("n", [37, 1201])
-def test_symbolic_sizes(name, n, monkeypatch):
+def test_symbolic_sizes(name, n):
     function, *_ = CASES[name]
-    monkeypatch.setattr(lowered, "SMALL", 500)
-    monkeypatch.setattr(emitted, "STEP", 256)
+    target = dataclasses.replace(GPU, long_row=500, tiles=dataclasses.replace(GPU.tiles, step=256))
     x = R(3, n, 5) if name == "softmax of columns" else R(n, 8) if name == "sum of columns" else R(7, n)
-    compare(function, x, *([R(n)] if name == "chain" else []), symbolic=n)
+    compare(function, x, *([R(n)] if name == "chain" else []), symbolic=n, target=target)
 
 
 def with_size(graph, n):
@@ -193,13 +190,13 @@ def test_graph(name):
     compare(*CASES[name])
 
 
-def compare(function, *args, symbolic=None):
+def compare(function, *args, symbolic=None, target=GPU):
     given = [a.clone() for a in args]
     expected = function(*given)
     expected = expected if isinstance(expected, list | tuple) else [expected]
     made = [a.clone() for a in args]
     graph, constants = graph_of(function, *args)
-    run = Run(with_size(graph, symbolic) if symbolic else graph, constants, made)
+    run = Run(with_size(graph, symbolic) if symbolic else graph, constants, made, target)
     narrow = {"rtol": 2e-2, "atol": 2e-2} if any(a.dtype == BF16 for a in args) else {"rtol": 2e-5, "atol": 2e-5}
     assert ("n_s0" in run.text) == (symbolic is not None)
     for x, y in zip([*run.results, *made], [*expected, *given], strict=True):
@@ -207,11 +204,9 @@ def compare(function, *args, symbolic=None):
 
 
 @pytest.mark.parametrize("name", ["softmax of special values", "both softmaxes", "log softmax of columns"])
-def test_long_rows_of_a_softmax_are_read_twice(name, monkeypatch):
-    for key, value in {"MAX_ROW": 64, "MAX_WIDE": 256, "STEP": 32}.items():
-        monkeypatch.setattr(emitted, key, value)
+def test_long_rows_of_a_softmax_are_read_twice(name):
     function, *args = LONG[name]
-    run = Run(*graph_of(function, *args), args)
+    run = Run(*graph_of(function, *args), args, SMALL_TILES)
     assert {kernel.text.count("for ") for kernel in run.kernels} == {2}
 
 
@@ -277,16 +272,14 @@ def test_erf_of_small_narrow_floats_keeps_its_relative_accuracy():
 
 
 @pytest.mark.parametrize("label", [300, -101])
-def test_an_index_of_a_row_is_checked_before_the_loop_over_columns(label, monkeypatch):
-    monkeypatch.setattr(emitted, "MAX_ROW", 64)
-    monkeypatch.setattr(emitted, "STEP", 32)
+def test_an_index_of_a_row_is_checked_before_the_loop_over_columns(label):
     x, good = R(3, 300), torch.tensor([3, 0, -100])
-    run = Run(*graph_of(cross_entropy, x, good), [x, good])
+    run = Run(*graph_of(cross_entropy, x, good), [x, good], SMALL_TILES)
     checked = [kernel.text.partition("for ") for kernel in run.kernels if "device_assert" in kernel.text]
     assert any("device_assert" in before and loop for before, loop, _ in checked)
     assert not any("device_assert" in rest or "tl.load(p1 + (a0))" in rest for _, _, rest in checked)
     with pytest.raises(Exception, match="an index is out of range"):
-        Run(*graph_of(cross_entropy, x, good), [x, torch.tensor([3, label, 0])])
+        Run(*graph_of(cross_entropy, x, good), [x, torch.tensor([3, label, 0])], SMALL_TILES)
 
 
 @pytest.mark.parametrize("at", [9, -10])

@@ -78,10 +78,10 @@ class Run:
         results: the graph's outputs. Arguments that the graph writes to are changed.
     """
 
-    def __init__(self, graph, constants, args):
-        self.program = lower(on_gpu(graph), GPU)
+    def __init__(self, graph, constants, args, target=GPU):
+        self.program = lower(on_gpu(graph), target)
         self.symbols = {Symbol(name, least): n for name, n in graph.sizes.items() for least in (0, 1, 2)}
-        self.schedule = schedule(self.program, GPU)
+        self.schedule = schedule(self.program, target)
         inputs = [n.name for n in graph.nodes if n.target == "input"]
         self.memory = {b.name: self._memory(b) for b in self.program.buffers.values() if not b.whole}
         self.memory |= {b.name: self._memory(b) for b in self.schedule.buffers.values() if b.name not in self.memory}
@@ -90,7 +90,7 @@ class Run:
                 self.view(key).copy_(value)
         launches = [step for step in self.schedule.steps if isinstance(step, KernelLaunch)]
         names = {step.kernel: f"kernel_{k}" for k, step in enumerate(launches)}
-        made = {kernel: triton_kernel(kernel, name, graph.sizes) for kernel, name in names.items()}
+        made = {kernel: triton_kernel(kernel, name, graph.sizes, target.tiles) for kernel, name in names.items()}
         self.kernels = list(made.values())
         self.text = module(self.kernels)
         functions = _compiled(self.text)
@@ -111,7 +111,7 @@ class Run:
     def _launch(self, step, kernel, functions):
         pairs = zip(step.buffers, step.kernel.arguments, strict=True)
         arrays = [self.memory[b].view(getattr(torch, DTYPES[a.dtype].torch)) for b, a in pairs]
-        (grid,) = self._numbers(kernel.grid)
+        (grid,) = self._numbers([kernel.programs])
         numbers = [self.schedule.program.sizes[name] for name in step.sizes]
         if 0 not in grid:
             with np.errstate(all="ignore"):
@@ -179,13 +179,13 @@ def _compiled(text: str):
 def run_kernel(kernel, arrays, sizes, runtime=None):
     """Run one kernel on flat arrays, as ``in_c`` of the tests of the C emitter does."""
     try:
-        made = triton_kernel(kernel, "kernel", sizes)
+        made = triton_kernel(kernel, "kernel", sizes, GPU.tiles)
     except NotEmittable as refusal:
         pytest.skip(f"not emittable: {refusal}")
     tensors = {a.buffer: torch.from_numpy(arrays[a.buffer]) for a in kernel.arguments}
     given = [tensors[a.buffer].view(getattr(torch, DTYPES[a.dtype].torch)) for a in kernel.arguments]
-    symbols = {leaf: sizes[leaf.name] for n in made.grid for leaf in n.leaves()}
-    grid = tuple(int(n.substitute(symbols).constant) for n in made.grid)
+    symbols = {leaf: sizes[leaf.name] for leaf in made.programs.leaves()}
+    grid = (int(made.programs.substitute(symbols).constant),)
     numbers = [sizes[name] for name in kernel.sizes]
     if 0 not in grid:
         with np.errstate(all="ignore"):

@@ -44,9 +44,9 @@ def frame(words, tensors, launch=None, function=None):
     return run, state, tables["pointers"], failures
 
 
-def launch_words(x, y):
+def launch_words(programs):
     parameters = [2, 0, 0, 0, -1, 7, -1, 0, -1, 0]  # two pointers, a size, and two of Triton's
-    return [STEPS.index("launch"), 6, 0xABC, x, y, 128, 4096, 5, *parameters, STEPS.index("end"), 0]
+    return [STEPS.index("launch"), 6, 0xABC, programs, 128, 4096, 5, *parameters, STEPS.index("end"), 0]
 
 
 def test_a_launch_passes_pointers_sizes_and_the_stream():
@@ -58,21 +58,21 @@ def test_a_launch_passes_pointers_sizes_and_the_stream():
         seen.append((function, gx, gy, gz, bx, by, bz, shared, stream, values, extra))
         return 0
 
-    run, state, _, failures = frame(launch_words(3, 2), [], launch)
+    run, state, _, failures = frame(launch_words(3), [], launch)
     state.stream = 0x77
     assert run([]) == []
     assert not failures
-    assert seen == [(0xABC, 3, 2, 1, 128, 1, 1, 4096, 0x77, [0x30, 0x10, 7, 0, 0], None)]
+    assert seen == [(0xABC, 3, 1, 1, 128, 1, 1, 4096, 0x77, [0x30, 0x10, 7, 0, 0], None)]
 
 
 def test_an_empty_grid_is_not_launched():
-    run, _, _, failures = frame(launch_words(0, 1), [], _LAUNCH(lambda *_: 1))
+    run, _, _, failures = frame(launch_words(0), [], _LAUNCH(lambda *_: 1))
     assert run([]) == []
     assert not failures
 
 
 def test_a_launch_that_fails_is_reported_with_its_code():
-    run, _, _, failures = frame(launch_words(1, 1), [], _LAUNCH(lambda *_: 701))
+    run, _, _, failures = frame(launch_words(1), [], _LAUNCH(lambda *_: 701))
     with pytest.raises(RuntimeError, match="a step of a compiled graph failed"):
         run([])
     assert failures == [(0, 701)]
@@ -118,7 +118,7 @@ def test_a_plan_has_launches_products_and_allocations():
         "    aten_mm_default_out(b_x_1, b_w_1, out=view0)",
         "    del b_x_1, b_w_1",
         "    b_sum_1 = empty_strided((16,), (1,), dtype=float32)",
-        f"    kernel0[{found.plan.steps[1].grid[0]}, 1](b_mm, b_sum_1)",
+        f"    kernel0[{found.plan.steps[1].programs}](b_mm, b_sum_1)",
         "    return [b_sum_1]",
     ]
     assert found.plan.device == "cuda:0"

@@ -18,15 +18,16 @@ from opkit.compiler.emit.triton.tiles import grid, tiles
 from opkit.compiler.emit.triton.writer import Writer
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.kernel import Kernel, Loop, TritonKernel
+from opkit.compiler.lower.target import TileSizes
 
 
-def triton_kernel(kernel: Kernel, name: str, sizes: Mapping[str, int]) -> TritonKernel:
-    """Return a kernel as Triton; ``sizes`` are the expected values of its sizes.
+def triton_kernel(kernel: Kernel, name: str, sizes: Mapping[str, int], chosen: TileSizes) -> TritonKernel:
+    """Return a kernel as Triton; ``sizes`` are the expected values of its sizes, ``chosen`` are those of tiles.
 
     Raises:
         NotEmittable: it has something that Triton cannot express here.
     """
-    tile = tiles(kernel, sizes)
+    tile = tiles(kernel, sizes, chosen)
     writer = Writer(kernel, tile)
     body = writer.write()
     unknown = [a.dtype for a in kernel.arguments if a.dtype not in POINTERS]
@@ -42,7 +43,7 @@ def triton_kernel(kernel: Kernel, name: str, sizes: Mapping[str, int]) -> Triton
     programs = _programs([loop for loop in loops if loop is not tile.across], tile.x)
     if tile.across is not None:
         programs = programs * _programs([tile.across], tile.r)
-    return TritonKernel(name, text, parameters, constants, (programs,), tile.warps, writer.checks)
+    return TritonKernel(name, text, parameters, constants, programs, tile.warps, writer.checks)
 
 
 def _programs(loops: Iterable[Loop], block: int) -> Index:

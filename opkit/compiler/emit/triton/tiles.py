@@ -4,8 +4,6 @@ There are three kinds of kernels. Pointwise ones have tiles of neighbouring poin
 an axis that is not the innermost, that axis is the second one of the tile, so that loads and stores both are of neighbouring
 elements. Kernels with vector loops have tiles of rows and columns: a row that fits is a tile as a whole ("persistent"), else the
 program goes along it in steps. Kernels whose loops run in order have one thread for each point.
-
-The numbers follow torch's Inductor (``torch/_inductor/runtime/triton_heuristics.py``).
 """
 
 from __future__ import annotations
@@ -19,12 +17,8 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import indices, op, var
 from opkit.compiler.ir.index import Axis, Index, Value, is_nonnegative, product, upper
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Statement, Store, Update, parallel, walk
+from opkit.compiler.lower.target import TileSizes
 
-PROGRAMS = 264  # that keep a GPU busy: two for each of the processors of an H200
-POINTS = 1024  # of a tile
-MAX_ROW = 1 << 14  # elements of a row that is one tile
-STEP = 1 << 11  # elements of a step along a longer row; twice as many if the program goes along it several times
-MAX_WIDE = 1 << 13  # elements of a tile whose rows, not columns, lie next to each other
 MAX_NARROW = 1 << 31  # elements that are counted in 32 bits
 
 
@@ -101,52 +95,52 @@ def softmax(body: Sequence[Statement]) -> tuple[Sequence[Statement], dict[str, s
     return [*accumulators, merged, *body[at[1] + 1 :]], online
 
 
-def tiles(kernel: Kernel, sizes: Mapping[str, int]) -> Tiles:
-    """Return the tiles of a kernel; ``sizes`` are the expected values of its sizes."""
+def tiles(kernel: Kernel, sizes: Mapping[str, int], chosen: TileSizes) -> Tiles:
+    """Return the tiles of a kernel; ``sizes`` are the expected values of its sizes, ``chosen`` are those of tiles."""
     loops, body = grid(kernel)
     points = estimate(product(loop.axis.extent for loop in loops), sizes)
     wide = _is_wide(kernel, loops)
     scanned = scan(body)
     vectors = [s for s in walk(body) if isinstance(s, Loop) and (s.how == "vector" or s is scanned)]
     if vectors:
-        return dataclasses.replace(_rows(kernel, loops, body, vectors, points, sizes), wide=wide)
+        return dataclasses.replace(_rows(loops, body, vectors, points, sizes, chosen), wide=wide)
     if any(isinstance(s, Loop) for s in body):
-        return Tiles(_fewer(128, points, 32), 0, 4, wide=wide)
+        return Tiles(_fewer(128, points, 32, chosen.programs), 0, 4, wide=wide)
     across = _across(loops, body, sizes)
     if across is not None:
         narrow = max((DTYPES[a.dtype].bytes for a in kernel.arguments), default=4) <= 2
-        side = 64 if narrow and points >= 64 * 64 * PROGRAMS else 32
+        side = 64 if narrow and points >= 64 * 64 * chosen.programs else 32
         return Tiles(side, side, 8 if side == 64 else 4, across, wide=wide)
-    return Tiles(_fewer(POINTS, points, 128), 0, 4, wide=wide)
+    return Tiles(_fewer(chosen.points, points, 128, chosen.programs), 0, 4, wide=wide)
 
 
 def _rows(
-    kernel: Kernel,
     loops: Sequence[Loop],
     body: Sequence[Statement],
     vectors: Sequence[Loop],
     rows: float,
     sizes: Mapping[str, int],
+    chosen: TileSizes,
 ) -> Tiles:
     extent = vectors[0].axis.extent
     length = max(1.0, estimate(extent, sizes))
     fits = extent.constant is not None and all(v.axis == vectors[0].axis and v in body for v in vectors)
     whole = power_of_two(length)
     if loops and rows_are_adjacent(accesses(body), loops[-1].axis, vectors[0].axis):
-        x = min(max(64, POINTS // whole), power_of_two(rows))
-        if fits and whole * x <= (MAX_WIDE if len(vectors) > 1 else STEP):
+        x = min(max(64, chosen.points // whole), power_of_two(rows))
+        if fits and whole * x <= (chosen.wide if len(vectors) > 1 else chosen.step):
             return Tiles(x, whole, _warps(x * whole), persistent=True)
-        if rows / x < PROGRAMS / 4:  # narrow tiles with more rows of the matrix, for fewer steps
+        if rows / x < chosen.programs / 4:  # narrow tiles with more rows of the matrix, for fewer steps
             x = min(x, 16)
-            r = min(whole, 2 * STEP // x)
+            r = min(whole, 2 * chosen.step // x)
             return Tiles(x, r, _warps(x * r), persistent=fits and r == whole)
-        elements = STEP * (2 if len(vectors) == 1 and _loaded(vectors[0], loops[-1].axis) <= 4 else 1)
-        return Tiles(x, max(1, min(elements // 64, whole, elements // x)), _warps(STEP))
-    if fits and whole <= (MAX_ROW if len(vectors) > 1 else 2 * STEP):
-        x = _fewer(max(1, POINTS // whole), rows, 1)
+        elements = chosen.step * (2 if len(vectors) == 1 and _loaded(vectors[0], loops[-1].axis) <= 4 else 1)
+        return Tiles(x, max(1, min(elements // 64, whole, elements // x)), _warps(chosen.step))
+    if fits and whole <= (chosen.row if len(vectors) > 1 else 2 * chosen.step):
+        x = _fewer(max(1, chosen.points // whole), rows, 1, chosen.programs)
         return Tiles(x, whole, _warps(x * whole), persistent=True)
-    r = min(whole, STEP * (1 + (len(vectors) > 1)))
-    return Tiles(max(1, min(POINTS // r, power_of_two(rows))), r, _warps(r))
+    r = min(whole, chosen.step * (1 + (len(vectors) > 1)))
+    return Tiles(max(1, min(chosen.points // r, power_of_two(rows))), r, _warps(r))
 
 
 def _loaded(loop: Loop, row: Axis) -> int:
@@ -162,9 +156,9 @@ def _warps(elements: int) -> int:
     return max(1, min(16, elements // (32 * each)))
 
 
-def _fewer(most: int, points: float, least: int) -> int:
+def _fewer(most: int, points: float, least: int, programs: int) -> int:
     """Return the points of a tile: fewer than ``most`` if that would leave a part of the GPU idle."""
-    while most > least and points / most < PROGRAMS:
+    while most > least and points / most < programs:
         most //= 2
     return most
 
