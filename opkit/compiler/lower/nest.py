@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import PARTS
-from opkit.compiler.ir.expr import Expr, const, load, rewrite, var
+from opkit.compiler.ir.expr import Expr, const, load, rewrite
 from opkit.compiler.ir.index import ZERO, Axis, Index, Value, axis, contiguous, flat, index, product
 from opkit.compiler.ir.kernel import (
+    How,
     Kernel,
     KernelArgument,
     KernelLaunch,
@@ -247,20 +248,13 @@ class _Kernels:
         outer, inner = axes[: len(kept)], [within, *axes[len(kept) + 1 :]]
         rows = product(a.extent for a in outer)
         at = flat([axis(a.number, a.extent) for a in outer], contiguous([a.extent for a in outer])) * parts + at_part
-        partial = [
-            Buffer(f"{self.name}_{a.name}", a.dtype, (rows, index(parts)), (index(parts), index(1)))
-            for a in phase.accumulators
-        ]
-        names = {a.name: f"q{k}" for k, a in enumerate(phase.accumulators)}
-        pointers = {**self.content.pointers, **{b.name: q for b, q in zip(partial, names.values(), strict=True)}}
-        stores: list[Statement] = [Store(names[a.name], at, var(a.name, a.dtype)) for a in phase.accumulators]
-        first_body = row_loops([*outer, part], inner, [Phase(phase.accumulators, phase.points, stores)], [])
-        updates: list[Statement] = [
-            Update(a.name, a.reduction, load(names[a.name], a.dtype, at)) for a in phase.accumulators
-        ]
-        second_body = row_loops(outer, [part], [Phase(phase.accumulators, updates, phase.rows)], [])
+        partial = tiles.partial_results(self.name, phase.accumulators, rows * parts, at)
+        pointers = {**self.content.pointers, **partial.pointers}
+        first_body = row_loops([*outer, part], inner, [Phase(phase.accumulators, phase.points, partial.stores)], [])
+        second_body = row_loops(outer, [part], [Phase(phase.accumulators, partial.updates, phase.rows)], [])
         grain = _grain(inner, [phase], self.sizes)
-        return Nests([self.launch(first_body, grain, pointers), self.launch(second_body, 1 << 20, pointers)], partial)
+        launches = [self.launch(first_body, grain, pointers), self.launch(second_body, 1 << 20, pointers)]
+        return Nests(launches, partial.buffers)
 
     # ---- the kernel itself ---------------------------------------------------------------------------------------------
 
@@ -307,11 +301,11 @@ def _block(extent: Index) -> tuple[Index, Index]:
 # ---- loops around statements ---------------------------------------------------------------------------------------
 
 
-def nested(axes: Sequence[Axis], body: Sequence[Statement], how: Callable[[int], str]) -> tuple[Statement, ...]:
+def nested(axes: Sequence[Axis], body: Sequence[Statement], how: Callable[[int], How]) -> tuple[Statement, ...]:
     """Return nested loops; ``how`` says how the k-th runs."""
     made = tuple(body)
     for k in reversed(range(len(axes))):
-        made = (Loop(axes[k], made, how(k)),)  # pyright: ignore[reportArgumentType]
+        made = (Loop(axes[k], made, how(k)),)
     return made
 
 

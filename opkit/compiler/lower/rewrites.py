@@ -21,7 +21,9 @@ from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Step, Strided, reads, writes
 
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
-_QUICK = frozenset("add sub mul abs min max where lt le eq ne and or xor not".split())  # noqa: SIM905
+_QUICK = frozenset(
+    {"add", "sub", "mul", "abs", "min", "max", "where", "lt", "le", "eq", "ne", "and", "or", "xor", "not"}
+)
 _SLOW_COST = 10
 _CALL_COST = 100  # of a library's function, whose code is unknown
 

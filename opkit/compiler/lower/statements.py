@@ -15,8 +15,8 @@ from opkit.compiler.ir.expr import Expr, cast, indices, load, rewrite, var
 from opkit.compiler.ir.index import Axis, Index, Symbol, Value, axis, contiguous, flat, product, value
 from opkit.compiler.ir.kernel import Accumulator, Let, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.program import Buffer, Compute
-from opkit.compiler.lower.fuse import lossless, with_values
 from opkit.compiler.lower.group import Group, Member
+from opkit.compiler.lower.inlining import lossless, with_values
 from opkit.compiler.lower.rewrites import cost
 from opkit.compiler.lower.target import LoweringTarget
 

@@ -15,10 +15,10 @@ from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import CHECKS, Expr, const, indices, load, op, position, var, where
 from opkit.compiler.ir.index import Axis, Index, axis, contiguous, flat, index, product
-from opkit.compiler.ir.kernel import Loop, Statement, Store, Update
+from opkit.compiler.ir.kernel import Accumulator, Loop, Statement, Store, Update
 from opkit.compiler.ir.ops import neutral
 from opkit.compiler.ir.program import Buffer
-from opkit.compiler.lower.fuse import masked
+from opkit.compiler.lower.inlining import masked
 from opkit.compiler.lower.statements import Phase, Statements, expressions, over_axes, read_before_write
 from opkit.compiler.lower.target import LoweringTarget, TileSizes
 
@@ -146,17 +146,31 @@ def in_parts(name: str, rows: Rows, phase: Phase, content: Statements, count: in
     total = product(a.extent for a in rows.kept)
     row = flat([axis(a.number, a.extent) for a in rows.kept], contiguous([a.extent for a in rows.kept]))
     at = at_part * total + row if adjacent else row * count + at_part
-    partial = [Buffer(f"{name}_{a.name}", a.dtype, (total * count,), (index(1),)) for a in phase.accumulators]
-    names = {a.name: f"q{k}" for k, a in enumerate(phase.accumulators)}
-    pointers = {**content.pointers, **{b.name: q for b, q in zip(partial, names.values(), strict=True)}}
-    stores: list[Statement] = [Store(names[a.name], at, var(a.name, a.dtype)) for a in phase.accumulators]
+    partial = partial_results(name, phase.accumulators, total * count, at)
     order = [part, *rows.kept] if adjacent else [*rows.kept, part]
-    first = around(order, [*phase.accumulators, Loop(within, tuple(points), "vector"), *stores])
-    updates: list[Statement] = [
-        Update(a.name, a.reduction, load(names[a.name], a.dtype, at)) for a in phase.accumulators
-    ]
-    second = around(rows.kept, [*phase.accumulators, Loop(part, tuple(updates), "vector"), *phase.rows])
-    return Parts(first, second, partial, pointers)
+    first = around(order, [*phase.accumulators, Loop(within, tuple(points), "vector"), *partial.stores])
+    second = around(rows.kept, [*phase.accumulators, Loop(part, tuple(partial.updates), "vector"), *phase.rows])
+    return Parts(first, second, partial.buffers, {**content.pointers, **partial.pointers})
+
+
+@dataclasses.dataclass
+class PartialResults:
+    """The results of the parts of rows: their buffers, and the statements that store them and that reduce them."""
+
+    buffers: list[Buffer]
+    pointers: dict[str, str]
+    stores: list[Statement]
+    updates: list[Statement]
+
+
+def partial_results(name: str, accumulators: Sequence[Accumulator], count: Index, at: Index) -> PartialResults:
+    """Return the ``count`` partial results of each accumulator; ``at`` is the place of a part's."""
+    buffers = [Buffer(f"{name}_{a.name}", a.dtype, (count,), (index(1),)) for a in accumulators]
+    pointers = {b.name: f"q{k}" for k, b in enumerate(buffers)}
+    named = list(zip(pointers.values(), accumulators, strict=True))
+    stores = [Store(q, at, var(a.name, a.dtype)) for q, a in named]
+    updates = [Update(a.name, a.reduction, load(q, a.dtype, at)) for q, a in named]
+    return PartialResults(buffers, pointers, [*stores], [*updates])
 
 
 def _masked(points: Sequence[Statement], place: Index, whole: Index) -> list[Statement]:

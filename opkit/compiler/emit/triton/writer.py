@@ -134,12 +134,7 @@ class Writer(ValueWriter):
         if shared or stored & self.read:
             self._write("tl.debug_barrier()")
         if loop.how == "vector" and self.tile.persistent:
-            if loop.axis.number not in self.axes:
-                self._columns(loop.axis, "")
-                self.in_row = self.in_r
-            self.in_r, self.columns = self.in_row, True
-            self._statements(loop.body, known)
-            self.in_r, self.columns = None, False
+            self._whole_row(loop, known)
             return
         forget(known, changed)
         outside, before = dict(self.variables), (self.in_r, self.running, self.columns)
@@ -147,19 +142,11 @@ class Writer(ValueWriter):
             name = self._name()
             self._write(f"{name} = {'(row >= 0)' if self.running is None else self.running.text}")
             self.running = Named(name, x=True)
-        extent = self._plain(loop.axis.extent)
         if loop.how == "vector":
             self._before(loop, known)
-            self._write(f"for o{loop.axis.number} in range(0, {extent}, RBLOCK):")
-            self.depth += 1
-            self._columns(loop.axis, f"o{loop.axis.number} + ")
-            self.columns = True
-            self.passes -= 1
-            self.eviction = (
-                f", eviction_policy='{'evict_last' if self.passes else 'evict_first'}'" if self.several else ""
-            )
+            self._steps(loop)
         else:
-            self._write(f"for a{loop.axis.number} in range({extent}):")
+            self._write(f"for a{loop.axis.number} in range({self._plain(loop.axis.extent)}):")
             self.axes[loop.axis.number] = Named(f"a{loop.axis.number}")
             self.depth += 1
         inner = dict(known)
@@ -173,6 +160,26 @@ class Writer(ValueWriter):
         self.in_r, self.running, self.columns = before
         self.eviction = ""
         self.variables = {name: self.variables[name] for name in outside}
+
+    def _whole_row(self, loop: Loop, known: Known) -> None:
+        """Write a loop over columns that is one tile."""
+        if loop.axis.number not in self.axes:
+            self._columns(loop.axis, "")
+            self.in_row = self.in_r
+        self.in_r, self.columns = self.in_row, True
+        self._statements(loop.body, known)
+        self.in_r, self.columns = None, False
+
+    def _steps(self, loop: Loop) -> None:
+        """Write the head of a loop over columns, and the columns of each of its steps."""
+        o = f"o{loop.axis.number}"
+        self._write(f"for {o} in range(0, {self._plain(loop.axis.extent)}, RBLOCK):")
+        self.depth += 1
+        self._columns(loop.axis, f"{o} + ")
+        self.columns = True
+        self.passes -= 1
+        kept = "evict_last" if self.passes else "evict_first"
+        self.eviction = f", eviction_policy='{kept}'" if self.several else ""
 
     def _before(self, loop: Loop, known: Known) -> None:
         """Write the values in a loop over columns that are the same in each of them, if there are columns."""
