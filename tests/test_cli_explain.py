@@ -61,3 +61,11 @@ def test_what_it_cannot_use(module, target, arguments, message):
     done = run(target.format(module), "--args", arguments)
     assert done.exit_code == 2
     assert message in done.output
+
+
+@pytest.mark.gpu
+def test_a_function_on_a_gpu(module):
+    done = run(f"{module}:scaled", "--args", "torch.randn(1 << 20, device='cuda')")
+    assert done.exit_code == 0, done.output
+    assert "reads 4,194,304 B, writes 4,194,304 B" in done.output
+    assert " registers, " in done.output

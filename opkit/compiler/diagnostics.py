@@ -24,7 +24,7 @@ from opkit import config
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured
 from opkit.compiler.ir.graph import Node
-from opkit.compiler.ir.kernel import KernelLaunch, Schedule, batches
+from opkit.compiler.ir.kernel import KernelLaunch, Schedule, TritonKernel, batches
 from opkit.compiler.ir.program import Program
 from opkit.compiler.run.plan import ExecutionPlan
 from opkit.errors import CompileError, NoCompilerWarning
@@ -32,7 +32,10 @@ from opkit.errors import CompileError, NoCompilerWarning
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """A graph in each form of the compiler; if it runs in eager mode, the forms are None and ``reason`` says why."""
+    """A graph in each form of the compiler; if it runs in eager mode, the forms are None and ``reason`` says why.
+
+    ``texts`` are the C, or the module of its ``kernels`` in Triton.
+    """
 
     name: str
     reason: str = ""
@@ -41,6 +44,7 @@ class CompiledGraph:
     schedule: Schedule | None = None
     plan: ExecutionPlan | None = None
     texts: tuple[str, ...] = ()
+    kernels: tuple[TritonKernel, ...] = ()
 
 
 class Stages:

@@ -20,7 +20,8 @@ from opkit import page
 from opkit.compiler.backend import observer, opkit_backend
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.diagnostics import CompiledGraph
-from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText, explain_graph
+from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText, explain_graph, with_resources
+from opkit.compiler.run.gpu_kernels import GpuKernelsBuild, bandwidth
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -82,6 +83,7 @@ class Explanation:
             _backward(self.result, _leaves(self.model, (args, kwargs)))
         finally:
             observer.reset(token)
+        self._add_resources()
         self.breaks = private.graph_breaks()
         return self.result
 
@@ -100,6 +102,14 @@ class Explanation:
         written = Path(path)
         written.write_text(page.document(title(self.graphs), body), encoding="utf-8")
         return written
+
+    def _add_resources(self) -> None:
+        """Add the resources of kernels for GPUs; the call has compiled them, so that the binaries are on the disk."""
+        for number, graph in enumerate(self.graphs):
+            if graph.functions and not graph.reason and graph.kernels[0].resources is None:
+                device = torch.device(graph.device)
+                binaries = GpuKernelsBuild(graph.functions, graph.source, device).binaries()
+                self.graphs[number] = with_resources(graph, binaries, bandwidth(device))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -161,7 +171,8 @@ def _table_lines(graphs: Sequence[GraphExplanation]) -> list[str]:
 def _graph_lines(graph: GraphExplanation) -> Iterator[str]:
     if graph.reason:
         yield f"runs in eager mode: {graph.reason}"
-    yield from _shortened([_kernel_line(kernel) for kernel in graph.kernels], "kernels")
+    texts = ["\n      ".join([_kernel_line(k), *figure_lines(k, graph.bandwidth)]) for k in graph.kernels]
+    yield from _shortened(texts, "kernels")
     yield from _shortened([f"side by side: {batch}" for batch in graph.batches], "batches")
     yield from _shortened([f"apart: {reason}" for reason in graph.apart], "kernels that are apart")
     yield from _shortened([f"call {call}" for call in graph.calls], "calls")
@@ -172,6 +183,22 @@ def _graph_lines(graph: GraphExplanation) -> Iterator[str]:
 def _kernel_line(kernel: KernelText) -> str:
     times = f" ({kernel.launches} times)" if kernel.launches > 1 else ""
     return f"{kernel.name}{times}: {', '.join(dict.fromkeys(kernel.operators))}"
+
+
+def figure_lines(kernel: KernelText, bandwidth: float | None) -> Iterator[str]:
+    """Yield lines of what a launch moves and computes, what it waits for, and what it takes of the hardware."""
+    figures, resources = kernel.figures, kernel.resources
+    if figures is not None:
+        operations = "" if figures.operations is None else f", {figures.operations:,} floating-point operations"
+        yield f"reads {figures.read:,} B, writes {figures.written:,} B{operations}"
+    if figures is not None and bandwidth is not None:
+        least = f"{figures.seconds(bandwidth) * 1e6:.2f} us at {bandwidth / 1e9:,.0f} GB/s"
+        yield f"bound by {figures.bound(bandwidth)}: to move the bytes takes {least}"
+    if resources is not None:
+        yield (
+            f"{_count(resources.threads, 'thread')} of {_count(resources.registers, 'register')}, "
+            f"{resources.shared:,} B of shared memory, {resources.spills:,} B spilled"
+        )
 
 
 def place_text(place: BufferPlace) -> str:
@@ -227,23 +254,29 @@ def _graph_html(number: int, graph: GraphExplanation) -> Iterator[str]:
     if graph.reason:
         yield f'<p><span class="bad">runs in eager mode</span> {escape(graph.reason)}</p>'
     for kernel in graph.kernels:
-        yield from _kernel_html(kernel)
+        yield from _kernel_html(kernel, graph)
     yield from _list_html("Kernels side by side", graph.batches)
     yield from _list_html("Kernels that are apart", graph.apart)
     yield from _list_html("Calls of torch's operators", graph.calls)
     yield from _list_html("Not fused", graph.refusals)
     yield from _list_html(f"Memory: {graph.arena:,} bytes", map(place_text, graph.places))
-    for heading, text in (("Captured graph", graph.captured), ("Program", graph.program), ("C source", graph.source)):
+    for heading, text in (
+        ("Captured graph", graph.captured),
+        ("Program", graph.program),
+        (f"{graph.language} source", graph.source),
+    ):
         yield from _folded(heading, text)
     yield "</section>"
 
 
-def _kernel_html(kernel: KernelText) -> Iterator[str]:
+def _kernel_html(kernel: KernelText, graph: GraphExplanation) -> Iterator[str]:
     times = f' <small class="quiet">{kernel.launches} times</small>' if kernel.launches > 1 else ""
     yield f"<h3>{escape(kernel.name)}{times}</h3>"
     items = "".join(f"<li><code>{escape(origin)}</code></li>" for origin in kernel.origins)
     yield f"<ul>{items}</ul>"
+    yield from (f"<p>{escape(line)}</p>" for line in figure_lines(kernel, graph.bandwidth))
     yield from _folded("Loop nest", kernel.text)
+    yield from _folded(f"{graph.language} function", kernel.source)
 
 
 def _folded(heading: str, text: str) -> Iterator[str]:

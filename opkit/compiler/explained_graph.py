@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from opkit.compiler.diagnostics import CompiledGraph, batch_texts
-from opkit.compiler.ir.index import Index, Symbol
-from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments
+from opkit.compiler.ir.access import estimate
+from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel, moments
 from opkit.compiler.ir.printer import kernel_text, program_text
 from opkit.compiler.ir.program import Extern, reads, writes
+from opkit.compiler.kernel_figures import KernelFigures, figures
 from opkit.compiler.lower.scheduling import nbytes
+from opkit.kernels.triton.binaries import Binary, Resources, resources_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +21,14 @@ class KernelText:
     """A kernel.
 
     Attributes:
-        name: its name in the C source.
+        name: its name.
         operators: the operators that it computes, in order.
         origins: the same with the user's lines.
         text: its loop nest.
         launches: the number of its launches in a call of the graph.
+        source: its function, if it is of Triton.
+        figures: what its first launch must do at least, for the sizes with which the graph was compiled; of Triton's.
+        resources: what the compiled function takes of the hardware; of Triton's.
     """
 
     name: str
@@ -31,6 +36,9 @@ class KernelText:
     origins: tuple[str, ...]
     text: str
     launches: int
+    source: str = ""
+    figures: KernelFigures | None = None
+    resources: Resources | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +77,10 @@ class GraphExplanation:
         refusals: the steps that were not fused, and why.
         arena: the bytes of memory for buffers between kernels.
         places: the place of each buffer in the arena.
-        source: the C.
+        source: the C, or the module of the Triton kernels.
+        device: the device, such as "cpu" or "cuda:0".
+        functions: the Triton kernels as they are compiled.
+        bandwidth: the bytes a second that the memory of the GPU moves, if it is known.
     """
 
     name: str
@@ -85,17 +96,25 @@ class GraphExplanation:
     arena: int = 0
     places: tuple[BufferPlace, ...] = ()
     source: str = ""
+    device: str = "cpu"
+    functions: tuple[TritonKernel, ...] = ()
+    bandwidth: float | None = None
 
     @property
     def launches(self) -> int:
         """The number of kernel launches in a call of the graph."""
         return sum(kernel.launches for kernel in self.kernels)
 
+    @property
+    def language(self) -> str:
+        """The language of ``source``: "C" or "Triton"."""
+        return "C" if self.device == "cpu" else "Triton"
+
 
 def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
     """Return the forms of a graph as text."""
-    captured, program, schedule = compiled.captured, compiled.program, compiled.schedule
-    if captured is None or program is None or schedule is None:
+    captured, program, schedule, plan = compiled.captured, compiled.program, compiled.schedule, compiled.plan
+    if captured is None or program is None or schedule is None or plan is None:
         return GraphExplanation(compiled.name, compiled.reason)
     nodes = captured.graph.nodes
     return GraphExplanation(
@@ -104,20 +123,38 @@ def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
         sum(node.target not in ("input", "constant", "getitem") for node in nodes),
         str(captured.graph),
         program_text(program),
-        _kernels(schedule),
+        _kernels(schedule, compiled.kernels),
         batch_texts(schedule),
         schedule.apart,
         tuple(_call(step) for step in schedule.steps if isinstance(step, Extern)),
         tuple(map(str, schedule.refusals)),
-        _number(schedule.arena, program.sizes),
+        int(estimate(schedule.arena, program.sizes)),
         _places(schedule),
         "\n".join(compiled.texts),
+        plan.device,
+        plan.kernels,
     )
 
 
-def _kernels(schedule: Schedule) -> tuple[KernelText, ...]:
-    launches = Counter(step.kernel for step in schedule.steps if isinstance(step, KernelLaunch))
-    return tuple(_kernel(kernel, count) for kernel, count in launches.items())
+def with_resources(graph: GraphExplanation, binaries: Sequence[Binary], bandwidth: float | None) -> GraphExplanation:
+    """Return a graph with the resources of its kernels, which are compiled to ``binaries``, and the GPU's bandwidth."""
+    pairs = zip(graph.kernels, map(resources_of, binaries), strict=True)
+    kernels = tuple(dataclasses.replace(kernel, resources=each) for kernel, each in pairs)
+    return dataclasses.replace(graph, kernels=kernels, bandwidth=bandwidth)
+
+
+def _kernels(schedule: Schedule, triton: Sequence[TritonKernel]) -> tuple[KernelText, ...]:
+    launches: dict[Kernel, list[KernelLaunch]] = {}
+    for step in schedule.steps:
+        if isinstance(step, KernelLaunch):
+            launches.setdefault(step.kernel, []).append(step)
+    found = [_kernel(kernel, len(each)) for kernel, each in launches.items()]
+    if triton:
+        buffers = {**schedule.program.buffers, **schedule.buffers}
+        counted = [figures(each[0], buffers, schedule.program.sizes) for each in launches.values()]
+        parts = zip(found, triton, counted, strict=True)
+        found = [dataclasses.replace(text, source=made.text, figures=each) for text, made, each in parts]
+    return tuple(found)
 
 
 def _kernel(kernel: Kernel, launches: int) -> KernelText:
@@ -134,17 +171,13 @@ def _call(step: Extern) -> str:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _number(size: Index, sizes: Mapping[str, int]) -> int:
-    """Return a size for the values that symbols had when the graph was captured."""
-    known = {leaf: sizes[leaf.name] for leaf in size.leaves() if isinstance(leaf, Symbol) and leaf.name in sizes}
-    return size.substitute(known).constant or 0
-
-
 def _places(schedule: Schedule) -> tuple[BufferPlace, ...]:
-    sizes = schedule.program.sizes
+    def number(size: Index) -> int:
+        return int(estimate(size, schedule.program.sizes))
+
     lifetimes = _lifetimes(schedule)
     places = [
-        BufferPlace(name, _number(at, sizes), _number(nbytes(schedule.buffers[name]), sizes), *lifetimes[name])
+        BufferPlace(name, number(at), number(nbytes(schedule.buffers[name])), *lifetimes[name])
         for name, at in schedule.places.items()
     ]
     places.sort(key=lambda place: place.first)

@@ -51,6 +51,7 @@ def compile_graph(
     scheduled = streamed(stages.run("fuse", schedule, program, target, save_memory), target.cache)
     name = captured.graph.name
     diagnostics.log_fusion(name, scheduled)
+    kernels: dict[Kernel, TritonKernel] = {}
     if target.tiles is None:
         execution_plan, launches = stages.run("plan", plan, scheduled)
         texts = stages.run("emit", source, launches, execution_plan.table, execution_plan.sizes, _UNITS)
@@ -58,7 +59,8 @@ def compile_graph(
         kernels = stages.run("emit", _triton_kernels, scheduled, target.tiles)
         execution_plan = stages.run("plan", gpu_plan, scheduled, kernels, str(captured.device))
         texts = (module(kernels.values()),)
-    return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts)
+    triton = tuple(kernels.values())
+    return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts, triton)
 
 
 def _triton_kernels(scheduled: Schedule, tiles: TileSizes) -> dict[Kernel, TritonKernel]:

@@ -71,6 +71,14 @@ class GpuKernelsBuild:
             stored.note(name, key)
         return built
 
+    def binaries(self) -> list[Binary]:
+        """Wait for the compiler, and return the compiled kernels.
+
+        Raises:
+            CompileError: Triton refused one.
+        """
+        return [future.result() for future in self._binaries]
+
     def wait(self) -> LoadedSegments:
         """Wait for the compiler, and return the kernels on the device.
 
@@ -78,8 +86,17 @@ class GpuKernelsBuild:
             CompileError: Triton refused one.
             RuntimeError: the driver refused one.
         """
-        kernels = [_loaded(future.result(), self._machine, self._index) for future in self._binaries]
-        return LoadedSegments(kernels=kernels)
+        return LoadedSegments(kernels=[_loaded(each, self._machine, self._index) for each in self.binaries()])
+
+
+def bandwidth(device: torch.device) -> float | None:
+    """Return the bytes a second that a GPU's memory moves; None if torch does not know the memory's clock.
+
+    Memory of AMD's GPUs moves more than two words a cycle, and how many depends on its kind.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    kilohertz, bits = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return kilohertz * 1e3 * 2 * bits / 8 or None if torch.version.hip is None else None
 
 
 def _loaded(binary: Binary, machine: Machine, device: int) -> LoadedKernel:
