@@ -189,7 +189,7 @@ class _GraphCompilation:
             reason = str(error)
             if self.options.strict:
                 raise CompileError(f"torch.compile(backend='opkit') cannot compile {self.name}: {reason}.") from error
-            diagnostics.log.warning("%s runs in eager mode: %s.", self.name, reason)
+            diagnostics.report_unsupported(self.name, error)
         except ToolchainError as error:
             if self.options.strict:
                 raise

@@ -22,7 +22,7 @@ from torch import fx
 
 from opkit import config
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.conversion import Captured
+from opkit.compiler.capture.conversion import Captured, Unsupported, UnsupportedDevice
 from opkit.compiler.ir.graph import Node
 from opkit.compiler.ir.kernel import KernelLaunch, Schedule, TritonKernel, batches
 from opkit.compiler.ir.program import Program
@@ -139,6 +139,14 @@ torch.compile(graph, backend=opkit_backend, options={{"strict": True}})(*inputs)
 def warn_no_compiler(reason: str) -> None:
     """Warn, once for each reason, that graphs run in eager mode because there is no C compiler."""
     warnings.warn(f"torch.compile(backend='opkit') runs in eager mode: {reason}", NoCompilerWarning, stacklevel=2)
+
+
+def report_unsupported(name: str, error: Unsupported) -> None:
+    """Log why a graph runs in eager mode; if the reason is its device, warn once for all graphs there."""
+    if isinstance(error, UnsupportedDevice):
+        warn_no_compiler(f"all graphs on {error.device}, for which opkit has no compiler")
+    else:
+        log.warning("%s runs in eager mode: %s.", name, error)
 
 
 def report_failure(module: fx.GraphModule, name: str, stage: str, error: Exception, strict: bool) -> None:

@@ -1,6 +1,7 @@
 """torch.compile(backend="opkit") where it fails: eager mode, a script, a warning, and the errors of strict mode."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -52,6 +53,18 @@ def test_no_compiler(settings):
     x = torch.randn(4)
     with pytest.warns(errors.NoCompilerWarning, match="/no/compiler"):
         torch.testing.assert_close(compiled(lambda x: x.exp() + 1, strict=False)(x), x.exp() + 1)
+
+
+def test_a_device_without_a_compiler_is_named_once():
+    diagnostics.warn_no_compiler.cache_clear()
+    x = torch.empty(4, device="meta")
+    with pytest.warns(errors.NoCompilerWarning, match="all graphs on meta, for which opkit has no compiler"):
+        compiled(torch.exp, strict=False)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled(torch.sin, strict=False)(x).device == x.device
+    with pytest.raises(Exception, match="it runs on meta, and code is made for CPUs, and for GPUs with CUDA or HIP"):
+        compiled(torch.exp)(x)
 
 
 def test_a_compiler_that_hangs(settings, tmp_path, caplog):

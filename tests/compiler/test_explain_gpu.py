@@ -94,10 +94,10 @@ def test_a_launch_that_moves_few_bytes_is_bound_by_latency():
 # ---- the report ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def graph(monkeypatch):
+@pytest.fixture(params=["sm_90", "gfx942"])
+def graph(request, monkeypatch):
     """A graph for a GPU, with its kernels compiled for an architecture."""
-    machine = dataclasses.replace(variants.MACHINES["cuda"], target=lambda _: "sm_90")
+    machine = dataclasses.replace(variants.MACHINES["cuda"], target=lambda _: request.param)
     monkeypatch.setitem(variants.MACHINES, "cuda", machine)
     found, _ = compiled(lambda x, w: torch.relu(x @ w).softmax(1), (64, 32), (32, 300))
     made = explain_graph(found)

@@ -38,6 +38,17 @@ class Unsupported(Exception):
     """The compiler cannot compile a graph, so torch runs it. The message says why."""
 
 
+class UnsupportedDevice(Unsupported):
+    """A graph runs on a device that no code is made for, and neither do others there.
+
+    Triton serves some of these devices too, such as Intel's GPUs; but opkit launches kernels by the drivers of CUDA and HIP.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(f"it runs on {device}, and code is made for CPUs, and for GPUs with CUDA or HIP")
+        self.device = device.type
+
+
 @dataclasses.dataclass(frozen=True)
 class Captured:
     """A graph, and the torch objects that it uses.
@@ -303,7 +314,7 @@ def _device(module: fx.GraphModule) -> torch.device:
         raise Unsupported(f"it uses {' and '.join(sorted(map(str, found)))}, and a graph is compiled for one device")
     device = next(iter(found), _CPU)
     if device.type not in ("cpu", "cuda"):
-        raise Unsupported(f"it runs on {device}, and code is made for CPUs and CUDA devices")
+        raise UnsupportedDevice(device)
     return device
 
 

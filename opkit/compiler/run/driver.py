@@ -22,6 +22,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.run.driver_program import PRODUCTS
 from opkit.kernels.cc.compilation import Request, Unit, build
+from opkit.op.triton.variants import driver_library
 
 _SOURCE = Path(__file__).with_name("driver.c")
 _FLAGS = ("-O1", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))  # Python is in the process
@@ -144,10 +145,8 @@ def _device_type(name: str) -> int:
 @functools.cache
 def launch_address() -> int:
     """Return the address of the driver's function that launches kernels."""
-    hip = torch.version.hip is not None
-    library = ctypes.CDLL("libamdhip64.so" if hip else "libcuda.so.1")
-    function = library.hipModuleLaunchKernel if hip else library.cuLaunchKernel
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    name = "cuLaunchKernel" if torch.version.hip is None else "hipModuleLaunchKernel"
+    return ctypes.cast(getattr(ctypes.CDLL(driver_library()), name), ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -317,11 +318,30 @@ class Machine:
     shared: Callable[[int], int]
 
 
+_HIP_LIBRARIES = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
+
+
+@functools.cache
+def driver_library() -> str:
+    """Return the name of the library of the GPU's driver: of HIP's, which has several, the one that torch has loaded."""
+    if torch.version.hip is None:
+        return "libcuda.so.1"
+    return next(filter(_is_loaded, _HIP_LIBRARIES), _HIP_LIBRARIES[-1])
+
+
+def _is_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True
+
+
 @functools.cache
 def _driver() -> _core.Driver:
     from opkit import _core
 
-    return _core.Driver("libcuda.so.1", "cuda") if torch.version.hip is None else _core.Driver("libamdhip64.so", "hip")
+    return _core.Driver(driver_library(), "cuda" if torch.version.hip is None else "hip")
 
 
 @functools.cache

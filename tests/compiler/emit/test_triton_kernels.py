@@ -15,6 +15,7 @@ from opkit.compiler.emit.triton.source import module, triton_kernel
 from opkit.compiler.ir.expr import Callee, call, const, load, op, random
 from opkit.compiler.ir.index import Axis, axis, index, size
 from opkit.compiler.ir.kernel import Kernel, KernelArgument, KernelLaunch, Loop, Store
+from opkit.compiler.ir.ops import OPS
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule
 from opkit.compiler.lower.target import GPU
@@ -267,6 +268,19 @@ def test_random_numbers_are_compiled(target, tmp_path, monkeypatch):
     arguments = (KernelArgument("p0", "i64", False), KernelArgument("p1", "f32", True))
     loop = Loop(Axis(0, index(5000)), (Store("p1", axis(0, 5000), body),), "parallel")
     compiled([triton_kernel(Kernel("k", arguments, (), (loop,)), "k", {}, GPU.tiles)], target, tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["bf16", "f32", "f64"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_function_of_floats_is_compiled(target, dtype, tmp_path, monkeypatch):
+    at = axis(0, 4096)
+    args = [load(p, dtype, at) for p in ("p0", "p1")]
+    functions = [f for f in OPS.values() if f.kind == "scalar" and "f" in f.takes and f.numpy and f.result == "same"]
+    stores = [Store("p2", at * len(functions) + k, op(f.name, *args[: f.arity])) for k, f in enumerate(functions)]
+    arguments = tuple(KernelArgument(p, dtype, p == "p2") for p in ("p0", "p1", "p2"))
+    kernel = Kernel("k", arguments, (), (Loop(Axis(0, index(4096)), tuple(stores), "parallel"),))
+    compiled([triton_kernel(kernel, "k", {}, GPU.tiles)], target, tmp_path, monkeypatch)
 
 
 def compiled(made, target, folder, monkeypatch):

@@ -17,6 +17,7 @@ from opkit.compiler.lower.target import GPU
 from opkit.compiler.run import driver, driver_program, plan_cache, torch_operators
 from opkit.compiler.run.driver_program import STEPS
 from opkit.compiler.run.plan import GpuLaunch
+from opkit.op.triton import variants
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -76,6 +77,14 @@ def test_a_launch_that_fails_is_reported_with_its_code():
     with pytest.raises(RuntimeError, match="a step of a compiled graph failed"):
         run([])
     assert failures == [(0, 701)]
+
+
+def test_the_driver_of_hip_is_the_one_that_is_loaded(monkeypatch):
+    monkeypatch.setattr(variants, "_HIP_LIBRARIES", ("libnone.so.7", loaded := driver.library()._name, "libnone.so"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert variants.driver_library.__wrapped__() == loaded
+    monkeypatch.setattr(variants, "_HIP_LIBRARIES", ("libnone.so.7", "libnone.so"))
+    assert variants.driver_library.__wrapped__() == "libnone.so"
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
