@@ -158,7 +158,10 @@ class BuildCacheWarning(UserWarning):
 
 
 class NoCompilerWarning(UserWarning):
-    """A kernel could not be built because the machine has no compiler for it; another one runs, or the operator's reference."""
+    """A kernel or a graph could not be built because there is no compiler for it, on this machine or in opkit for its device.
+
+    Another kernel runs, or the operator's reference; a graph runs in eager mode.
+    """
 
 
 class TuningWarning(UserWarning):

@@ -1,10 +1,5 @@
 """Turn a program into a schedule: fuse steps, make kernels of groups, batch launches, and plan the memory of buffers.
 
-Launches of kernels that do not depend on each other form a batch, which shares one parallel region. One pass over the launches
-between two extern calls decides: a small launch moves up into the first batch after all that it depends on. A large one joins the
-last batch or starts one: moving it would separate it from data in the cache. All buffers of a batch are in memory at once, so
-their share of the arena is limited.
-
 In the arena, two buffers share memory if the last use of one is before the first of the other. A buffer takes the lowest place
 that is free during its lifetime, the largest buffers first. Sizes that are not numbers are compared as expressions: a piece is
 reused for exactly its own size. The arena stays allocated for a whole call and between calls, however briefly all of it is
@@ -18,19 +13,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
-from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments, parallel
+from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments
 from opkit.compiler.ir.program import Buffer, Extern, Program, ScalarItem, Strided, reads, writes
+from opkit.compiler.lower.batches import BatchSizes, ScheduledStep, batched
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.nest import nests
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
-ScheduledStep = KernelLaunch | Extern
-
-SMALL_LAUNCH = 16.0  # the most pieces of work, each worth a thread, of a launch that moves to an earlier batch
-BATCH_MEMORY = 1 << 20  # bytes of the arena that the launches of a batch may touch
 ALIGNMENT = 64  # of buffers in the arena
 LARGE_BUFFER = 8 << 20  # bytes
 LARGE_SHARE = 4  # with ``save_memory``, a large buffer of at least 1/4 of the arena is outside of it
@@ -57,7 +48,8 @@ def schedule(program: Program, target: LoweringTarget = PLAIN, save_memory: bool
         buffers |= {buffer.name: buffer for buffer in of_group.buffers}
         steps += [_deduplicated(launch, shared) for launch in of_group.launches]
     inside = _inside(program, buffers, steps)
-    steps, apart = batched(steps, BatchSizes.of(program.sizes, inside)) if target.device == "cpu" else (steps, [])
+    in_arena = BatchSizes.of(program.sizes, {name: nbytes(buffer) for name, buffer in inside.items()})
+    steps, apart = batched(steps, in_arena) if target.device == "cpu" else (steps, [])
     places, size = _places(inside, steps, save_memory)
     used = {name for step in steps for name in _touched(step)} | set(program.buffers) & _outputs(program)
     needed = used | {name for name, buffer in buffers.items() if buffer.role != "made"}
@@ -90,121 +82,6 @@ def _deduplicated(launch: KernelLaunch, shared: dict[Kernel, Kernel]) -> KernelL
 
 def _touched(step: ScheduledStep) -> list[str]:
     return list(step.buffers) if isinstance(step, KernelLaunch) else [*reads(step), *writes(step)]
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSizes:
-    """Expected values of sizes, and the bytes of the arena that each buffer takes."""
-
-    expected: Mapping[str, int]
-    arena: Mapping[str, float]
-
-    @staticmethod
-    def of(expected: Mapping[str, int], inside: Mapping[str, Buffer]) -> BatchSizes:
-        """Return the sizes for the buffers in the arena."""
-        return BatchSizes(expected, {name: estimate(nbytes(each), expected) for name, each in inside.items()})
-
-    def work(self, launch: KernelLaunch) -> float:
-        """Return the number of pieces of work that are each worth a thread."""
-        names = zip(launch.kernel.sizes, launch.sizes, strict=True)
-        known = {name: self.expected.get(size, 0) for name, size in names}
-        return estimate(product(loop.axis.extent for loop in parallel(launch.kernel)[0]), known) / launch.kernel.grain
-
-    def memory(self, launch: KernelLaunch) -> float:
-        """Return the bytes of the arena that a launch touches."""
-        return sum(self.arena.get(name, 0) for name in set(launch.buffers))
-
-
-def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[ScheduledStep], list[str]]:
-    """Return the steps with the launches of a batch next to each other, and the reasons why launches did not join a batch."""
-    memory = _same_memory(steps)
-    found: list[ScheduledStep] = []
-    reasons: dict[str, None] = {}
-    run = _Run(sizes, memory, reasons)
-    for step in steps:
-        if isinstance(step, KernelLaunch):
-            run.add(step)
-        else:
-            found += [*run.ordered(), step]
-            run = _Run(sizes, memory, reasons)
-    return found + run.ordered(), list(reasons)
-
-
-def _same_memory(steps: Sequence[ScheduledStep]) -> dict[str, str]:
-    """Map buffers that may share memory, such as an operator's results and arguments, to one name."""
-    found: dict[str, str] = {}
-    for step in steps:
-        if isinstance(step, Extern) and step.aliases:
-            first, *others = (_root(found, name) for name in (*reads(step), *writes(step)))
-            found |= {name: first for name in others if name != first}
-    return {name: _root(found, name) for name in found}
-
-
-def _root(found: Mapping[str, str], name: str) -> str:
-    while name in found:
-        name = found[name]
-    return name
-
-
-@dataclasses.dataclass
-class _Batch:
-    launches: list[KernelLaunch]
-    memory: float
-
-
-class _Run:
-    """The batches between two extern calls, in order."""
-
-    def __init__(self, sizes: BatchSizes, same: Mapping[str, str], reasons: dict[str, None]) -> None:
-        self.sizes, self.same, self.reasons = sizes, same, reasons
-        self.batches: list[_Batch] = []
-        self.written: dict[str, tuple[int, str]] = {}  # the last batch that writes to a buffer, and its kernel
-        self.touched: dict[str, tuple[int, str]] = {}  # the last one that reads it or writes to it
-
-    def add(self, launch: KernelLaunch) -> None:
-        at = self._place(launch)
-        batch = self.batches[at]
-        batch.launches.append(launch)
-        batch.memory += self.sizes.memory(launch)
-        for name, written in self._uses(launch):
-            self.touched[name] = max((at, launch.kernel.name), self.touched.get(name, (at, "")))
-            if written:
-                self.written[name] = (at, launch.kernel.name)
-
-    def ordered(self) -> list[ScheduledStep]:
-        """Return the launches as steps, batch by batch."""
-        groups = (batch.launches for batch in self.batches)
-        return [dataclasses.replace(each, joined=k > 0) for group in groups for k, each in enumerate(group)]
-
-    def _uses(self, launch: KernelLaunch) -> list[tuple[str, bool]]:
-        """Return the buffers of a launch, and whether it writes to them."""
-        names = (self.same.get(name, name) for name in launch.buffers)
-        return [(name, argument.written) for name, argument in zip(names, launch.kernel.arguments, strict=True)]
-
-    def _place(self, launch: KernelLaunch) -> int:
-        """Return the number of the batch for a launch, a new one if necessary."""
-        after, refusal = self._after(launch)
-        last = len(self.batches) - 1
-        first = after + 1 if self.sizes.work(launch) <= SMALL_LAUNCH else max(after + 1, last)
-        memory = self.sizes.memory(launch)
-        for at in dict.fromkeys((first, last)):
-            if after < at <= last and (memory == 0 or self.batches[at].memory + memory <= BATCH_MEMORY):
-                return at
-        if self.batches:
-            memory_reason = f"{launch.kernel.name}: with what is before it, it would need more memory at once"
-            self.reasons[refusal if after == last else memory_reason] = None
-        self.batches.append(_Batch([], 0.0))
-        return last + 1
-
-    def _after(self, launch: KernelLaunch) -> tuple[int, str]:
-        """Return the last batch that must come before the launch, or -1, and the reason."""
-        found = (-1, "", "")
-        for name, written in self._uses(launch):
-            found = max(found, (*(self.touched if written else self.written).get(name, (-1, "")), name))
-        return found[0], f"{launch.kernel.name} comes after {found[1]}, for both use {found[2]}"
 
 
 # ---- the arena ------------------------------------------------------------------------------------------------------
