@@ -38,7 +38,8 @@ def replays(monkeypatch):
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 10)).cuda()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    return nn.Sequential(*layers, nn.Linear(64, 10)).cuda()
 
 
 def close(x, y):
@@ -133,7 +134,7 @@ def test_an_input_that_moves_and_is_written_to_is_refused(replays, caplog):
 
 
 def test_random_numbers_differ_from_call_to_call(replays):
-    compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="opkit", options={"strict": True})
+    compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="opkit", options=ON_REQUEST)
     x = torch.ones(1000, device="cuda")
     torch.manual_seed(1)
     first = [compiled(x) for _ in range(6)]
@@ -160,7 +161,13 @@ def test_reasons_are_in_the_log(replays, caplog):
         )
         torch._dynamo.reset()
         torch.compile(lambda x: x * 2, backend="opkit", dynamic=True)(r(5))
-    assert "its sizes may change" in caplog.text
+        torch._dynamo.reset()
+        torch.compile(lambda x: x * 2, backend="opkit")(r(5))
+        torch._dynamo.reset()
+        wide = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.GELU())], nn.Linear(8, 4096))
+        torch.compile(wide.cuda().requires_grad_(False), backend="opkit")(r(4096, 8))
+    for reason in ("its sizes may change", "fewer than 8 steps", "would be copied in each call"):
+        assert reason in caplog.text
 
 
 def test_a_capture_that_fails_leaves_torch_as_it_was(replays, caplog):

@@ -19,19 +19,21 @@ from typing import Any
 import torch
 
 from opkit.compiler import diagnostics
-from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture import torch_private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import product
-from opkit.compiler.ir.program import Buffer, Extern, Strided
-from opkit.compiler.run.plan import ExecutionPlan
+from opkit.compiler.ir.program import Extern, Strided
+from opkit.compiler.run import torch_private as private
+from opkit.compiler.run.plan import ExecutionPlan, mentioned
 from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
 
 CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
 """Calls before the first recording, in which libraries choose their kernels, and inputs show whether they move. What a backward
 gets moves until the forward is recorded."""
 
-MAX_COPIED = 64 << 20  # bytes that are copied in a call; a recording of more is made on request only
+MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching them takes as long as a replay
+MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
 
 _HOST = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.masked_select.", "aten.unique")
@@ -41,6 +43,7 @@ _LAUNCHING = (*(f"aten.{name}" for name in _KNOWN), "opkit.seed")
 """Operators that only launch kernels, by the beginning of their names. Others, such as custom operators, may do work on the
 host, which a recording leaves out; graphs with them are recorded on request only."""
 
+_UNSAFE = torch.Tag.cudagraph_unsafe
 _REQUEST = "Request it with options={'cuda_graphs': True}"
 
 
@@ -81,7 +84,7 @@ def _refusal(runner: Runner, kind: str, wanted: bool, copied: int) -> str:
         target = runner.constants.targets.get(call.target)
         if call.target.startswith(_HOST) or call.target in runner.constants.opaques:
             return f"{call.target} reads memory on the host"
-        if target is not None and private.is_overload(target) and private.is_cuda_graph_unsafe(target):
+        if target is not None and torch_private.is_overload(target) and _UNSAFE in torch_private.tags(target):
             return f"{call.target} has torch's tag cudagraph_unsafe"
         if not wanted and not call.target.startswith(_LAUNCHING):
             return f"{call.target} may do work on the host. {_REQUEST}"
@@ -89,15 +92,22 @@ def _refusal(runner: Runner, kind: str, wanted: bool, copied: int) -> str:
         return "an input is neither a tensor nor a size"
     if not wanted and plan.sizes:
         return f"its sizes may change. {_REQUEST}"
-    results = [plan.buffers[each.buffer] for each in plan.outputs[:copied] if isinstance(each, Strided)]
-    if len({each.name for each in results}) < len(results):
+    if not wanted and len(plan.steps) < MIN_STEPS:
+        return f"it has fewer than {MIN_STEPS} steps. {_REQUEST}"
+    results = [each.buffer for each in plan.outputs[:copied] if isinstance(each, Strided)]
+    if len({*results}) < len(results):
         return "two results share memory"
-    if not wanted and sum(_nbytes(each) for each in results if each.role == "made") > MAX_COPIED:
-        return f"its results of more than {MAX_COPIED:,} bytes would be copied in each call. {_REQUEST}"
-    return ""
+    return "" if wanted else _too_many(plan, sum(_nbytes(plan, n) for n in results if plan.buffers[n].role == "made"))
 
 
-def _nbytes(buffer: Buffer) -> int:
+def _too_many(plan: ExecutionPlan, nbytes: int) -> str:
+    """Return why so many bytes are too many to copy in each call, or ""."""
+    moved = sum(_nbytes(plan, name) for step in plan.steps for name in mentioned(step))
+    return f"{nbytes:,} bytes would be copied in each call. {_REQUEST}" if nbytes > moved * MAX_COPIED_SHARE else ""
+
+
+def _nbytes(plan: ExecutionPlan, name: str) -> int:
+    buffer = plan.buffers[name]
     return (product(buffer.shape).constant or 0) * DTYPES[buffer.dtype].bytes
 
 
@@ -219,9 +229,7 @@ class RecordedRunner:
         if calls.recordings >= MAX_RECORDINGS:
             return "the addresses of its inputs change too often"
         nbytes = sum(tensors[n].nbytes for n in calls.moving if n in tensors)
-        if not self._wanted and nbytes > MAX_COPIED:
-            return f"{nbytes:,} bytes of inputs would be copied in each call. {_REQUEST}"
-        return ""
+        return "" if self._wanted else _too_many(self.plan, nbytes)
 
     def _record(self, stream: int, inputs: list[Any], addresses: Sequence[int], moving: set[int]) -> _Recording:
         runner, tensors = self._runner, {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
+from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.driver_program import PRODUCTS
 from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.op.triton.variants import driver_library

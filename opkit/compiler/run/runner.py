@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.run import driver, driver_program, library, torch_operators
+from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.driver_program import DriverProgram
 from opkit.compiler.run.library import LoadedSegments
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, GraphConstants, Segment

@@ -84,6 +84,7 @@ CASES = {
     "products": (lambda x: (x.prod(1), x.prod()), R(6, 7)),
     "nothing is summed": (lambda x: (x.sum(1), x.prod(1)), R(3, 0)),
     "softmax": (lambda x: x.softmax(-1), R(17, 70)),
+    "log-sum-exp, and the maximum": (lambda x: (x.amax(-1, True), (x - x.amax(-1, True)).exp().sum(-1), x * 2), R(3, 20_000)),
     "softmax of columns": (lambda x: x.softmax(1), R(3, 40, 33)),
     "softmax of bf16": (lambda x: x.log_softmax(-1), R(5, 300).to(BF16)),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (70,), w, b), R(17, 70), R(70), R(70)),

@@ -38,7 +38,9 @@ def test_a_norms_backward_reads_its_rows_once_and_its_columns_once():
             return torch.autograd.grad(rms_norm(x, weight), (x, weight), grad)
 
     found, made = launches(backward, x, weight, grad)
-    large = [n for n, b in made.buffers.items() if b.shape and len(b.shape) == 2 and b.shape[0] == 2048 and b.shape[1] == 512]
+    large = [
+        n for n, b in made.buffers.items() if b.shape and len(b.shape) == 2 and b.shape[0] == 2048 and b.shape[1] == 512
+    ]
     stored = {a for launch in found for a in launch.buffers} & {*large}
     assert len(found) == 3  # rows, columns in parts, and their sum
     assert {made.buffers[name].dtype for name in stored} == {"bf16"}

@@ -72,9 +72,13 @@ def softmax(body: Sequence[Statement]) -> tuple[Sequence[Statement], dict[str, s
 
     Also returns the name of the maximum for each such sum. Its update is by x, before that of the maximum.
     """
-    at = [k for k, s in enumerate(body) if not isinstance(s, Accumulator)][:2]
+    at = [k for k, s in enumerate(body) if not isinstance(s, Accumulator | Store)][:2]  # a store between them can wait
     first, second = (body[k] for k in at) if len(at) == 2 else (None, None)
     if not isinstance(first, Loop) or not isinstance(second, Loop) or not first.how == second.how == "vector":
+        return body, {}
+    stores = [s for s in body[: at[1]] if isinstance(s, Store)]
+    read = {node.data[0] for root in roots_of(second.body) for node in root.walk() if node.op == "load"}
+    if any(isinstance(s, Store) for s in body[: at[0]]) or not read.isdisjoint(s.buffer for s in stores):
         return body, {}
     if not is_nonnegative(first.axis.extent - 1):
         return body, {}
@@ -92,7 +96,7 @@ def softmax(body: Sequence[Statement]) -> tuple[Sequence[Statement], dict[str, s
     accumulators = [s for s in body[: at[1]] if isinstance(s, Accumulator)]
     ordered = sorted([*sums, *first.body], key=lambda s: not isinstance(s, Let))
     merged = dataclasses.replace(first, body=tuple(ordered))
-    return [*accumulators, merged, *body[at[1] + 1 :]], online
+    return [*accumulators, merged, *stores, *body[at[1] + 1 :]], online
 
 
 def tiles(kernel: Kernel, sizes: Mapping[str, int], chosen: TileSizes) -> Tiles:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import where
 from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
-from opkit.compiler.lower.group import estimate
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense

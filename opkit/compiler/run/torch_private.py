@@ -1,0 +1,35 @@
+"""The private names of torch that calls of compiled graphs need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
+"""Return handles of the C shim, in capsules; the caller must delete each of them."""
+
+tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # pyright: ignore[reportAttributeAccessIssue]
+"""Return tensors for handles in capsules, and take over the handles."""
+
+
+def raw_stream(device: int) -> int:
+    """Return the current stream of a CUDA device (torch 2.11 to 2.14: ``_cuda_getCurrentRawStream``)."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def is_observed() -> bool:
+    """Return whether a profiler or a mode observes the operators that are called."""
+    profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    return profiled or has_dispatch_modes()
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a mode sees the operators that are called."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage: of tensors, and of Python objects for it."""
+    return torch._C._storage_Use_Count(storage._cdata)
