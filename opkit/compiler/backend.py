@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from opkit import config
@@ -215,7 +216,7 @@ class _GraphCompilation:
         captured = run("capture", conversion.capture, self.module, self.name, inputs, self.user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
-        target = _target() if captured.device.type == "cpu" else GPU
+        target = _target() if captured.device.type == "cpu" else _gpu_target()
         key_text = f"{target} {self.save_memory} {captured.key} {user_lowerings.identity(operators)}"
         plan_key = run("look-up", plan_cache.key, key_text)
         cached = None if _is_observed() else plan_cache.find(plan_key)
@@ -292,6 +293,12 @@ def _is_observed() -> bool:
 
 def _target() -> LoweringTarget:
     return LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
+
+
+def _gpu_target() -> LoweringTarget:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclasses.replace(GPU, deterministic=deterministic, tf32=tf32)
 
 
 def _strides(output: Any) -> tuple[int, ...] | None:

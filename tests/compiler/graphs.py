@@ -109,11 +109,26 @@ def call(step, args, kwargs):
     if step.target == "opkit.seed":
         return np.asarray(1234)
     namespace, name, overload = step.target.split(".")
-    operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operator = _ON_CPU.get(step.target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
     found = operator(*_tensors(args), **_tensors(kwargs))
     if isinstance(found, tuple | list):
         return tuple(to_numpy(f) if isinstance(f, torch.Tensor) else f for f in found)
     return to_numpy(found) if isinstance(found, torch.Tensor) else found
+
+
+def _convolution_relu(x, w, bias, stride, padding, dilation, groups):
+    return torch.conv2d(x, w, bias, stride, padding, dilation, groups).relu()
+
+
+def _convolution_add_relu(x, w, z, alpha, bias, *settings):
+    stride, padding, dilation, groups = settings
+    return (torch.conv2d(x, w, bias, stride, padding, dilation, groups) + alpha * z).relu()
+
+
+_ON_CPU = {
+    "aten.cudnn_convolution_relu.default": _convolution_relu,
+    "aten.cudnn_convolution_add_relu.default": _convolution_add_relu,
+}
 
 
 def _tensors(argument):

@@ -1,6 +1,7 @@
 """torch.compile(backend="opkit") from end to end: what eager does, with fewer calls; and what happens where it fails."""
 
 import copy
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -14,6 +15,7 @@ import opkit
 from opkit import errors
 from opkit.compiler import backend
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.lower.target import GPU
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -322,6 +324,13 @@ def test_logs():
         "def run(",
     ):
         assert text in run.stderr
+
+
+def test_the_target_of_gpus_follows_torchs_settings(monkeypatch):
+    assert backend._gpu_target() == GPU
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert backend._gpu_target() == dataclasses.replace(GPU, deterministic=True, tf32=False)
 
 
 _INSTALLED = any(point.name == "opkit" for point in importlib.metadata.entry_points(group="torch_dynamo_backends"))

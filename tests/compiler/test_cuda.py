@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,67 @@ def test_results_and_gradients(name, dtype, monkeypatch):
         scale = c.abs().max() + 1e-30
         error, eager_error = (a.double() - c).abs().max() / scale, (b.double() - c).abs().max() / scale
         assert error <= 3 * eager_error + torch.finfo(dtype).eps * 4, (error, eager_error)
+
+
+class Residual(nn.Module):
+    """Convolutions with batch norm, of which some are added, and a linear layer with an activation."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.first, self.second, self.third, self.shortcut = (
+            nn.Sequential(nn.Conv2d(i, o, k, padding=k // 2, bias=k == 3), nn.BatchNorm2d(o))
+            for i, o, k in ((16, 32, 1), (32, 32, 3), (32, 64, 1), (16, 64, 1))
+        )
+        self.again = nn.Conv2d(64, 64, 3, padding=1)
+        self.head = nn.Sequential(nn.Linear(64, 128), activation)
+
+    def forward(self, x):
+        y = (self.third(self.second(self.first(x).relu()).relu()) + self.shortcut(x)).relu()
+        return self.head((self.again(y) + y).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU("tanh")])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_convolutions_and_products_with_what_follows_them(dtype, layout, activation):
+    torch.manual_seed(0)
+    model = Residual(activation).cuda()
+    with torch.no_grad():
+        for _ in range(4):
+            model(r(8, 16, 15, 15) + 1)
+        model, x = model.eval().to(dtype), r(8, 16, 15, 15).to(dtype).to(memory_format=layout)
+        found, explained = compiled(model)(x), opkit.explain(model, x).graphs[0]
+        expected, exact = model(x), copy.deepcopy(model).double()(x.double())
+    calls = [call.split(",")[0] for call in explained.calls]
+    product = "aten.mm.default" if dtype == torch.float32 else "aten._addmm_activation.default"
+    assert calls[-1].startswith(product)
+    assert [call.startswith("aten.cudnn_convolution") for call in calls[:-1]] == [True, True, False, True, True]
+    error, eager_error = ((y.double() - exact).norm() / exact.norm() for y in (found, expected))
+    assert error <= 1.5 * eager_error + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_convolution_keeps_nan_and_does_not_read_its_result(dtype):
+    """Memory that was freed holds NaN, which a result that is multiplied by 0 would take over."""
+    x, w = (r(*shape).to(dtype).to(memory_format=torch.channels_last) for shape in ((4, 32, 14, 14), (64, 32, 3, 3)))
+    x[0, 0, 7, 7] = torch.nan
+    function = compiled(lambda x, w: F.conv2d(x, w, padding=1).relu())
+    freed = [torch.full((4, 64, 14, 14), torch.nan, device="cuda", dtype=dtype) for _ in range(20)]
+    del freed
+    with torch.no_grad():
+        found = function(x, w)
+    assert torch.equal(found.isnan(), F.conv2d(x, w, padding=1).relu().isnan())
+
+
+def test_a_norm_that_changes_after_a_call():
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).cuda().eval()
+    function, x = compiled(model), r(2, 8, 9, 9)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(function(x), model(x), rtol=1e-2, atol=1e-2)
+            model[1].running_mean.normal_()
+            model[1].weight.normal_()
+            model[0].weight.normal_()
 
 
 def test_embedding_and_cross_entropy():

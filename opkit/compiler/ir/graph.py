@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from opkit.compiler.ir.index import Index
@@ -76,6 +76,12 @@ class Node:
     origin: str = ""
     effect: bool = False
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes to its first argument: its operator's name ends in an underscore."""
+        operator = self.target.split(".")[1] if "." in self.target else self.target
+        return operator.endswith("_") and not operator.endswith("__")
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
@@ -104,6 +110,17 @@ class Graph:
         return "\n".join(
             [f"graph {self.name}", *(f"  {_line(node)}" for node in self.nodes), f"  return {self.outputs}"]
         )
+
+
+def refs(argument: Any) -> Iterator[Ref]:
+    """Yield the references in an argument, or in several."""
+    if isinstance(argument, Ref):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from refs(list(argument.values()))
+    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | OpaqueValue):
+        for each in argument:
+            yield from refs(each)
 
 
 def _line(node: Node) -> str:

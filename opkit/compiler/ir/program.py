@@ -107,7 +107,8 @@ class Extern:
         aliases: whether its results may lie in the memory of its arguments.
         out: whether its one result is written to a tensor that it takes (``aten.mm.out``), rather than allocated by it.
         origin: the operator and the user's line, for messages.
-        reason: why the operator is called and not lowered; "" where calling it is the lowering (a matmul).
+        reason: why the operator is called and not lowered, or not merged with what follows it; "" where calling it is the
+            lowering (a matmul).
         effect: whether it does something apart from its results and writes, as the graph's nodes say.
     """
 

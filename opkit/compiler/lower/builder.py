@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, PARTS, is_complex
@@ -48,12 +48,14 @@ class Builder:
         node: the node whose rule runs.
         target: the choices for the machine.
         values: the results of earlier nodes, by name.
+        reasons: why calls are not merged with what follows them, by the name of the node.
     """
 
     graph: Graph
     node: Node
     target: LoweringTarget = PLAIN
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     buffers: dict[str, Buffer] = dataclasses.field(default_factory=dict)
     steps: list[Step] = dataclasses.field(default_factory=list)
 
@@ -143,14 +145,9 @@ class Builder:
         """Return the strides of an image that is computed from images: theirs, where lowering has chosen them."""
         if len(kind.shape) != 4 or not self.target.channels_last:
             return kind.strides
-        loads = [node.data for node in body.walk() if node.op == "load"]
-        read = [self.buffers[name] for name, at in loads if at == formal(kind.shape)]
-        made = (
-            b.strides
-            for b in read
-            if b.shape == kind.shape and b.strides != kind.strides and b.strides == channels_last(b.shape)
-        )
-        return next(made, kind.strides)
+        layout, axes = channels_last(kind.shape), formal(kind.shape)
+        read = [self.buffers[node.data[0]] for node in body.walk() if node.op == "load" and node.data[1] == axes]
+        return layout if any((b.shape, b.strides) == (kind.shape, layout) for b in read) else kind.strides
 
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
         """Return a tensor between the steps of one rule."""
@@ -185,10 +182,7 @@ class Builder:
         outputs: list[Any] = [self.extern_buffer(kind) if isinstance(kind, TensorType) else kind for kind in kinds]
         args, kwargs = self.external(self.node.args), self.external(self.node.kwargs)
         names = tuple(b.name if isinstance(b, Buffer) else b for b in outputs)
-        call = Extern(
-            self.node.target, args, kwargs, names, origin=self.origin, reason=reason, effect=self.node.effect, **rest
-        )
-        self.steps.append(call)
+        self._append_call(self.node.target, args, kwargs, names, reason=reason, **rest)
         results = tuple(whole(b) if isinstance(b, Buffer) else b for b in outputs)
         return results if isinstance(result, tuple) else results[0]
 
@@ -203,9 +197,12 @@ class Builder:
         """Call an operator of torch on these arguments, tensors among them, with its results in these buffers."""
         arguments = tuple(self.argument(a) for a in args)
         named = {key: self.argument(a) for key, a in (kwargs or {}).items()}
-        names = tuple(None if b is None else b.name for b in outputs)
-        self.steps.append(Extern(target, arguments, named, names, out=out, origin=self.origin, effect=self.node.effect))
+        self._append_call(target, arguments, named, tuple(None if b is None else b.name for b in outputs), out=out)
         return [None if b is None else whole(b) for b in outputs]
+
+    def _append_call(self, target: str, *call: Any, reason: str = "", **rest: Any) -> None:
+        reason = reason or self.reasons.get(self.node.name, "")
+        self.steps.append(Extern(target, *call, origin=self.origin, reason=reason, effect=self.node.effect, **rest))
 
     def argument(self, value: Any) -> Any:
         """Return a value as an argument of an extern call."""

@@ -25,6 +25,8 @@ from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 Entry = Group | Extern
 
+SMALL = 1 << 12  # elements that a GPU computes in less time than a launch takes
+
 
 @dataclasses.dataclass
 class Fused:
@@ -101,9 +103,14 @@ class _Fuser:
     def _candidates(self, step: Compute, after: int) -> list[int]:
         found = [after] if after >= 0 and isinstance(self.entries[after], Group) else []
         similar = self.latest.get(product(step.axes), -1)
-        if similar > after and self._shares(step, self.entries[similar]):
+        if similar > after and (self._is_small(step) or self._shares(step, self.entries[similar])):
             found.append(similar)
         return found
+
+    def _is_small(self, step: Compute) -> bool:
+        """Return whether a launch of a GPU takes longer than computing the step."""
+        points = product(step.axes).constant
+        return self.target.tiles is not None and points is not None and points <= SMALL
 
     def _shares(self, step: Compute, entry: Entry | None) -> bool:
         """Return whether a step reads something that a group reads or writes, or shares memory with a buffer of the group's."""

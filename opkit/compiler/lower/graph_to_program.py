@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
-from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rewrites import simplify_program
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
+from opkit.compiler.lower.rules.epilogues import with_epilogues
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
 
@@ -30,7 +31,9 @@ def lower(
         rules: the rules of operators that the compiler has none for, by name.
     """
     known = {**RULES, **rules} if rules else RULES
-    builder = Builder(graph, graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None), target)
+    graph, reasons = with_epilogues(graph, target) if target.device == "cuda" else (graph, {})
+    first = graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None)
+    builder = Builder(graph, first, target, reasons=reasons)
     inputs: list[str | Index | OpaqueValue] = []
     for node in graph.nodes:
         builder.node = node
@@ -81,12 +84,12 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
         NoRule: one is on another device than the graph, or there is no rule for complex ones.
     """
     kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
-    refs = list(_refs((node.args, node.kwargs)))
-    given = [kind for ref in refs for kind in _flat(b.graph.results[ref.name]) if isinstance(kind, TensorType)]
+    operands = list(refs((node.args, node.kwargs)))
+    given = [kind for ref in operands for kind in _flat(b.graph.results[ref.name]) if isinstance(kind, TensorType)]
     if any(k.device != b.target.device for k in [*kinds, *given]):
         raise NoRule(f"not on the device of the graph, {b.target.device}")
-    operands = [v.dtype for ref in refs for v in _flat(b.values[ref.name]) if _is_tensor(v)]
-    if any(is_complex(dtype) for dtype in [*operands, *(k.dtype for k in kinds)]):
+    dtypes = [v.dtype for ref in operands for v in _flat(b.values[ref.name]) if _is_tensor(v)]
+    if any(is_complex(dtype) for dtype in [*dtypes, *(k.dtype for k in kinds)]):
         rules, missing = COMPLEX, "complex numbers"
     else:
         missing = "no rule"
@@ -141,11 +144,10 @@ def _mutated(b: Builder, node: Node) -> list[str]:
 
     That may be a list of tensors; the fused steps of optimisers write to several lists.
     """
-    operator = node.target.split(".")[1] if node.target.count(".") >= 1 else node.target
-    if not operator.endswith("_") or operator.endswith("__") or not node.args:
+    if not node.is_in_place:
         return []
-    lists = node.args if operator.startswith("_fused") else node.args[:1]
-    values = [b.values[ref.name] for ref in _refs(lists)]
+    lists = node.args if node.target.startswith("aten._fused") else node.args[:1]
+    values = [b.values[ref.name] for ref in refs(lists)]
     return list(dict.fromkeys(name for v in values if isinstance(v, Tensor) for name in memories(v)))
 
 
@@ -225,13 +227,3 @@ def _flat(value: Any) -> Sequence[Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _refs(argument: Any) -> Iterable[Ref]:
-    if isinstance(argument, Ref):
-        yield argument
-    elif isinstance(argument, dict):
-        yield from _refs(list(argument.values()))
-    elif isinstance(argument, list | tuple) and not isinstance(argument, TypeName | OpaqueValue):
-        for a in argument:
-            yield from _refs(a)

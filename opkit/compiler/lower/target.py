@@ -59,6 +59,8 @@ class LoweringTarget:
         max_recomputed_depth: the most steps, each of which reads the one before, that are recomputed in another.
         product_alignment: sizes of large products of narrow floats are padded to multiples of so many elements. Libraries have
             fast kernels only for such sizes.
+        deterministic: whether only algorithms may run whose results never vary.
+        tf32: whether convolutions of float32 round their operands to TF32.
         tiles: the sizes of tiles, if kernels compute tiles, so that no loop over columns is needed.
     """
 
@@ -74,6 +76,8 @@ class LoweringTarget:
     max_recomputed_cost: int = 6
     max_recomputed_depth: int = 3
     product_alignment: int = 1
+    deterministic: bool = False
+    tf32: bool = True
     tiles: TileSizes | None = None
 
     @staticmethod

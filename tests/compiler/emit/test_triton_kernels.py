@@ -88,12 +88,17 @@ ONE_KERNEL = {
     "layer norm": (layer_norm, empty(512, 768), empty(768), empty(768)),
     "sum": (lambda x: x.sum(-1), empty(4096, 768)),
     "transpose": (lambda x: x.t().contiguous() + 1, empty(512, 768)),
+    "small steps": (lambda x, y: (x + 1, y * 2), empty(64), empty(8, 8)),
 }
 
 
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name):
     assert len(kernels(*ONE_KERNEL[name])) == 1
+
+
+def test_large_steps_that_share_nothing_are_apart():
+    assert len(kernels(lambda x, y: (x + 1, y * 2), empty(1 << 13), empty(1 << 13))) == 2
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer norm"])

@@ -8,6 +8,7 @@ from opkit.compiler.lower.rules import (
     arithmetic,
     complex_rules,
     creation,
+    epilogues,
     extern_calls,
     indexing,
     joining,
@@ -30,6 +31,7 @@ _SUBJECTS = (
     normalisation,
     indexing,
     extern_calls,
+    epilogues,
     losses,
     pooling,
 )

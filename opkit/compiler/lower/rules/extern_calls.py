@@ -154,7 +154,7 @@ def _convolution(
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
     out = b.extern_buffer(_in_type(b, kind, channels_last(kind.shape)))
-    image = b.call(b.node.target, (_image(b, x), _wide(b, weight), None, *settings), [out])[0]
+    image = b.call(b.node.target, (as_image(b, x), _wide(b, weight), None, *settings), [out])[0]
     kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
     if bias is None:
         return _rounded(b, image, kind)
@@ -174,8 +174,8 @@ def _convolution_backward(
         for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
-    image = _image(b, grad)
-    operands = (image, _image(b, x), _wide(b, weight), None)
+    image = as_image(b, grad)
+    operands = (image, as_image(b, x), _wide(b, weight), None)
     settings = (*rest, transposed, output_padding, groups, [*output_mask, False])
     gradients = b.call(b.node.target, (*operands, *settings), [*outs, None])
     results = [
@@ -201,7 +201,7 @@ def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: An
         raise NoRule("")  # with a single channel, torch sees both layouts in any tensor
 
 
-def _image(b: Builder, x: Tensor) -> Tensor:
+def as_image(b: Builder, x: Tensor) -> Tensor:
     """Return a batch of images in channels-last layout, in the type in which products are computed."""
     strides, strided = channels_last(x.shape), x.strided()
     narrow = x.dtype in ("bf16", "f16") and not b.target.narrow_products
@@ -221,7 +221,7 @@ _OUT: dict[str, Any] = {"out": True}
 _PLAIN: dict[str, Any] = {}
 
 EXTERNS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot")], _OUT),
+    **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot", "_addmm_activation")], _OUT),
     **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
     **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
     **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),
