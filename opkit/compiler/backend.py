@@ -23,6 +23,7 @@ from opkit.compiler import diagnostics, graph_cache
 from opkit.compiler.capture import aot_autograd, attention_masks, conversion
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
+from opkit.compiler.capture.patterns.table import replace_patterns
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import GPU, LoweringTarget
@@ -37,10 +38,13 @@ from opkit.op.core import inlining, knows_lowerings
 Boxed = Callable[[list[Any]], Any]
 
 
-observer: contextvars.ContextVar[Callable[[CompiledGraph], None] | None] = contextvars.ContextVar(
+observer: contextvars.ContextVar[Callable[[CompiledGraph | list[str]], None] | None] = contextvars.ContextVar(
     "opkit_observer", default=None
 )
-"""A function that is called with each graph that is compiled. While it is set, no plan is read from the disk."""
+"""A function that is called with each graph that is compiled, and with the notes on the patterns of each of Dynamo's graphs.
+
+While it is set, no plan is read from the disk.
+"""
 
 _KINDS = ("forward", "backward", "inference")
 
@@ -126,13 +130,23 @@ def _compile_with_aot_autograd(
         decompositions=aot_autograd.DECOMPOSITIONS,
         keep_inference_input_mutations=True,
     )
-    attention_masks.remove_constant_masks(module)
+    _rewrite(module)
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         return recording.without_aot_autograd(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])
+
+
+def _rewrite(module: fx.GraphModule) -> None:
+    """Replace what torch has faster functions for in Dynamo's graph, and in those that its operators call."""
+    for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        notes = replace_patterns(part)
+        for note in notes:
+            diagnostics.log.info("%s.", note)
+        _notify_observer(notes)
+        attention_masks.remove_constant_masks(part)
 
 
 # ---- one graph -------------------------------------------------------------------------------------------------------
@@ -160,7 +174,7 @@ def compile_fx_graph(
     return function
 
 
-def _notify_observer(graph: CompiledGraph) -> None:
+def _notify_observer(graph: CompiledGraph | list[str]) -> None:
     notify = observer.get()
     if notify is not None:
         notify(graph)

@@ -55,6 +55,7 @@ class Explanation:
         guards: the conditions under which compiled code is used again, a list for each graph that Dynamo captured.
         recompiles: the reasons why Dynamo compiled a function again in :meth:`call`.
         breaks: the reasons for graph breaks.
+        patterns: what was written by hand and was replaced, or was kept and why.
         result: the result of the latest call.
     """
 
@@ -63,6 +64,7 @@ class Explanation:
     guards: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
     recompiles: list[str] = dataclasses.field(default_factory=list[str])
     breaks: list[str] = dataclasses.field(default_factory=list[str])
+    patterns: list[str] = dataclasses.field(default_factory=list[str])
     result: Any = None
 
     def __post_init__(self) -> None:
@@ -87,18 +89,22 @@ class Explanation:
         self.breaks = private.graph_breaks()
         return self.result
 
-    def _add_graph(self, compiled: CompiledGraph) -> None:
-        if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
+    def _add_graph(self, compiled: CompiledGraph | list[str]) -> None:
+        if isinstance(compiled, list):
+            self.patterns += compiled
+        elif compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
         else:
             self.graphs.append(explain_graph(compiled))
 
     def __str__(self) -> str:
-        return report(self.graphs, self.guards, self.recompiles, self.breaks)
+        lines = _list_lines("patterns", self.patterns)
+        return "\n".join([report(self.graphs, self.guards, self.recompiles, self.breaks), *lines])
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page: the report, and every graph's forms in full."""
         body = page_body(self.graphs, self.guards, self.recompiles, self.breaks)
+        body += _list_html("Patterns", self.patterns)
         written = Path(path)
         written.write_text(page.document(title(self.graphs), body), encoding="utf-8")
         return written

@@ -32,6 +32,13 @@ def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
+def attention_by_hand(q, k, v, mask):
+    scores = q @ k.transpose(-1, -2) / 8
+    causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~causal, torch.finfo(q.dtype).min) + 5 * mask
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+
+
 def image(x, w, gain, bias):
     y = F.conv2d(x, w, padding=1)
     return F.relu(F.batch_norm(y, None, None, gain, bias, training=True)).mean((2, 3))
@@ -52,6 +59,7 @@ CASES = {
     "norm": (lambda x, g, b: F.layer_norm(x, (300,), g, b), lambda: [r(50, 300), r(300), r(300)]),
     "block": (block, lambda: [r(4, 32, 64), r(64, 256), r(256, 64), r(64), r(64)]),
     "attention": (attention, lambda: [r(2, 4, 128, 64) for _ in range(3)]),
+    "attention by hand": (attention_by_hand, lambda: [*(r(2, 4, 128, 64) for _ in range(3)), r(128, 128)]),
     "image": (image, lambda: [r(4, 16, 20, 20), r(32, 16, 3, 3), r(32), r(32)]),
     "transpose": (lambda x: x.transpose(0, 2).contiguous() * 2, lambda: [r(30, 40, 50)]),
     "cat": (lambda x, y: torch.cat([x, y], 1).relu(), lambda: [r(7, 40), r(7, 33)]),
@@ -256,3 +264,20 @@ torch.cuda.synchronize()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode
     assert "device-side assert" in done.stderr
+
+
+def test_rows_of_attention_by_hand_that_are_masked_throughout():
+    def attend(q, k, v, seen, number):
+        weights = (q @ k.mT).masked_fill(~seen, number).softmax(-1)
+        return weights @ v
+
+    seen = torch.arange(128, device="cuda") < torch.tensor([0, 9], device="cuda")[:, None, None, None]
+    args = [r(2, 4, 128, 64).requires_grad_() for _ in range(3)]
+    for number in (-1e9, float("-inf")):
+        explanation = opkit.explain(attend, *args, seen, number)
+        assert explanation.patterns == ["replaced attention at softmax"]
+        expected = attend(*args, seen, number)
+        torch.testing.assert_close(explanation.result, expected, equal_nan=True, atol=1e-3, rtol=1e-3)
+        found = torch.compile(attend, backend="opkit")(*args, seen, number)
+        gradients = [torch.autograd.grad(out[1].square().sum(), args) for out in (found, expected)]
+        torch.testing.assert_close(gradients[0][2], gradients[1][2], equal_nan=True, atol=1e-2, rtol=1e-2)

@@ -19,25 +19,48 @@ _FUNCTIONS = frozenset({
     "add", "sub", "mul", "neg", "le", "lt", "ge", "gt", "eq", "ne", "and_", "or_", "xor", "invert", "getitem", "logical_and",
     "logical_or", "logical_not", "where", "masked_fill", "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full",
     "ones_like", "zeros_like", "full_like", "to", "bool", "type_as", "expand", "unsqueeze", "squeeze", "view", "reshape",
-    "transpose", "permute", "contiguous", "clone", "tril", "triu", "cumsum", "diff", "cat", "repeat", "broadcast_to",
+    "unflatten", "flatten", "transpose", "permute", "contiguous", "clone", "tril", "triu", "cumsum", "diff", "cat", "repeat",
+    "broadcast_to", "tensor", "sqrt", "rsqrt", "pow", "div", "truediv", "abs", "float", "half", "bfloat16", "double", "type",
 })  # fmt: skip
 """The names of functions that give the same result each time, and write to nothing."""
 
 _WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor"})
 
 
+class Constants:
+    """The nodes of Dynamo's graph that no input decides, nor a state of torch's; none if the graph writes to one."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._nodes = _constant_nodes(module)
+        self._known: dict[fx.Node, Any] = {}
+
+    def __contains__(self, node: Any) -> bool:
+        return node in self._nodes
+
+    def value(self, node: fx.Node) -> torch.Tensor:
+        """Compute a constant node."""
+        known = self._known
+        with private.without_modes(), torch.no_grad():
+            for each in _needed(node, known):
+                args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
+                if each.op == "call_method":
+                    known[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
+                else:
+                    known[each] = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return known[node]
+
+
 def remove_constant_masks(module: fx.GraphModule) -> None:
     """Remove the masks of a graph of Dynamo's that are constant, where that changes no result."""
-    known: dict[fx.Node, Any] = {}
-    constant = _constant_nodes(module)
+    constants = Constants(module)
     changed = False
     for node in module.graph.nodes:
         if node.target is not torch.nn.functional.scaled_dot_product_attention:
             continue
         arguments = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
-        mask = arguments.get("attn_mask")
-        if mask in constant and arguments.get("is_causal", False) is False:
-            kind = _kind(_value(mask, known), arguments["query"].meta["example_value"].shape[-2])
+        mask: Any = arguments.get("attn_mask")
+        if mask in constants and arguments.get("is_causal", False) is False:
+            kind = _kind(constants.value(mask), arguments["query"].meta["example_value"].shape[-2])
             if kind is not None:
                 node.args, node.kwargs = (), {**arguments, "attn_mask": None, "is_causal": kind == "causal"}
                 changed = True
@@ -46,16 +69,21 @@ def remove_constant_masks(module: fx.GraphModule) -> None:
         module.recompile()
 
 
+def writes(node: fx.Node) -> bool:
+    """Return whether a node writes to a tensor."""
+    name = _name(node.target)
+    return name in _WRITING or "out" in node.kwargs or (name.endswith("_") and name not in _FUNCTIONS)
+
+
 def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that no input decides, nor a state of torch's; none if the graph writes to one."""
+    """Return the nodes of ``Constants``."""
     constant: set[fx.Node] = set()
     for node in module.graph.nodes:
         name, value = _name(node.target), node.meta.get("example_value")
-        writes = name in _WRITING or "out" in node.kwargs or (name.endswith("_") and name not in _FUNCTIONS)
-        if writes and not constant.isdisjoint(node.all_input_nodes):
+        if writes(node) and not constant.isdisjoint(node.all_input_nodes):
             return set()
         fixed = isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape)
-        if name in _FUNCTIONS and not writes and fixed and value.numel() <= _MAX_ELEMENTS:
+        if name in _FUNCTIONS and not writes(node) and fixed and value.numel() <= _MAX_ELEMENTS:
             constant |= {node} if constant.issuperset(node.all_input_nodes) else set()
     return constant
 
@@ -66,18 +94,6 @@ def _name(target: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
     return f"{name}_" if name in ("and", "or", "not") else name
-
-
-def _value(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor:
-    """Compute a constant node."""
-    with private.without_modes(), torch.no_grad():
-        for each in _needed(node, known):
-            args, kwargs = fx.map_arg((each.args, each.kwargs), known.__getitem__)
-            if each.op == "call_method":
-                known[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
-            else:
-                known[each] = each.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-    return known[node]
 
 
 def _needed(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
@@ -92,9 +108,12 @@ def _needed(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
 
 
 def _kind(mask: torch.Tensor, queries: int) -> str | None:
-    """Return "all" for a mask that allows everything, "causal" for the lower triangle, None for another one."""
+    """Return "all" for a mask that allows everything, "causal" for the lower triangle, None for another one.
+
+    Each row of these has keys that are seen, next to which the lowest number gives weights of 0, as -inf does.
+    """
     if mask.dtype != torch.bool:
-        if not bool(((mask == 0) | (mask == -torch.inf)).all()):
+        if not bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
             return None
         mask = mask == 0
     if bool(mask.all()):
