@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 
 from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.expr import Expr, const
@@ -96,6 +97,8 @@ class _Fuser:
                 cheaper = self._recomputing(step, entry) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)
+        if self._postpone_source(step, after):
+            return self._place(step, tries)
         self.entries.append(groups.start(step, self.target, self.adjacent))
         self._note(step, len(self.entries) - 1)
         return None
@@ -159,6 +162,27 @@ class _Fuser:
             assert groups.join(into, step) is None
             self._note(step, after)
         return merged
+
+    def _postpone_source(self, step: Compute, after: int) -> bool:
+        """Move a group that the step reads from behind a call whose result it reads too, so that the step can join the group.
+
+        What the group reads then stays in memory instead of its result, so it must not be larger: sums of products do not wait.
+        """
+        sources = sorted({self.last_writer.get(name, -1) for name in reads(step)} - {-1, after}, reverse=True)
+        for at in sources if after >= 0 and isinstance(self.entries[after], Extern) else ():
+            entry = self.entries[at]
+            if not isinstance(entry, Group) or at in self.needed:
+                continue
+            read, written = entry.loads.keys() & self.last_writer.keys(), entry.members.keys() & {*reads(step)}
+            if self._elements(read) <= self._elements(written) and groups.join(groups.copied(entry), step) is None:
+                self.entries.append(groups.copied(entry))
+                self._move(at, len(self.entries) - 1)
+                return True
+        return False
+
+    def _elements(self, names: Iterable[str]) -> float:
+        shapes = [self.program.buffers[name].shape for name in names]
+        return sum(estimate(product(shape), self.sizes) for shape in shapes)
 
     def _merged(self, at: int, into: Group, after: int, step: Compute) -> Group | None:
         """Return the group of an earlier group's steps and a later one's, or None if they and ``step`` cannot share a kernel."""
