@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from opkit.compiler.capture.attention_masks import Constants, writes
+from opkit.compiler.capture.attention_masks import Constants
 from opkit.compiler.capture.patterns.attention_match import Attention, Operand, Step, find
-from opkit.compiler.capture.patterns.nodes import Kept, example, insert, operation, tensor
+from opkit.compiler.capture.patterns.nodes import Kept, check_uses, example, insert, operation, replace_nodes, tensor
 
 _LARGE = -1e4
 _LOWEST = {torch.float64: -1e20, torch.float32: -1e8, torch.bfloat16: -1e8, torch.float16: -3e4}
@@ -50,30 +50,16 @@ def replace(softmax: fx.Node, constants: Constants) -> bool:
     found = find(softmax, constants)
     if found is None:
         return False
-    for check in (_check_uses, _check_shapes, _check_steps, _check_masks, _check_device):
+    check_uses(found.nodes)
+    for check in (_check_shapes, _check_steps, _check_masks, _check_device):
         check(found)
     function = functools.partial(_attention, found, _special_rows(found, constants))
     new = insert(found.result, function, found.q.node, found.k.node, found.v.node, found.mask_nodes)
-    found.result.replace_all_uses_with(new)
-    for node in reversed(found.nodes):
-        node.graph.erase_node(node)
+    replace_nodes(found.nodes, new)
     return True
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_uses(found: Attention) -> None:
-    """Raise if scores or weights are used elsewhere, or if something is written while they are computed."""
-    nodes = {*found.nodes}
-    for node in found.nodes[:-1]:
-        for user in node.users:
-            if user not in nodes:
-                raise Kept(f"{node.name} is used by {user.name} too")
-    every = list(found.result.graph.nodes)
-    for node in every[every.index(found.product) : every.index(found.result)]:
-        if node not in nodes and (writes(node) or (node.op != "placeholder" and node.is_impure())):
-            raise Kept(f"{node.name} changes a tensor or a state in between")
 
 
 def _check_shapes(found: Attention) -> None:

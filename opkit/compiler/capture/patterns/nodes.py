@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
+
+from opkit.compiler.capture.attention_masks import writes
 
 OPERATIONS = {
     "product": ("matmul", "bmm"),
@@ -28,6 +30,7 @@ OPERATIONS = {
     "linear": ("linear",),
     "softmax": ("softmax",),
     "dropout": ("dropout",),
+    "cross-entropy": ("cross_entropy",),
 }
 """The names of the functions and methods that are one operation."""
 
@@ -65,6 +68,30 @@ def tensor(node: Any) -> torch.Tensor:
     value = example(node)
     assert value is not None, node
     return value
+
+
+def check_uses(nodes: Sequence[fx.Node]) -> None:
+    """Check that the nodes of a pattern, in the graph's order, may be replaced by one in the place of the last.
+
+    Raises:
+        Kept: one of them is used elsewhere, or something is written in between.
+    """
+    pattern = {*nodes}
+    for node in nodes[:-1]:
+        for user in node.users:
+            if user not in pattern:
+                raise Kept(f"{node.name} is used by {user.name} too")
+    every = list(nodes[0].graph.nodes)
+    for node in every[every.index(nodes[0]) : every.index(nodes[-1])]:
+        if node not in pattern and (writes(node) or (node.op != "placeholder" and node.is_impure())):
+            raise Kept(f"{node.name} changes a tensor or a state in between")
+
+
+def replace_nodes(nodes: Sequence[fx.Node], new: fx.Node) -> None:
+    """Put another node in the place of the last node of a pattern, and erase the pattern."""
+    nodes[-1].replace_all_uses_with(new)
+    for node in reversed(nodes):
+        node.graph.erase_node(node)
 
 
 def insert(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import fx
 
 from opkit.compiler.capture.attention_masks import Constants
-from opkit.compiler.capture.patterns import attention
+from opkit.compiler.capture.patterns import attention, cross_entropy
 from opkit.compiler.capture.patterns.nodes import Kept, operation
 
 
@@ -42,6 +42,12 @@ PATTERNS = (
         "softmax",
         attention.replace,
         "scaled_dot_product_attention, whose kernels do not store the scores",
+    ),
+    Pattern(
+        "cross-entropy",
+        "cross-entropy",
+        cross_entropy.replace,
+        "with the linear layer before it, chunks of rows, so that not all logits are in memory",
     ),
 )
 
