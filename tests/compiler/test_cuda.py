@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import opkit
+from opkit.compiler.capture.patterns import cross_entropy as patterns_cross_entropy
 
 pytestmark = pytest.mark.gpu
 
@@ -281,3 +282,21 @@ def test_rows_of_attention_by_hand_that_are_masked_throughout():
         found = torch.compile(attend, backend="opkit")(*args, seen, number)
         gradients = [torch.autograd.grad(out[1].square().sum(), args) for out in (found, expected)]
         torch.testing.assert_close(gradients[0][2], gradients[1][2], equal_nan=True, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_in_chunks(dtype, monkeypatch):
+    monkeypatch.setattr(patterns_cross_entropy, "MIN_LOGITS", 4)
+    torch.manual_seed(0)
+    labels = torch.randint(0, 3000, (4096,), device="cuda")
+    labels[:100] = -100
+
+    def loss(x, w):
+        return F.cross_entropy(F.linear(x, w).float(), labels)
+
+    args = [r(4096, 64).to(dtype).requires_grad_(), r(3000, 64).to(dtype).requires_grad_()]
+    assert opkit.explain(loss, *args).patterns == ["replaced cross-entropy at cross_entropy"]
+    found, expected = compiled(loss)(*args), loss(*args)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for a, b in zip(torch.autograd.grad(found, args), torch.autograd.grad(expected, args), strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
