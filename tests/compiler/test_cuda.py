@@ -87,8 +87,11 @@ def test_results_and_gradients(name, dtype, monkeypatch):
     gradients = torch.autograd.grad((found * weights).sum(), args)
     eager = torch.autograd.grad((expected * weights).sum(), args)
     exact_gradients = torch.autograd.grad((exact * weights.double()).sum(), wide)
+    assert found.stride() == expected.stride()
+    if name != "attention by hand":  # its gradients are laid out as those of torch's function for attention
+        assert [g.stride() for g in gradients] == [g.stride() for g in eager]
     for a, b, c in zip([found, *gradients], [expected, *eager], [exact, *exact_gradients], strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
         scale = c.abs().max() + 1e-30
         error, eager_error = (a.double() - c).abs().max() / scale, (b.double() - c).abs().max() / scale
         assert error <= 3 * eager_error + torch.finfo(dtype).eps * 4, (error, eager_error)
@@ -276,7 +279,7 @@ def test_rows_of_attention_by_hand_that_are_masked_throughout():
     args = [r(2, 4, 128, 64).requires_grad_() for _ in range(3)]
     for number in (-1e9, float("-inf")):
         explanation = opkit.explain(attend, *args, seen, number)
-        assert explanation.patterns == ["replaced attention at softmax"]
+        assert [note.split(" at ")[0] for note in explanation.patterns] == ["replaced attention"]
         expected = attend(*args, seen, number)
         torch.testing.assert_close(explanation.result, expected, equal_nan=True, atol=1e-3, rtol=1e-3)
         found = torch.compile(attend, backend="opkit")(*args, seen, number)
