@@ -114,7 +114,12 @@ class Residual(nn.Module):
         return self.head((self.again(y) + y).relu().mean((2, 3)))
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU("tanh")])
+class WrittenGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU("tanh"), WrittenGELU()])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_convolutions_and_products_with_what_follows_them(dtype, layout, activation):

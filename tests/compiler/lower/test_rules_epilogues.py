@@ -1,6 +1,7 @@
 """Convolutions and products with what follows them: which calls a GPU's program has, what it computes, and refusals."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -188,6 +189,10 @@ def narrow(*shape):
     return r(*shape, dtype=torch.bfloat16)
 
 
+def gelu(x, cubic=0.044715):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + cubic * torch.pow(x, 3.0))))
+
+
 LINEAR = [narrow(2, 5, 8), narrow(16, 8), narrow(16)]
 
 
@@ -196,6 +201,7 @@ LINEAR = [narrow(2, 5, 8), narrow(16, 8), narrow(16)]
     [
         (lambda x, w, b: F.linear(x, w, b).relu(), {}),
         (lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"), {"use_gelu": True}),
+        (lambda x, w, b: gelu(F.linear(x, w, b)), {"use_gelu": True}),
         (lambda x, w, b: torch.addmm(b, x[0], w.t(), beta=2, alpha=0.5).relu(), {"beta": 2, "alpha": 0.5}),
     ],
 )
@@ -213,11 +219,19 @@ def twice(x, w, b):
     return y.relu() + y
 
 
+def formula_twice(x, w, b):
+    y = torch.addmm(b, x[0], w.t())
+    return gelu(y) + y
+
+
 @pytest.mark.parametrize(
     ("reason", "function"),
     [
         ("", lambda x, w, b: F.gelu(F.linear(x, w, b))),
+        ("", lambda x, w, b: gelu(F.linear(x, w, b), 0.05)),
+        ("", lambda x, w, b: gelu(x[0]) * torch.addmm(b, x[0], w.t()).mean()),
         ("a result before the activation has another use", twice),
+        ("a result before the activation has another use", formula_twice),
         (
             "not a bias for each column, of bfloat16 or float16",
             lambda x, w, b: torch.addmm(b.expand(5, 16), x[0], w.t()).relu(),

@@ -134,6 +134,13 @@ def test_a_plan_has_launches_products_and_allocations():
     assert found.plan.kernels[0].name in found.texts[0]
 
 
+def test_calls_with_what_follows_them():
+    _, code = compiled(lambda x, w, b: torch.conv2d(x, w, b).relu(), (2, 4, 9, 9), (8, 4, 3, 3), (8,))
+    assert "aten_cudnn_convolution_relu_default(view0, b_w_1, b_b_1, [1, 1], [0, 0], [1, 1], 1)" in code.text
+    _, code = compiled(lambda *args: torch.addmm(*(a.half() for a in args)).relu(), (8,), (4, 16), (16, 8))
+    assert "aten__addmm_activation_default_out(" in code.text
+
+
 def test_a_plan_can_be_stored():
     found, _ = compiled(lambda x: torch.softmax(x, -1), (64, 32))
     assert plan_cache.decode(plan_cache.encode(found.plan)) == found.plan

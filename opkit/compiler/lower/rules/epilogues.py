@@ -5,7 +5,7 @@ in the graph                                becomes
 ==========================================  ==================================================================================
 ``relu([batch_norm](convolution(x)))``      ``cudnn_convolution_relu``, with the norm in its weights and bias
 ``relu([batch_norm](convolution(x)) + z)``  ``cudnn_convolution_add_relu``; ``z`` may be another convolution with a norm
-``relu(addmm)``, ``gelu(addmm)``            ``_addmm_activation``, for the GELU with tanh
+``relu(addmm)``, ``gelu(addmm)``            ``_addmm_activation``, for the GELU with tanh, also written as a formula
 ==========================================  ==================================================================================
 
 A batch norm with running statistics multiplies each channel by a scale and adds a shift. Each call of the graph computes the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
@@ -38,8 +39,17 @@ _NORM = "aten._native_batch_norm_legit_no_training.default"
 _RELU = "aten.relu.default"
 _ADDMM_ACTIVATION = "aten._addmm_activation.default"
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-_ACTIVATIONS = {"aten.relu.default": ({}, {}), "aten.gelu.default": ({"approximate": "tanh"}, {"use_gelu": True})}
-"""The options of activations that a product's call computes, and those of that call."""
+
+_ADD, _MUL, _POW, _TANH = "aten.add.Tensor", "aten.mul.Tensor", "aten.pow.Tensor_Scalar", "aten.tanh.default"
+_CUBIC = (_ADD, "x", (_MUL, (_POW, "x", 3.0), 0.044715))
+_ACTIVATIONS = (
+    ((_RELU, "x"), {}),
+    (("aten.gelu.default", "x"), {"use_gelu": True}),
+    ((_MUL, (_MUL, "x", 0.5), (_ADD, (_TANH, (_MUL, _CUBIC, math.sqrt(2 / math.pi))), 1.0)), {"use_gelu": True}),
+)
+"""Activations as operators of operators, and the options of a product's call that computes them."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {"aten.gelu.default": {"approximate": "tanh"}}
 
 MAX_ELEMENTS = 2**31 - 1
 """The most elements of an image or a result; ``aten.convolution`` divides larger ones for libraries that count to no more."""
@@ -51,8 +61,8 @@ def with_epilogues(graph: Graph, target: LoweringTarget) -> tuple[Graph, dict[st
     for node in graph.nodes:
         if node.target == _RELU:
             merging.convolution(node)
-        if node.target in _ACTIVATIONS:
-            merging.product(node)
+        for pattern, options in _ACTIVATIONS:
+            merging.product(node, pattern, options)
     merged = (merging.replaced.get(node.name, node) for node in graph.nodes)
     nodes = tuple(node for node in merged if node is not None)
     return dataclasses.replace(graph, nodes=nodes), merging.reasons
@@ -145,23 +155,41 @@ class _Merging:
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
-    def product(self, activation: Node) -> None:
+    def product(self, activation: Node, pattern: Any, options: dict[str, Any]) -> None:
         """Merge an activation into the product before it; views may be between the two."""
-        given, options = _ACTIVATIONS[activation.target]
-        path = [self.nodes[activation.args[0].name]]
-        while path[-1].target in _VIEWS:
+        found = self._matched(pattern, Ref(activation.name)) or []
+        operands = {name for name, part in found if part == "x"}
+        path = [self.nodes[name] for name in operands]
+        while len(operands) == 1 and path[-1].target in _VIEWS:
             path.append(self.nodes[path[-1].args[0].name])
-        addmm = path[-1]
-        if activation.kwargs != given or addmm.target != "aten.addmm.default":
+        if len(operands) != 1 or path[-1].target != "aten.addmm.default":
             return
-        if any(self.uses[node.name] != 1 for node in path):
+        addmm = path[-1]
+        inside = collections.Counter(name for name, _ in found if name != activation.name)
+        if any(self.uses[name] != count for name, count in {**{n.name: 1 for n in path}, **inside}.items()):
             self.reasons[addmm.name] = "a result before the activation has another use"
         elif not _has_row_bias(self.nodes[addmm.args[0].name].result, addmm.result):
             self.reasons[addmm.name] = "not a bias for each column, of bfloat16 or float16"
         else:
-            kwargs = {**addmm.kwargs, **options}
-            self.replaced[addmm.name] = dataclasses.replace(addmm, target=_ADDMM_ACTIVATION, kwargs=kwargs)
-            self.replaced[activation.name] = dataclasses.replace(activation, target="aten.alias.default", kwargs={})
+            called = dataclasses.replace(addmm, target=_ADDMM_ACTIVATION, kwargs={**addmm.kwargs, **options})
+            same = dataclasses.replace(activation, target="aten.alias.default", args=(Ref(path[0].name),), kwargs={})
+            self.replaced |= {**dict.fromkeys(inside.keys() - operands), addmm.name: called, activation.name: same}
+
+    def _matched(self, pattern: Any, value: Any) -> list[tuple[str, Any]] | None:
+        """Return the nodes that a pattern's parts are, each as often as it is used; None if it is another formula."""
+        if isinstance(pattern, float):
+            is_number = isinstance(value, int | float) and math.isclose(value, pattern, rel_tol=1e-6)
+            return [] if is_number else None
+        if pattern == "x" or not isinstance(value, Ref):
+            return [(value.name, "x")] if isinstance(value, Ref) else None
+        (target, *parts), node = pattern, self.nodes[value.name]
+        if node.target != target or node.kwargs != _OPTIONS.get(target, {}):
+            return None
+        for args in (node.args, node.args[::-1]):
+            found = [self._matched(*pair) for pair in zip(parts, args, strict=True)]
+            if None not in found:
+                return [(value.name, target), *(each for part in found for each in part or ())]
+        return None
 
 
 def _alike(a: Any, b: Any) -> bool:
