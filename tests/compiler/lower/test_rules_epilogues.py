@@ -245,6 +245,13 @@ def test_products_without_activation(reason, function):
     assert reasons(program) == [reason]
 
 
+def test_a_product_whose_operands_are_padded():
+    args = [narrow(256, 257), narrow(257, 256), narrow(256)]
+    _, program, _ = program_of(lambda x, w, b: torch.addmm(b, x, w).relu(), *args)
+    assert calls(program) == ["aten.mm.default"]
+    assert reasons(program) == ["its operands are padded"]
+
+
 def test_a_scaled_product_is_one_call():
     def scaled(b, x, y):
         return torch.baddbmm(b, x, y, beta=0.5, alpha=2)

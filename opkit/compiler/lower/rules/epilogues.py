@@ -26,7 +26,7 @@ from opkit.compiler.ir.index import index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table
-from opkit.compiler.lower.rules.extern_calls import as_image
+from opkit.compiler.lower.rules.extern_calls import as_image, is_padded
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.lower.tensors import Shape, Tensor, channels_last
@@ -100,7 +100,7 @@ class _Merging:
     """
 
     def __init__(self, graph: Graph, target: LoweringTarget) -> None:
-        self.target = target
+        self.target, self.sizes = target, graph.sizes
         self.nodes = {node.name: node for node in graph.nodes}
         self.places = {name: place for place, name in enumerate(self.nodes)}
         arguments = [(node.args, node.kwargs) for node in graph.nodes]
@@ -170,10 +170,18 @@ class _Merging:
             self.reasons[addmm.name] = "a result before the activation has another use"
         elif not _has_row_bias(self.nodes[addmm.args[0].name].result, addmm.result):
             self.reasons[addmm.name] = "not a bias for each column, of bfloat16 or float16"
+        elif self._is_padded(addmm):
+            self.reasons[addmm.name] = "its operands are padded"
         else:
             called = dataclasses.replace(addmm, target=_ADDMM_ACTIVATION, kwargs={**addmm.kwargs, **options})
             same = dataclasses.replace(activation, target="aten.alias.default", args=(Ref(path[0].name),), kwargs={})
             self.replaced |= {**dict.fromkeys(inside.keys() - operands), addmm.name: called, activation.name: same}
+
+    def _is_padded(self, addmm: Node) -> bool:
+        _, x, y = (self.nodes[ref.name].result for ref in addmm.args)
+        assert isinstance(x, TensorType)
+        assert isinstance(y, TensorType)
+        return is_padded(self.target, self.sizes, x.dtype, [*x.shape, y.shape[-1]])
 
     def _matched(self, pattern: Any, value: Any) -> list[tuple[str, Any]] | None:
         """Return the nodes that a pattern's parts are, each as often as it is used; None if it is another formula."""

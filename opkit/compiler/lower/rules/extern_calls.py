@@ -8,6 +8,7 @@ A bias is added by a step of its own, which joins what comes after; torch's ``ad
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.access import estimate
@@ -19,6 +20,7 @@ from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.joining import within
+from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense
 
 TABLE = Table()
@@ -46,11 +48,9 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     kind = b.result()
     if not DTYPES[kind.dtype].kind == "float":
         raise NoRule("a product of integers")
-    *_, rows, inner, columns = *x.shape, y.shape[-1]
-    is_padded = any(_multiple(n, _padding_step(b, x.dtype, rows, inner, columns)) != n for n in (rows, inner, columns))
-    if (
-        kind.dtype in ("bf16", "f16") and b.target.narrow_products and not is_padded
-    ):  # libraries add the bias before they round
+    narrow = kind.dtype in ("bf16", "f16") and b.target.narrow_products
+    sizes = [*x.shape[-2:], y.shape[-1]]
+    if narrow and not is_padded(b.target, b.graph.sizes, x.dtype, sizes):  # libraries add the bias before they round
         return b.call(b.node.target, (bias, x, y), [b.new_buffer(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
@@ -61,7 +61,7 @@ def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     """Return the product, in the type in which it is computed."""
     x, y = _wide(b, x), _wide(b, y)
     *batch, rows, inner, columns = *x.shape, y.shape[-1]
-    step = _padding_step(b, x.dtype, rows, inner, columns)
+    step = _padding_step(b.target, b.graph.sizes, x.dtype, [rows, inner, columns])
     x, y = _padded(b, x, step), _padded(b, y, step)
     out = b.new_buffer(x.dtype, (*x.shape[:-1], y.shape[-1]))
     product = b.call(target, (x, y), [out], out=True)[0]
@@ -69,10 +69,16 @@ def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     return product if product.shape == shape else product.mapped(shape, formal(shape))
 
 
-def _padding_step(b: Builder, dtype: str, *sizes: Index) -> int:
+def is_padded(target: LoweringTarget, known: Mapping[str, int], dtype: str, sizes: Sequence[Index]) -> bool:
+    """Return whether operands of a product of these sizes are padded."""
+    step = _padding_step(target, known, dtype, sizes)
+    return any(_multiple(n, step) != n for n in sizes)
+
+
+def _padding_step(target: LoweringTarget, known: Mapping[str, int], dtype: str, sizes: Sequence[Index]) -> int:
     """Return what the sizes of a product should be multiples of: 1 if it is too small to gain from padded copies."""
-    small = min(estimate(n, b.graph.sizes) for n in sizes) < MIN_PADDED
-    return 1 if small or dtype not in ("bf16", "f16") else b.target.product_alignment
+    small = min(estimate(n, known) for n in sizes) < MIN_PADDED
+    return 1 if small or dtype not in ("bf16", "f16") else target.product_alignment
 
 
 def _padded(b: Builder, x: Tensor, step: int) -> Tensor:
