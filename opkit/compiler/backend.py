@@ -38,13 +38,13 @@ from opkit.op.core import inlining, knows_lowerings
 Boxed = Callable[[list[Any]], Any]
 
 
-observer: contextvars.ContextVar[Callable[[CompiledGraph | list[str]], None] | None] = contextvars.ContextVar(
+observer: contextvars.ContextVar[Callable[[CompiledGraph], None] | None] = contextvars.ContextVar(
     "opkit_observer", default=None
 )
-"""A function that is called with each graph that is compiled, and with the notes on the patterns of each of Dynamo's graphs.
+"""A function that is called with each graph that is compiled. While it is set, no plan is read from the disk."""
 
-While it is set, no plan is read from the disk.
-"""
+pattern_notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("opkit_pattern_notes", default=None)
+"""A list to which notes on patterns in Dynamo's graphs are added."""
 
 _KINDS = ("forward", "backward", "inference")
 
@@ -145,7 +145,9 @@ def _rewrite(module: fx.GraphModule) -> None:
         notes = replace_patterns(part)
         for note in notes:
             diagnostics.log.info("%s.", note)
-        _notify_observer(notes)
+        collected = pattern_notes.get()
+        if collected is not None:
+            collected += notes
         attention_masks.remove_constant_masks(part)
 
 
@@ -174,7 +176,7 @@ def compile_fx_graph(
     return function
 
 
-def _notify_observer(graph: CompiledGraph | list[str]) -> None:
+def _notify_observer(graph: CompiledGraph) -> None:
     notify = observer.get()
     if notify is not None:
         notify(graph)

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from opkit import page
-from opkit.compiler.backend import observer, opkit_backend
+from opkit.compiler.backend import observer, opkit_backend, pattern_notes
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.diagnostics import CompiledGraph
 from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText, explain_graph, with_resources
@@ -79,20 +79,19 @@ class Explanation:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model again, for example with other sizes, and add what is compiled for that call."""
-        token = observer.set(self._add_graph)
+        tokens = observer.set(self._add_graph), pattern_notes.set(self.patterns)
         try:
             self.result = self._compiled(*args, **kwargs)
             _backward(self.result, _leaves(self.model, (args, kwargs)))
         finally:
-            observer.reset(token)
+            observer.reset(tokens[0])
+            pattern_notes.reset(tokens[1])
         self._add_resources()
         self.breaks = private.graph_breaks()
         return self.result
 
-    def _add_graph(self, compiled: CompiledGraph | list[str]) -> None:
-        if isinstance(compiled, list):
-            self.patterns += compiled
-        elif compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
+    def _add_graph(self, compiled: CompiledGraph) -> None:
+        if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
         else:
             self.graphs.append(explain_graph(compiled))
