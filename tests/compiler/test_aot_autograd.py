@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.capture import aot_autograd
 
 pytestmark = pytest.mark.usefixtures("fresh")
 ROWS = 16
@@ -209,3 +211,40 @@ def test_strides_and_elements_are_those_of_eager(function, inputs):
     for found, expected in zip(compiled(*inputs), function(*inputs), strict=True):
         torch.testing.assert_close(found, expected, check_stride=True)
         assert found.storage_offset() == expected.storage_offset()
+
+
+def test_as_strided_reads_what_lies_between_the_elements_of_a_copy():
+    def function(x):
+        x.t().copy_(x.t())
+        return x.as_strided((x.numel(),), (1,)) * 2
+
+    x, y = (torch.arange(88.0).view(11, 8)[1::2] for _ in range(2))
+    assert torch.equal(torch.compile(function, backend=opkit_backend)(x), function(y))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_in_steps(monkeypatch, reduction, weighted):
+    """The decompositions for GPUs, on the CPU."""
+    monkeypatch.setattr(aot_autograd, "_is_on_gpu", lambda x: x.is_floating_point())
+    generator = torch.Generator().manual_seed(0)
+    x = (5 * torch.randn(30, 7, generator=generator)).requires_grad_()
+    target = torch.randint(0, 7, (30,), generator=generator).masked_fill_(torch.arange(30) % 5 == 0, 3)
+    weight = torch.rand(7, generator=generator) if weighted else None
+
+    def function(x):
+        return F.cross_entropy(x, target, weight, ignore_index=3, reduction=reduction)
+
+    found, expected = torch.compile(function, backend=opkit_backend)(x), function(x)
+    torch.testing.assert_close(found, expected)
+    (gradient,), (exact,) = (torch.autograd.grad(each.square().sum(), x) for each in (found, expected))
+    torch.testing.assert_close(gradient, exact)
+
+
+def test_log_softmax_in_steps_of_nothing_and_of_everything(monkeypatch):
+    monkeypatch.setattr(aot_autograd, "_is_on_gpu", lambda x: x.is_floating_point())
+    for shape, dim in (((3, 0), 1), ((0, 3), 1), ((), 0), ((4, 5), 0)):
+        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+        found = torch.compile(torch.log_softmax, backend=opkit_backend)(x, dim)
+        torch.testing.assert_close(found, torch.log_softmax(x, dim))
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, torch.log_softmax(x, dim))))

@@ -251,7 +251,7 @@ def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    if not _is_on_gpu(x) or x.dim() == 0:
+    if not _is_on_gpu(x) or x.dim() == 0 or x.shape[dim] == 0:
         return NotImplemented
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shifted = wide - wide.amax(dim, keepdim=True)
