@@ -35,6 +35,7 @@ gets moves until the forward is recorded."""
 MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching them takes as long as a replay
 MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
+MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
 
 _HOST = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.masked_select.", "aten.unique")
 _KNOWN = ("mm.", "bmm.", "addmm.", "baddbmm.", "addmv.", "mv.", "dot.", "convolution", "cudnn_convolution", "_addmm_activation.",
@@ -180,6 +181,8 @@ class RecordedRunner:
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
         calls = self._calls.get((stream, sizes))
         if calls is None:
+            if len(self._calls) >= MAX_SIZES:
+                del self._calls[next(iter(self._calls))]
             calls = self._calls[stream, sizes] = _Calls(addresses, set(self._runner.constants.resolved))
         recording = calls.recording
         if recording is not None:
@@ -317,9 +320,8 @@ def _captured(
     with torch.cuda.stream(side):
         first = _first.get((device, stream))
         if first is None:
-            product = torch.mm(
-                *2 * [torch.ones(16, 16, device=device)]
-            )  # cuBLAS allocates its workspace outside of the pool
+            ones = torch.ones(16, 16, device=device)
+            product = ones @ ones  # so that cuBLAS allocates its workspace for this stream outside of the pool
             first = _first[device, stream] = _capture(lambda: [product + 1], torch.cuda.graph_pool_handle())[0]
         try:
             return _capture(run, first.pool())
