@@ -222,8 +222,7 @@ def test_as_strided_reads_what_lies_between_the_elements_of_a_copy():
     assert torch.equal(torch.compile(function, backend=opkit_backend)(x), function(y))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("reduction", "weighted"), [("none", True), ("mean", True), ("sum", False)])
 def test_cross_entropy_in_steps(monkeypatch, reduction, weighted):
     """The decompositions for GPUs, on the CPU."""
     monkeypatch.setattr(aot_autograd, "_is_on_gpu", lambda x: x.is_floating_point())

@@ -157,7 +157,7 @@ def test_attention_is_replaced(name):
     assert not any("softmax" in each or "baddbmm" in each or "iadd" in each for each in names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.float64])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_compiled_results_and_gradients(name, dtype):
     function, more = SPELLINGS[name]
@@ -468,8 +468,14 @@ def loss_arguments(dtype=torch.float64):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 7}])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("options", "bias"),
+    [
+        ({}, True),
+        ({"reduction": "sum"}, False),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [({"ignore_index": 7}, True), ({}, False)]),
+    ],
+)
 def test_cross_entropy_with_its_linear_layer(options, bias):
     *tensors, labels = loss_arguments()
     labels = labels.clamp(min=0) if options.get("ignore_index") else labels
