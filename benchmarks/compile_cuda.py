@@ -23,8 +23,9 @@ Dynamo's graphs and graph breaks follow, then opkit's kernels, calls of torch an
         [--all] [--part 1/3] [--seconds 500] [--json FILE]
     python benchmarks/compile.py --device cuda --from FILE FILE
 
-``--part`` and ``--seconds`` split a long run; ``--from`` prints the table of all its files. ``--small --device cpu`` tries
-everything on tiny models.
+``--part`` and ``--seconds`` split a long run; ``--from`` prints the table of all its files. ``--jobs 6`` compiles six cases at
+once and then measures one after the other; the times of first calls are left out then. ``--small --device cpu`` tries everything
+on tiny models.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -66,7 +68,8 @@ def case(options: argparse.Namespace, model: str, dtype: str, mode: str, limit: 
         env = os.environ | {key: str(folder / value) for key, value in caches.items()}
         env |= {"TMPDIR": name, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
         how = {"model": model, "dtype": dtype, "mode": mode, "contenders": options.contenders, "rounds": options.rounds}
-        question = json.dumps([str(folder / "row"), how | {"small": options.small, "device": options.device}])
+        how |= {"small": options.small, "device": options.device, "lock": options.lock}
+        question = json.dumps([str(folder / "row"), how])
         command = [sys.executable, str(CHILD), question]
         with (folder / "log").open("w") as log:  # no pipe: Inductor's workers that outlive the process would hold it
             try:
@@ -93,16 +96,24 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
     cases = [(model, dtype, mode) for model in models for dtype in options.dtypes for mode in options.modes]
     number, parts = map(int, options.part.split("/"))
     cases = cases[number - 1 :: parts]
-    for done, each in enumerate(cases):
+    for done in range(0, len(cases), options.jobs):
         left = options.seconds - (time.perf_counter() - start)
         if left <= 0:
             print(f"not measured, the time is over: {'; '.join(' '.join(case) for case in cases[done:])}", flush=True)
             return
-        row = case(options, *each, limit=min(options.limit, max(left, LEAST_SECONDS)))
-        if options.json:
-            with options.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        yield row
+        limit = min(options.limit * options.jobs, max(left, LEAST_SECONDS))
+        with ThreadPoolExecutor(options.jobs) as pool, tempfile.NamedTemporaryFile() as lock:
+            options.lock = lock.name if options.jobs > 1 else ""
+            rows = [pool.submit(case, options, *each, limit=limit) for each in cases[done : done + options.jobs]]
+            for row in as_completed(rows):
+                yield _written(row.result(), options.json)
+
+
+def _written(row: Row, path: Path | None) -> Row:
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -187,6 +198,7 @@ def _options() -> argparse.Namespace:
         "--rounds", type=int, default=15, help=f"at most; {BUDGET:.0f} s of them, but at least {MIN_ROUNDS}"
     )
     parser.add_argument("--part", default="1/1", help="2/3: the second of three parts of the cases")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that are compiled at once")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case is started")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which a case is stopped")
     parser.add_argument("--small", action="store_true", help="tiny models, which say nothing of speed")

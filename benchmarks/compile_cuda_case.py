@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import json
 import logging
 import math
+import os
 import statistics
 import sys
 import traceback
@@ -40,9 +42,15 @@ Row = dict[str, Any]
 
 
 def measure(
-    model: str, dtype: str, mode: str, contenders: list[str], rounds: int, small: bool, device: str
+    model: str, dtype: str, mode: str, contenders: list[str], rounds: int, small: bool, device: str, lock: str = ""
 ) -> Iterator[Row]:
-    """Return what is known of a case, again after each part of it."""
+    """Return what is known of a case, again after each part of it.
+
+    ``lock`` names a file whose lock cases share while they compile; each holds it alone for its rounds.
+    """
+    held = open(lock or os.devnull)  # noqa: SIM115  held until the process ends
+    if lock:
+        fcntl.flock(held, fcntl.LOCK_SH)
     made, is_gpu = task(model, mode, dtype_of(dtype), small=small, device=device), device != "cpu"
     for module in made.module.modules():
         if isinstance(module, nn.Dropout):
@@ -73,6 +81,10 @@ def measure(
         made.module.zero_grad(set_to_none=True)
         yield row
     del exact
+    if lock:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for values in found.values():
+            values.pop("first", None)  # other cases were compiled at the same time
     steady = sum(found[name]["steady"] for name in steps)
     count = max(MIN_ROUNDS, min(rounds, int(BUDGET / max(steady, 1e-9))))
     for name, times in interleaved(steps, count).items():

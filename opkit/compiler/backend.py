@@ -58,8 +58,8 @@ class CompileOptions:
             eager mode.
         inline: True: trace through opkit operators, also through those with a kernel; False: call them; None: treat each
             operator as it is defined, and use its ``register_lowering`` rule if it has one.
-        cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes, in training too; None: in
-            inference where it is also safe and cheap; False: never. The log shows the reasons.
+        cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes; None: where it is also safe
+            and faster; False: never. The log shows the reasons.
     """
 
     strict: bool = False

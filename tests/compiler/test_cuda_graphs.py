@@ -58,9 +58,9 @@ def test_inference_is_replayed_and_results_are_the_callers(replays):
     close(compiled(inputs[0]), model(inputs[0]))
 
 
-def test_training_on_request(replays):
+def test_training(replays):
     model, other = network(), network()
-    compiled = torch.compile(model, backend="opkit", options=ON_REQUEST)
+    compiled = torch.compile(model, backend="opkit", options={"strict": True})
     one, two = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     for _ in range(10):
         x, labels = r(32, 64), torch.randint(0, 10, (32,), device="cuda")
@@ -73,6 +73,16 @@ def test_training_on_request(replays):
             close(p, q)
     assert {name.split()[0] for name in replays} == {"forward", "backward"}
     assert len(replays) > 8
+
+
+def test_calls_that_wait_for_their_kernels_are_not_recorded(replays, caplog):
+    model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False, device="cuda") for _ in range(10)]).requires_grad_(False)
+    compiled = torch.compile(model, backend="opkit")
+    with caplog.at_level(logging.INFO, "opkit.compiler"):
+        for _ in range(5):
+            compiled(r(8192, 8192))
+    assert not replays
+    assert "its kernels take" in caplog.text
 
 
 def test_tensors_that_somebody_holds_are_not_overwritten(replays):

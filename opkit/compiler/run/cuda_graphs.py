@@ -5,6 +5,9 @@ of the recording; the others, such as parameters, are read where they are, which
 copied. Tensors that a forward saves for its backward, and gradients, are memory of the recording: it is not replayed while
 somebody holds such a tensor of the call before, as in two forwards before a backward. Such calls run without a recording.
 
+A graph whose kernels take longer than launching them would gain nothing, and is not recorded unless that is requested: a call
+before the recording is timed.
+
 The memory between kernels is the arena of calls without a recording. Random numbers come from seeds that the recording draws from
 torch's generator each time.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +37,7 @@ CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
 gets moves until the forward is recorded."""
 
 MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching them takes as long as a replay
+MAX_WAITING = 1.25  # a call's time on the GPU relative to that of its launches; above, it is recorded on request only
 MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
 MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
@@ -55,7 +60,7 @@ def recorded(
 
     Args:
         runner: the runner.
-        wanted: True: record where it is possible; None: inference, where it is also safe and cheap; False: never.
+        wanted: True: record where it is possible; None: where it is also safe and faster; False: never.
         kind: "inference", "forward", "backward", or "body": of a control flow operator, which is part of another graph.
         user_results: how many of a forward's first results the user sees; None for all.
     """
@@ -63,7 +68,7 @@ def recorded(
         return runner
     all_results = len(runner.plan.outputs)
     copied = {"inference": all_results, "backward": 0}.get(kind, all_results if user_results is None else user_results)
-    reason = _refusal(runner, kind, wanted is True, copied)
+    reason = _refusal(runner, wanted is True, copied)
     if reason:
         _report(runner.plan, reason, wanted is True)
         return runner
@@ -75,11 +80,9 @@ def _report(plan: ExecutionPlan, reason: str, wanted: bool) -> None:
     log("%s is not recorded as a CUDA graph: %s.", plan.name, reason)
 
 
-def _refusal(runner: Runner, kind: str, wanted: bool, copied: int) -> str:
+def _refusal(runner: Runner, wanted: bool, copied: int) -> str:
     """Return why no call of a runner can be recorded, or ""."""
     plan = runner.plan
-    if not wanted and kind != "inference":
-        return f"saved tensors would stay in memory between calls. {_REQUEST}"
     calls = [step for step in plan.steps if isinstance(step, Extern)]
     for call in calls:
         target = runner.constants.targets.get(call.target)
@@ -105,6 +108,17 @@ def _too_many(plan: ExecutionPlan, nbytes: int) -> str:
     """Return why so many bytes are too many to copy in each call, or ""."""
     moved = sum(_nbytes(plan, name) for step in plan.steps for name in mentioned(step))
     return f"{nbytes:,} bytes would be copied in each call. {_REQUEST}" if nbytes > moved * MAX_COPIED_SHARE else ""
+
+
+def _waits_for_kernels(calls: _Calls) -> str:
+    """Return that kernels take longer than their launches, which a recording saves, or ""."""
+    assert calls.timed is not None
+    begin, end, launches = calls.timed
+    end.synchronize()
+    kernels = begin.elapsed_time(end)
+    if kernels <= launches * MAX_WAITING:
+        return ""
+    return f"its kernels take {kernels:.3g} ms, and their launches {launches:.3g} ms. {_REQUEST}"
 
 
 def _nbytes(plan: ExecutionPlan, name: str) -> int:
@@ -144,6 +158,7 @@ class _Calls:
         moving: the inputs that are copied, as they moved.
         count: the number of calls without a recording.
         recordings: the number of recordings.
+        timed: of a call: what it launched first and last on the GPU, and the milliseconds in which it was launched.
         recording: the last one, if it is still valid.
         reason: why no more recordings are made.
     """
@@ -152,6 +167,7 @@ class _Calls:
     moving: set[int]
     count: int = 0
     recordings: int = 0
+    timed: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None
     recording: _Recording | None = None
     reason: str = ""
 
@@ -196,6 +212,8 @@ class RecordedRunner:
                 calls.moving |= {n for n, at in enumerate(addresses) if at != calls.addresses[n]}
                 recording = self._try_to_record(calls, stream, inputs, addresses)
             calls.addresses = addresses
+            if recording is None and not (self._wanted or calls.timed):
+                return self._timed(calls, inputs)
         if recording is None or any(private.storage_use_count(s) > count for s, count in recording.held):
             return self._runner(inputs)
         if not take_this_arena(recording.arena):  # a call in another thread uses it
@@ -204,6 +222,17 @@ class RecordedRunner:
             return self._replayed(recording, inputs)
         finally:
             give_arena(recording.arena)
+
+    def _timed(self, calls: _Calls, inputs: list[Any]) -> list[Any]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        started = time.perf_counter()
+        results = self._runner(inputs)
+        took = time.perf_counter() - started
+        end.record()
+        if calls.count >= self._calls_before:  # of the calls before, the last one
+            calls.timed = begin, end, 1e3 * took
+        return results
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
@@ -231,8 +260,10 @@ class RecordedRunner:
             return "it writes to an input whose address changes from call to call"
         if calls.recordings >= MAX_RECORDINGS:
             return "the addresses of its inputs change too often"
+        if self._wanted:
+            return ""
         nbytes = sum(tensors[n].nbytes for n in calls.moving if n in tensors)
-        return "" if self._wanted else _too_many(self.plan, nbytes)
+        return _waits_for_kernels(calls) or _too_many(self.plan, nbytes)
 
     def _record(self, stream: int, inputs: list[Any], addresses: Sequence[int], moving: set[int]) -> _Recording:
         runner, tensors = self._runner, {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
