@@ -110,7 +110,8 @@ def test_a_row_is_read_once(name):
 
 def test_a_long_row_of_a_softmax_is_read_twice():
     (kernel,) = kernels(*ONE_KERNEL["log softmax of long rows"])
-    assert kernel.text.count("tl.load(p0") == kernel.text.count("for ") == 2
+    assert kernel.text.count("in range(0, ") == 2
+    assert kernel.text.count("tl.load(p0") == 4  # the last step, with a mask, is apart
 
 
 def cross_entropy(x, label):

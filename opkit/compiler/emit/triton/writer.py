@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opkit.compiler.emit.analysis import changed_by, children, own_reads, postorder, roots_of, values
 from opkit.compiler.emit.triton.expressions import (
@@ -21,6 +21,8 @@ from opkit.compiler.ir.expr import Expr, indices
 from opkit.compiler.ir.index import Axis, is_nonnegative, product
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update, walk
 from opkit.compiler.ir.ops import neutral
+
+MIN_WHOLE_STEPS = 4  # of a long row, for which its last step is worth another copy of the loop
 
 
 class Writer(ReductionWriter):
@@ -79,13 +81,13 @@ class Writer(ReductionWriter):
                 self._write(f"row{loop.axis.number} = {rest} // ({extent})")
                 rest = f"row{loop.axis.number}"
 
-    def _columns(self, axis: Axis, begin: str) -> None:
-        """Write the columns of the tile from ``begin`` on, a sum's first operand, and which of these there are."""
+    def _columns(self, axis: Axis, begin: str, whole: bool = False) -> None:
+        """Write the columns of the tile from ``begin`` on, a sum's first operand, and which of these there are, if not all."""
         name, kind = f"a{axis.number}", ".to(tl.int64)" if self.tile.wide else ""
         self._write(f"{name} = {begin}tl.arange(0, RBLOCK)[None, :]{kind}")
         self.axes[axis.number] = Named(name, r=True)
         self.in_r = None
-        if not axis.extent.constant or axis.extent.constant % self.tile.r:
+        if not whole and (not axis.extent.constant or axis.extent.constant % self.tile.r):
             self._write(f"in_{name} = {name} < {self._plain(axis.extent)}")
             self.in_r = f"in_{name}"
 
@@ -136,24 +138,23 @@ class Writer(ReductionWriter):
             name = self._name()
             self._write(f"{name} = {'(row >= 0)' if self.running is None else self.running.text}")
             self.running = Named(name, x=True)
+        depth = self.depth
         if loop.how == "vector":
             self._before(loop, known)
-            self._steps(loop)
-        else:
-            self._write(f"for a{loop.axis.number} in range({self._plain(loop.axis.extent)}):")
-            self.axes[loop.axis.number] = Named(f"a{loop.axis.number}")
-            self.depth += 1
-        inner = dict(known)
-        if loop.stop is not None and self.running is not None:
-            first, second = (self._place(at, inner).text for at in loop.stop)
-            self._write(f"{self.running.text} = {self.running.text} & ({first} < {second})")
-        self._statements(loop.body, inner)
-        if shared and loop.how != "vector":
-            self._write("tl.debug_barrier()")
-        self.depth -= 1
-        self.in_r, self.running, self.columns = before
+            self.passes -= 1
+        for write_head in self._heads(loop):
+            write_head()
+            inner = dict(known)
+            if loop.stop is not None and self.running is not None:
+                first, second = (self._place(at, inner).text for at in loop.stop)
+                self._write(f"{self.running.text} = {self.running.text} & ({first} < {second})")
+            self._statements(loop.body, inner)
+            if shared and loop.how != "vector":
+                self._write("tl.debug_barrier()")
+            self.depth = depth
+            self.in_r, self.running, self.columns = before
+            self.variables = {name: self.variables[name] for name in outside}
         self.eviction = ""
-        self.variables = {name: self.variables[name] for name in outside}
 
     def _whole_row(self, loop: Loop, known: Known) -> None:
         """Write a loop over columns that is one tile."""
@@ -164,14 +165,31 @@ class Writer(ReductionWriter):
         self._statements(loop.body, known)
         self.in_r, self.columns = None, False
 
-    def _steps(self, loop: Loop) -> None:
-        """Write the head of a loop over columns, and the columns of each of its steps."""
-        o = f"o{loop.axis.number}"
-        self._write(f"for {o} in range(0, {self._plain(loop.axis.extent)}, RBLOCK):")
+    def _heads(self, loop: Loop) -> list[Callable[[], None]]:
+        """Return functions that write the heads of the loops for one loop: a long row's last step, with a mask, is apart."""
+        if loop.how != "vector":
+            return [lambda: self._one_by_one(loop)]
+        length, step = loop.axis.extent.constant or 0, self.tile.r
+        if loop.stop is not None or self.tile.x > 1 or length % step == 0 or length < MIN_WHOLE_STEPS * step:
+            return [lambda: self._steps(loop, f"range(0, {self._plain(loop.axis.extent)}, RBLOCK)")]
+        end = length // step * step
+        return [
+            lambda: self._steps(loop, f"range(0, {end}, RBLOCK)", True),
+            lambda: self._steps(loop, f"range({end}, {length}, RBLOCK)"),
+        ]
+
+    def _one_by_one(self, loop: Loop) -> None:
+        self._write(f"for a{loop.axis.number} in range({self._plain(loop.axis.extent)}):")
+        self.axes[loop.axis.number] = Named(f"a{loop.axis.number}")
         self.depth += 1
-        self._columns(loop.axis, f"{o} + ")
+
+    def _steps(self, loop: Loop, begins: str, whole: bool = False) -> None:
+        """Write the head of a loop over columns, and the columns of each of its steps; ``whole``: none needs a mask."""
+        o = f"o{loop.axis.number}"
+        self._write(f"for {o} in {begins}:")
+        self.depth += 1
+        self._columns(loop.axis, f"{o} + ", whole)
         self.columns = True
-        self.passes -= 1
         kept = "evict_last" if self.passes else "evict_first"
         self.eviction = f", eviction_policy='{kept}'" if self.several else ""
 
@@ -218,6 +236,8 @@ class Writer(ReductionWriter):
         at = place.along(value, Named("", True, self.columns))
         pointer = f"{s.buffer} + {self._spread(place, at.x, at.r)}"
         mask = self._mask(at)
+        if s.buffer in self.read and self.tile.r and not self.columns:  # several threads have read the element of a row
+            self._write("tl.debug_barrier()")
         if s.update is None:
             self._write(f"tl.store({pointer}, {value.text}{mask})")
         elif s.atomic:
