@@ -272,7 +272,7 @@ def _overwritten(group: Group, new: Member, members: dict[str, Member]) -> str |
         for load in loads_of(member.step):
             if load.data[0] == buffer:
                 places = tuple(c.substitute(member.axes) for c in load.data[1])
-                if places != new.target or _per_row(new) or load.args:
+                if places != new.target or load.args or (_per_row(new) and not member.rows):
                     return f"{buffer} is overwritten while other parts of it are read"
     return None
 
