@@ -66,6 +66,7 @@ class _Fuser:
         call_inputs = [name for step in program.steps if isinstance(step, Extern) for name in program.reads(step)]
         self.stored = {*returned, *call_inputs}  # buffers that are in memory in any case
         self.sizes = program.sizes
+        self.sources = self._sources()
         reductions = (step for step in program.steps if isinstance(step, Compute) and step.reduced and target.tiles)
         self.adjacent = frozenset(step.buffer for step in reductions if _rows_are_adjacent(step, program))
         self.before_rows = _before_rows(program, self.adjacent) if target.tiles else frozenset[str]()
@@ -231,8 +232,7 @@ class _Fuser:
             if not isinstance(self.entries[at], Group) or {*sources.values()} == {after}:
                 continue
             parts = self._recomputable(name, step)
-            most = 2 if self.uses[name] == 1 else 1
-            if parts and max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts) <= most:
+            if parts and len(self.sources[name]) <= (2 if self.uses[name] == 1 else 1):
                 inlined[name] = parts
         return substituted(step, inlined) if inlined else step
 
@@ -244,6 +244,18 @@ class _Fuser:
             if name in entry.members and (producer := self._recomputable(name, step))
         }
         return substituted(step, inlined) if inlined else step
+
+    def _sources(self) -> dict[str, frozenset[str]]:
+        """Return the buffers in memory, of each an element, from which an element of each buffer would be recomputed."""
+        found: dict[str, frozenset[str]] = {}
+        for name, parts in self.parts.items():
+            of_parts = []
+            for part in parts:
+                wide = {load.data[0] for load in loads_of(part) if _is_wide(load, part)}
+                near = {each for each in wide - self.stored if each in found and len(found[each]) <= 2}
+                of_parts.append(frozenset(wide - near).union(*(found[each] for each in near)))
+            found[name] = max(of_parts, key=len)
+        return found
 
     def _recomputable(self, name: str, step: Compute) -> Parts | None:
         """Return the steps that fill a buffer if ``step`` may recompute its elements, else None."""
@@ -265,7 +277,7 @@ class _Fuser:
         """
         places = sum(load.data[0] == name for load in loads_of(step))
         times = places * estimate(product(step.axes), self.sizes) / max(1.0, estimate(points, self.sizes))
-        wide = max(sum(_is_wide(load, part) for load in loads_of(part)) for part in parts)
+        wide = len(self.sources[name])
         others = self.uses[name] > 1 or name in self.stored
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
         return work <= self.target.max_recomputed_cost and wide <= (1 if name in self.stored else 2)

@@ -68,3 +68,25 @@ def test_the_result_of_an_elementwise_step_keeps_eager_modes_layout():
     program = lower(on_gpu(graph), GPU)
     added = next(node for node in graph.nodes if node.target == "aten.add.Tensor")
     assert program.buffers[added.name].strides == added.result.strides
+
+
+def test_a_sum_that_is_in_memory_is_read_and_not_recomputed_from_its_summands():
+    """The residual sums of three blocks: each is the input of a product, so it is in memory."""
+
+    def blocks(x, a, b, c):
+        first = torch.relu(x.sin() @ a + x)
+        second = torch.relu(first @ b + first)
+        return torch.relu(second @ c + second)
+
+    found, made = launches(blocks, *(bf16(256, 256) for _ in range(4)))
+    large = [{n for n in launch.buffers if made.buffers[n].shape == (256, 256)} for launch in found]
+    assert [len(names) for names in large] == [2, 3, 3, 3]
+
+
+def test_a_running_mean_is_written_where_it_is_read():
+    def update(x, mean):
+        mean.copy_(mean * 0.9 + x.mean(1) * 0.1)
+        return mean * 1
+
+    found, _ = launches(update, torch.randn(64, 512), torch.randn(64))
+    assert len(found) == 1
