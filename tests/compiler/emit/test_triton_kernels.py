@@ -50,10 +50,14 @@ def interpreted(*paths):
     return done.stdout
 
 
-def test_graphs():
+FURTHER = pytest.param(("-m", "exhaustive"), marks=pytest.mark.exhaustive, id="exhaustive")
+
+
+@pytest.mark.parametrize("options", [pytest.param((), id="default"), FURTHER])
+def test_graphs(options):
     """Graphs against eager, and random numbers, which are those of the kernels in C."""
     random = [f"{HERE}/test_kernel.py::test_random_numbers{rest}" for rest in ("", "_of_a_row_that_is_summed")]
-    assert "skipped" not in interpreted(f"{HERE}/triton_graphs.py", *random)
+    assert "skipped" not in interpreted(f"{HERE}/triton_graphs.py", *random, *options)
 
 
 @pytest.mark.exhaustive

@@ -161,6 +161,7 @@ def test_rows_that_are_longer_than_a_tile(name):
     compare(*LONG[name], target=dataclasses.replace(GPU, long_row=500, min_part=64, tiles=tiles))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["chain", "sum", "sum of columns", "sum of all", "softmax", "softmax of columns", "transpose", "cumsum"]
 )
@@ -219,6 +220,7 @@ def gelu_backward(x):
     return torch.ops.aten.gelu_backward(torch.ones_like(x), x)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", [F.gelu, gelu_backward])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_gelu_of_narrow_floats_is_as_accurate_as_in_float32(function, dtype):
@@ -240,6 +242,7 @@ def test_gelu_of_narrow_floats_is_as_accurate_as_in_float32(function, dtype):
     assert ours[wide > -5].max() < 0.7
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", [F.gelu, torch.ops.aten.gelu_backward])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_gelu_by_tanh_of_narrow_floats_is_as_accurate_as_in_float32(function, dtype):

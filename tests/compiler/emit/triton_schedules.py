@@ -63,7 +63,30 @@ def _rounded(convert):
     return converted
 
 
+def _reduced(ops, tensors):
+    """A reduction of halves with each other, as on GPUs; the interpreter's own visits one element after the other."""
+    (tensor,) = tensors
+    found = tensor.handle.data
+    while found.shape[ops.axis] > 1:
+        halves = (ops.to_tensor(half, tensor.dtype) for half in np.split(found, 2, ops.axis))
+        found = ops.combine_fn.fn(*halves).handle.data
+    return [ops.to_tensor(found.squeeze(ops.axis), tensor.dtype)]
+
+
+def _scanned(ops, tensors):
+    """A scan in steps of 1, 2, 4 and so on."""
+    (tensor,) = tensors
+    found = tensor.handle.data
+    columns = np.arange(found.shape[1])
+    for step in 1 << np.arange(columns.size.bit_length() - 1):
+        pair = (ops.to_tensor(each, tensor.dtype) for each in (np.roll(found, step, 1), found))
+        found = np.where(columns < step, found, ops.combine_fn.fn(*pair).handle.data)
+    return [ops.to_tensor(found, tensor.dtype)]
+
+
 interpreter._convert_float = _rounded(interpreter._convert_float)
+interpreter.ReduceOps.generic_reduce = _reduced
+interpreter.ScanOps.generic_scan = _scanned
 # as kernels with checks are built
 _OPTIONS = dataclasses.replace(interpreter.interpreter_builder.options, debug=True, sanitize_overflow=False)
 interpreter.interpreter_builder.options = _OPTIONS
