@@ -148,11 +148,13 @@ def test_files_stay_under_400_lines():
 def test_importing_opkit_leaves_slow_modules_for_later():
     program = (
         "import sys, json, torch; before = set(sys.modules); import opkit; "
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
+        "added = sorted(set(sys.modules) - before); import opkit.testing; "
+        "print(json.dumps([added, 'torch._dynamo' in sys.modules]))"
     )
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    added = json.loads(run.stdout)
+    added, compiler = json.loads(run.stdout)
     assert "opkit" in added
     slow = [name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in _SLOW)]
     assert not slow, f"import opkit also imports {slow}"
+    assert not compiler, "import opkit.testing also imports torch._dynamo"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch.utils import _pytree as pytree
 
 from opkit.contract.calls.cases import Case
@@ -30,7 +29,7 @@ def _unbacked(subject: Subject, case: Case) -> None:
     expected = {n: _eager(subject, dims, case, n) for n in (3, 0, 1, 2)}
     if expected[3] is None:
         raise NotApplicable("the operator accepts no other size in the place of its first")
-    with graphs.compiler(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+    with graphs.compiler(capture_scalar_outputs=True):
         program = _compiled(subject, subject.function, dims)
         for n, wanted in expected.items():
             if wanted is None:
@@ -106,7 +105,7 @@ def _raised(subject: Subject, case: Case, dims: list[int | None], n: int, error:
     if subject.reference is None:
         raise Remark(message) from error
     try:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         graphs.run(_compiled(subject, subject.reference, dims), _call(subject, case, n))
     except Exception:
         raise Remark(f"{message}; so does the reference") from error

@@ -36,9 +36,10 @@ _RECOMPILES = 64
 
 
 @contextlib.contextmanager
-def compiler() -> Generator[None]:
+def compiler(**options: bool) -> Generator[None]:
     """Reset torch's compiler, so that it has no earlier programs, logs nothing, and changes no setting afterwards.
 
+    ``options`` are further settings of Dynamo.
     opkit's cache stores generated code, by its content, but not whole graphs, whose key does not contain the operator.
     """
     import torch._dynamo
@@ -48,6 +49,7 @@ def compiler() -> Generator[None]:
         "recompile_limit": _RECOMPILES,
         "capture_dynamic_output_shape_ops": True,
         "suppress_errors": False,
+        **options,
     }
     inductor: dict[str, Any] = {"fx_graph_cache": False, "fallback_random": True, "emulate_precision_casts": True}
     torch._dynamo.reset()
