@@ -16,6 +16,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+# Workers share the cores: each computes with two threads, and none spins while it waits. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Inductor compiles nothing, for each folder of its cache, to learn whether vectors work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -54,10 +61,7 @@ def _shard(text):
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
-    # Workers share the cores: each computes with two threads, and none spins while it waits. They share what they compile, and
-    # nothing of an earlier run.
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Processes share what they compile, and nothing of an earlier run.
     folder = tempfile.mkdtemp(prefix="opkit-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     for variable in ("OPKIT_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
