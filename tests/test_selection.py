@@ -37,41 +37,50 @@ LEFT_OUT = {"product[1-y]", "product[2-x]", "product[2-z]", "named[x]", "most[gp
 LEFT_OUT |= {"emulated[here]", "emulated[gpu]", "build"}
 
 
+COLLECT = """
+import sys
+import pytest
+for options in sys.argv[1:]:
+    print(end="\\0")
+    pytest.main(["--co", "-q", "--disable-plugin-autoload", "-p", "no:cacheprovider", *options.split()])
+"""
+RANDOM, ALL, SHARD = "-p randomly", "--exhaustive", "--shard 1/1"
+MARKED = {
+    "-m build": {"build"},
+    "-m gpu": {"most[gpu]", "emulated[gpu]"},
+    "-m emulated": {"emulated[here]"},
+    "-m exhaustive": {"product[1-y]", "product[2-x]", "product[2-z]", "named[x]"},
+}
+
+
 @pytest.fixture(scope="module")
 def selected(tmp_path_factory):
-    """``selected(*options)``: the names of the cases that pytest runs."""
+    """The names of the cases that pytest runs, by its options."""
     folder = tmp_path_factory.mktemp("selection")
     shutil.copy(Path(__file__).parent / "conftest.py", folder)
     (folder / "test_made.py").write_text(TESTS)
     markers = ("exhaustive", "emulated", "build", "gpu", "sweep")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"    {name}\n" for name in markers))
-
-    def run(*options):
-        command = ["-m", "pytest", "--co", "-q", "--disable-plugin-autoload", "-p", "no:cacheprovider", *options]
-        done = fresh_process.run(command, cwd=folder)
-        return set(re.findall(r"::test_(\S+)", done.stdout))
-
-    return run
+    options = ("", RANDOM, ALL, SHARD, *MARKED)
+    _, *printed = fresh_process.run(["-c", COLLECT, *options], cwd=folder).stdout.split("\0")
+    return {each: set(re.findall(r"::test_(\S+)", text)) for each, text in zip(options, printed, strict=True)}
 
 
 def test_the_default_run_keeps_each_value_and_leaves_out_marked_cases(selected):
-    assert selected() == DEFAULT
+    assert selected[""] == DEFAULT
 
 
 def test_random_order_does_not_change_what_is_kept(selected):
-    assert selected("-p", "randomly") == DEFAULT
+    assert selected[RANDOM] == DEFAULT
 
 
 def test_all_cases_run_on_demand(selected):
-    assert selected("--exhaustive") == DEFAULT | LEFT_OUT
+    assert selected[ALL] == DEFAULT | LEFT_OUT
 
 
 def test_a_marker_selects_its_cases(selected):
-    assert selected("-m", "build") == {"build"}
-    assert selected("-m", "gpu") == {"most[gpu]", "emulated[gpu]"}
-    assert selected("-m", "emulated") == {"emulated[here]"}
-    assert selected("-m", "exhaustive") == {"product[1-y]", "product[2-x]", "product[2-z]", "named[x]"}
+    assert {options: selected[options] for options in MARKED} == MARKED
 
 
 def test_shards_are_all_that_the_default_run_leaves_out(selected):
-    assert selected("--shard", "1/1") == LEFT_OUT
+    assert selected[SHARD] == LEFT_OUT
