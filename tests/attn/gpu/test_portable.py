@@ -181,6 +181,7 @@ HUGE = {
 """Products of small whole numbers, so that their differences are exact in float32 too."""
 
 
+@pytest.mark.sweep(keep=[name for name in HUGE if name != "a scale"])
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_logits(run, name):
     call = HUGE[name].call(torch.float32)
