@@ -238,7 +238,9 @@ def batch_norm_functional(
     eps: float,
 ) -> tuple[Tensor, ...]:
     if not training:
-        return *batch_norm_inference(b, x, weight, bias, mean, var, momentum, eps), mean, var
+        # in torch 2.12 and newer its fake returns float32 statistics, but its kernel those of the arguments' dtype
+        statistics = _as_result(b, mean, 3), _as_result(b, var, 4)
+        return *batch_norm_inference(b, x, weight, bias, mean, var, momentum, eps), *statistics
     out, average, squares, rstd = _trained(b, x, weight, bias, eps)
     number = f.number(count(x.shape, _other_dims(x)), squares.dtype)
     unbiased = element(squares, squares.shape) / (number - 1)
