@@ -133,7 +133,8 @@ def _compile_with_aot_autograd(
     _rewrite(module)
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
-        return recording.without_aot_autograd(make(module, example_inputs))
+        with private.floats_as_arguments():
+            return recording.without_aot_autograd(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])
         knows_lowerings.reset(tokens[1])

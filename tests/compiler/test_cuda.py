@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import opkit
 from opkit.compiler.capture.patterns import cross_entropy as patterns_cross_entropy
@@ -193,6 +194,25 @@ def test_sizes_that_change():
     for rows in (5, 40, 700):
         x, w = r(rows, 16), r(16, rows + 3)
         torch.testing.assert_close(f(x, w), torch.softmax(x @ w, -1).sum(0))
+
+
+def test_floats_that_change():
+    counters.clear()
+    f = compiled(lambda x, s: torch.renorm(F.leaky_relu(x, s * 0.5), 2, 0, s + 1) * s, dynamic=True)
+    for s in (0.5, 0.7, 0.9):
+        x = r(30, 40).requires_grad_()
+        expected = torch.renorm(F.leaky_relu(x, s * 0.5), 2, 0, s + 1) * s
+        torch.cuda.set_sync_debug_mode(
+            "error" if s > 0.5 else "default"
+        )  # after the first call, nothing waits for the GPU
+        try:
+            found = f(x, s)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(found, expected)
+        pairs = [torch.autograd.grad(y.sum(), x) for y in (found, expected)]
+        torch.testing.assert_close(*pairs)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_an_input_that_is_written_and_one_at_an_odd_address():

@@ -73,6 +73,13 @@ def test_an_operator_is_as_in_eager(name, device, strict):
         assert result.samples
 
 
+def test_batch_norm_of_narrow_floats(strict):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = asked("_native_batch_norm_legit", torch.bfloat16, strict, 2)  # the second sample is in evaluation
+    assert (result.outcome, result.gradients) == ("pass", 2), result.message
+
+
 def test_exceptions_are_of_the_database_and_have_reasons():
     assert set(EXCEPTIONS) <= set(infos())
     assert all(EXCEPTIONS.values())

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 
 from opkit.compiler.capture import torch_private as private
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _CONJUGATE = torch.ops.aten._conj.default
 _UNTAGGED = ("aten.random", "aten._sample_dirichlet")  # random operators without torch's tag for them
 
@@ -35,6 +36,7 @@ def partition(joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> tupl
     """Return the forward and backward of a joint graph: those of AOTAutograd's min-cut partitioner with other saved tensors."""
     forward, backward = private.min_cut_partition(joint, inputs, **rest)
     share_random_states(forward, backward, rest["num_fwd_outputs"])
+    _save_floats_as_tensors(forward, backward, rest["num_fwd_outputs"])
     _save_unconjugated(forward, backward, rest["num_fwd_outputs"])
     return forward, backward
 
@@ -61,6 +63,40 @@ def _conjugate(graph: fx.Graph, saved_input: fx.Node, of: fx.Node, last: fx.Node
     recomputed.meta = dict(saved_input.meta)
     saved_input.meta = {**saved_input.meta, "val": of.meta["val"]}
     saved_input.replace_all_uses_with(recomputed, delete_user_cb=lambda user: user is not recomputed)
+
+
+def _save_floats_as_tensors(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Make the forward save tensors instead of Python floats that may change, and the backward read these."""
+    inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    floats = [each for each in private.output_of(forward.graph)[results:] if _is_float(each)]
+    for node in floats:
+        tensor = _tensor_of_float(forward.graph, node)
+        if tensor.name not in inputs:
+            inputs[tensor.name] = _saved(forward.graph, backward.graph, tensor, results)
+        with backward.graph.inserting_after([*backward.graph.find_nodes(op="placeholder")][-1]):
+            read = backward.graph.call_function(_ITEM, (inputs[tensor.name],))
+        read.meta = {"val": node.meta["val"]}
+        inputs[node.name].replace_all_uses_with(read)
+        backward.graph.erase_node(inputs[node.name])
+    output = forward.graph.output_node()
+    returned = tuple(each for each in private.output_of(forward.graph) if each not in floats)
+    output.args = (returned, *output.args[1:])
+
+
+def _tensor_of_float(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return the input that holds a float, or a new tensor on the CPU."""
+    read = node.args[0] if node.target is _ITEM else None
+    if isinstance(read, fx.Node) and read.op == "placeholder":
+        return read
+    with graph.inserting_after(node):
+        tensor = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": torch.float64})
+    with private.fake_mode():
+        tensor.meta["val"] = torch.empty((), dtype=torch.float64, device="cpu")
+    return tensor
+
+
+def _is_float(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymFloat)
 
 
 # ---- random numbers ---------------------------------------------------------------------------------------------------

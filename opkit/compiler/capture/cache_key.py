@@ -58,6 +58,8 @@ def _node(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     marks = [key for key in _UNCACHEABLE_META if node.meta.get(key)]
     if marks:
         raise NotCacheable(f"{node.name} is marked: {', '.join(marks)}")
+    if isinstance(node.meta.get("example_value"), torch.SymFloat):
+        raise NotCacheable(f"{node.name} is a float that may change, and guards on it are not stored")
     if node.op == "placeholder":
         return "input"
     if node.op not in ("call_function", "call_method", "output"):

@@ -21,7 +21,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.aot_autograd import has_effect
 from opkit.compiler.capture.sizes import SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
-from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Symbol
 from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.op import operator as operators
@@ -99,7 +99,7 @@ def capture(
 
     Raises:
         Unsupported: it contains something that only torch can run: several devices apart from the CPU, or one that no code is
-            made for, sparse tensors, symbolic floats, unknown dtypes.
+            made for, sparse tensors, symbolic floats as inputs or results, unknown dtypes.
     """
     return _Conversion(module, real_inputs, is_body).run(name, fixed)
 
@@ -133,7 +133,7 @@ class _Conversion:
         for node in nodes:
             if node.op in ("call_module", "call_method"):
                 raise Unsupported(f"{node.name} is a {node.op}, which AOTAutograd leaves in no graph")
-        outputs = tuple(self._argument(each) for each in private.output_of(self.module.graph))
+        outputs = tuple(self._output(each) for each in private.output_of(self.module.graph))
         graph = Graph(name, (*inputs, *attributes, *calls), outputs, self.sizes.values, fixed)
         computed = dict(self.sizes.computed)
         return Captured(
@@ -199,6 +199,8 @@ class _Conversion:
                 raise Unsupported(f"{node.name} computes with the size of a nested tensor's rows ({node.target})")
             self.replaced[node] = self.sizes.index(value)
             return []
+        if isinstance(value, torch.SymFloat):
+            return self._float(node, value)
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
             return []  # a guard; any other use of it is refused
         if node.target in _SAME_VALUE and node.args[0] in self.numbers:
@@ -210,6 +212,25 @@ class _Conversion:
         return [
             Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node), has_effect(node))
         ]
+
+    def _float(self, node: fx.Node, value: torch.SymFloat) -> list[Node]:
+        """Convert a float that may change; one that the IR has no arithmetic for becomes a number, with a guard."""
+        target = private.FLOAT_ARITHMETIC.get(node.target)
+        if target is None or not private.may_change(value):
+            self.replaced[node] = float(value)
+            return []
+        if target == "aten._local_scalar_dense.default" and self.device.type != "cpu":
+            self._refuse_computed_number(node.args[0], node)
+        return [Node(node.name, target, tuple(self._argument(node.args)), {}, FloatType(), origin(node))]
+
+    def _refuse_computed_number(self, source: Any, node: fx.Node) -> None:
+        """Refuse to read a number from the CPU's memory in a graph for a GPU, unless it is an input as Dynamo makes them."""
+        value = source.meta["val"]
+        if value.device.type != "cpu":
+            return
+        if source.op != "placeholder" or (value.dtype, value.dim()) != (torch.float64, 0):
+            raise Unsupported(f"{node.name} reads a number from a tensor on the CPU ({source.name})")
+        self._refuse_writes(source)
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:
         if node.meta.get("unbacked_bindings"):
@@ -278,10 +299,15 @@ class _Conversion:
     def _list(self, argument: Any) -> list[Any]:
         return [self._argument(each) for each in argument]
 
+    def _output(self, output: Any) -> Any:
+        found = self._argument(output)
+        if isinstance(found, Ref) and isinstance(output.meta.get("val"), torch.SymFloat):
+            raise Unsupported(f"it returns {output.name}, a float that is computed while the program runs")
+        return found
+
     def _reference(self, node: fx.Node) -> Ref:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymFloat | torch.SymBool):
-            raise Unsupported(f"{node.name} is a {type(value).__name__} that is computed while the program runs")
+        if isinstance(node.meta.get("val"), torch.SymBool):
+            raise Unsupported(f"{node.name} is a SymBool that is computed while the program runs")
         return Ref(node.name)
 
     def _by_name(self, argument: Any) -> TypeName | OpaqueValue:

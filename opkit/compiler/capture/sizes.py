@@ -33,6 +33,8 @@ class SymbolicSizes:
         if not number.node.is_symbolic():
             return index(int(number))
         expression = private.expression(number)
+        if private.depends_on_float(expression):
+            return index(int(number))  # a guard: the graph serves this size only
         found = self._known.get(expression)
         if found is None:
             found = self._known[expression] = self._converted(private.replaced(number), number)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import sympy
@@ -22,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
+from torch._functorch._aot_autograd import graph_compile as _graph_compile
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
@@ -30,6 +32,7 @@ from torch.compiler import config as _compiler_config
 from torch.fx.node import has_side_effect as _has_side_effect
 from torch.utils import _python_dispatch
 from torch.utils._sympy import functions as _sympy_functions
+from torch.utils._sympy import symbol as _symbols
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
 from torch.utils._sympy.singleton_int import SingletonInt as _SingletonInt
 
@@ -133,6 +136,36 @@ def replaced(number: Any) -> Any:
     if value in (0, 1) and number.node.shape_env.evaluate_expr(sympy.Eq(settled, value)):
         return sympy.Integer(value)
     return settled
+
+
+def depends_on_float(expression: Any) -> bool:
+    """Return whether the expression of a size contains a Python float that may change."""
+    return any(_symbols.symbol_is_type(each, _symbols.SymT.FLOAT) for each in expression.free_symbols)
+
+
+def may_change(number: Any) -> bool:
+    """Return whether no guard has made a symbolic float one number."""
+    return bool(number.node.expr.free_symbols)
+
+
+FLOAT_ARITHMETIC: dict[Any, str] = {
+    torch.ops.aten._local_scalar_dense.default: "aten._local_scalar_dense.default",
+    **{getattr(operator, name): f"float.{name}" for name in ("add", "sub", "mul", "pow", "neg", "abs")},
+    operator.truediv: "float.div", torch.sym_float: "float.float", torch.sym_max: "float.max", torch.sym_min: "float.min",
+    torch._sym_sqrt: "float.sqrt",  # pyright: ignore[reportAttributeAccessIssue]
+}  # fmt: skip
+"""The targets of nodes that compute Python floats, by the functions of an FX graph."""
+
+
+@contextlib.contextmanager
+def floats_as_arguments() -> Iterator[None]:
+    """Prevent AOTAutograd from making tensors of Python floats, and constants of those that it cannot make tensors of."""
+    tensorify = _graph_compile.tensorify_python_scalars
+    _graph_compile.tensorify_python_scalars = lambda *_: None
+    try:
+        yield
+    finally:
+        _graph_compile.tensorify_python_scalars = tensorify
 
 
 def example(symbol: Any, number: Any) -> int | None:

@@ -52,7 +52,12 @@ class TensorType:
     device: str = "cpu"
 
 
-ResultType = TensorType | Index | OpaqueValue | None
+@dataclasses.dataclass(frozen=True)
+class FloatType:
+    """The type of a Python float that may change from call to call."""
+
+
+ResultType = TensorType | Index | FloatType | OpaqueValue | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Node:
 
     Attributes:
         name: the name of its result, unique in the graph.
-        target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem".
+        target: "aten.add.Tensor" and the like; "input"; "constant" (a tensor that the graph holds); "getitem"; "float.add" and
+            the like for arithmetic of Python floats.
         args, kwargs: the arguments.
         result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
         origin: the user's line, or "".

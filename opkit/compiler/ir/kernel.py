@@ -24,19 +24,21 @@ How = Literal["parallel", "plain", "vector"]
 
 @dataclasses.dataclass(frozen=True)
 class KernelArgument:
-    """A buffer that a kernel takes as a pointer.
+    """A buffer that a kernel takes, as a pointer unless it is a number.
 
     Attributes:
         buffer: its name in the kernel.
         dtype: the type of its elements.
         written: whether the kernel stores to it.
         streamed: whether it is so large that stores should bypass the processor's caches.
+        by_value: whether the kernel, on a GPU, takes its one element.
     """
 
     buffer: str
     dtype: str
     written: bool
     streamed: bool = False
+    by_value: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.graph import OpaqueValue
@@ -24,7 +24,8 @@ class Buffer:
         dtype: a key of ``DTYPES``.
         shape: its logical sizes.
         strides: in elements.
-        role: "input" (the caller's), "constant" (the program's), "made" (allocated while it runs).
+        role: "input" (the caller's), "number" (the caller's single float64 in the CPU's memory, which nothing writes to and
+            kernels on a GPU take by value), "constant" (the program's), "made" (allocated while it runs).
         whole: the buffer whose memory it is a part of, None for one with memory of its own. Computes read and write a buffer
             of complex numbers as two such parts, calls as the whole.
         offset: the place of its first element in that memory, in elements of its own.
@@ -100,7 +101,7 @@ class Extern:
     Attributes:
         target: its name, as in the captured graph.
         args, kwargs: as there, with a :class:`Strided` for each tensor, and for each scalar that is computed a buffer of no
-            dimensions in a :class:`ScalarItem`.
+            dimensions in a :class:`ScalarItem`, or a :class:`Formula`.
         outputs: the buffers that hold its results, None for a result that nobody uses; a result that is a size is
             the name of a symbolic size, in an Index.
         mutated: the buffers that it writes to, apart from its results.
@@ -138,6 +139,18 @@ class ScalarItem:
     """The number in a buffer of one element, as a Python number."""
 
     buffer: str
+
+
+class Formula(NamedTuple):
+    """A Python number that the host computes.
+
+    Attributes:
+        text: a Python expression, with "{0}" and so on for its operands.
+        operands: items, sizes, numbers, and formulas.
+    """
+
+    text: str
+    operands: tuple[Any, ...]
 
 
 Step = Compute | Extern

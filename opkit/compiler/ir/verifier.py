@@ -180,7 +180,7 @@ def verify_program(program: Program) -> None:
     for name, buffer in program.buffers.items():
         known.require(buffer.name == name, f"the buffer {buffer.name} is listed as {name}")
         known.require(len(buffer.shape) == len(buffer.strides), f"{name} has not as many strides as sizes")
-        known.require(buffer.role in ("input", "constant", "made"), f"{name} has the role {buffer.role!r}")
+        known.require(buffer.role in ("input", "number", "constant", "made"), f"{name} has the role {buffer.role!r}")
         known.require(buffer.whole is None or buffer.whole.whole is None, f"{name} is a part of a part")
     filled = {name for name, buffer in program.buffers.items() if buffer.role != "made"}
     for step in program.steps:

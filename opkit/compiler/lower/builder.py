@@ -7,7 +7,6 @@ imaginary parts of complex numbers, or the elements at even and at odd positions
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from opkit.compiler.ir.dtypes import DTYPES, PARTS, is_complex
 from opkit.compiler.ir.expr import Expr, const, op, position
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import ZERO, Index, contiguous, index
-from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Step, Strided, writes
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Step, Strided, writes
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.rewrites import simplify
-from opkit.compiler.lower.scalar import Scalar, cast, number
+from opkit.compiler.lower.scalar import Number, Scalar, cast, formula, number
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import (
     Shape,
@@ -208,6 +207,8 @@ class Builder:
         """Return a value as an argument of an extern call."""
         if isinstance(value, Tensor):
             return self.strided(value)
+        if isinstance(value, Number):
+            return formula(value.expr)
         return [self.argument(v) for v in value] if isinstance(value, list) else value
 
     def extern_buffer(self, kind: TensorType) -> Buffer:
@@ -221,19 +222,13 @@ class Builder:
             if isinstance(found, tuple):
                 return [self.strided(f) for f in found]
             if not isinstance(found, Tensor):
-                return found
-            strided = self.strided(found)
-            return ScalarItem(strided.buffer) if argument.name in self.numbers else strided
+                return self.argument(found)
+            return self.strided(found)
         if isinstance(argument, dict):
             return {key: self.external(a) for key, a in argument.items()}
         if isinstance(argument, list | tuple) and not isinstance(argument, OpaqueValue | TypeName):
             return type(argument)(self.external(a) for a in argument)
         return argument
-
-    @functools.cached_property
-    def numbers(self) -> set[str]:
-        """The nodes whose result is a Python number, which a tensor of no dimensions represents here."""
-        return {node.name for node in self.graph.nodes if node.target == "aten._local_scalar_dense.default"}
 
     # ---- tensors in memory -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
-from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
+from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
 from opkit.compiler.ir.index import Index, index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
@@ -52,13 +52,22 @@ def _input(b: Builder, node: Node) -> Any:
     kind = node.result
     if not isinstance(kind, TensorType):
         return kind
-    buffer = Buffer(node.name, kind.dtype, kind.shape, kind.strides, node.target)
-    return whole(b.add_buffer(buffer))
+    role = "number" if _is_number(b, node, kind) else node.target
+    return whole(b.add_buffer(Buffer(node.name, kind.dtype, kind.shape, kind.strides, role)))
+
+
+def _is_number(b: Builder, node: Node, kind: TensorType) -> bool:
+    """Return whether an input is a float64 on the CPU that the graph does not write to."""
+    if node.target != "input" or (kind.dtype, kind.shape, kind.device) != ("f64", (), "cpu"):
+        return False
+    return not any(other.is_in_place and Ref(node.name) in refs((other.args, other.kwargs)) for other in b.graph.nodes)
 
 
 def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
     if isinstance(node.result, Index) and node.target not in EXTERNS:
         return node.result
+    if isinstance(node.result, FloatType):
+        return rules[node.target](b, *_resolved(b, node.args))
     mutated = _mutated(b, node)
     for buffer in mutated:
         _copy_before_write(b, buffer)

@@ -263,7 +263,8 @@ class _Kernels:
         pointers = pointers or self.content.pointers
         read, stored = touched(body)
         used = [(buffer, pointer) for buffer, pointer in pointers.items() if pointer in read | stored]
-        arguments = tuple(KernelArgument(p, self._dtype(b), p in stored) for b, p in used)
+        numbers = {b for b, _ in used if b in self.buffers and self.buffers[b].role == "number"}
+        arguments = tuple(KernelArgument(p, self._dtype(b), p in stored, by_value=b in numbers) for b, p in used)
         sizes = tuple(sorted(names_of_sizes(body)))
         origins = tuple(dict.fromkeys(m.step.origin for m in self.group.members.values()))
         kernel = Kernel(self.name, arguments, sizes, tuple(body), grain, origins)

@@ -18,7 +18,7 @@ from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import Expr, const, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Step, Strided, reads, writes
+from opkit.compiler.ir.program import Compute, Extern, Formula, Program, ScalarItem, Step, Strided, reads, writes
 
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
 _QUICK = frozenset(
@@ -293,6 +293,8 @@ def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
         return dataclasses.replace(argument, buffer=name)
     if isinstance(argument, dict):
         return {key: _renamed_argument(a, names) for key, a in argument.items()}
+    if isinstance(argument, Formula):
+        return argument._replace(operands=_renamed_argument(argument.operands, names))
     if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
         return type(argument)(_renamed_argument(a, names) for a in argument)
     return argument

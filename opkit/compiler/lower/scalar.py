@@ -9,13 +9,15 @@ add(mul(x[0], 2.0), 1.0)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.program import Formula, ScalarItem
+from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.rewrites import simplified
 
 
@@ -81,17 +83,45 @@ class Scalar:
         return apply("not", self)
 
 
+class Number(Scalar):
+    """A Python float that may change from call to call: next to an element it takes the element's type, as a number does."""
+
+    def __bool__(self) -> bool:
+        raise NoRule("a float decides which formula it is, and may change")
+
+    __float__ = __int__ = __bool__
+
+
+_PYTHON = {
+    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})", "pow": "({0} ** {1})",
+    "min": "min({0}, {1})", "max": "max({0}, {1})", "neg": "(-{0})", "abs": "abs({0})", "sqrt": "math.sqrt({0})",
+    "cast": "float({0})",
+}  # fmt: skip
+
+
+def formula(root: Expr) -> Any:
+    """Return the expression of a :class:`Number` as the host computes it."""
+    if root.op in ("const", "index"):
+        return root.data
+    if root.op == "load":
+        return ScalarItem(root.data[0])
+    return Formula(_PYTHON[root.op], tuple(map(formula, root.args)))
+
+
 Operand = Scalar | int | float | bool | Index
 
 
 def number(value: Operand, like: Scalar | str) -> Scalar:
     """Return a number or a size as an element of the type of ``like``; an element unchanged."""
+    dtype = like if isinstance(like, str) else like.dtype
+    kind = Number if isinstance(like, Number) else Scalar
+    if isinstance(value, Number):
+        return kind(cast(value, dtype).expr)
     if isinstance(value, Scalar):
         return value
-    dtype = like if isinstance(like, str) else like.dtype
     if isinstance(value, Index):
-        return Scalar(simplified(expr.position(value, dtype)))
-    return Scalar(expr.const(_wrapped(value, dtype), dtype))
+        return kind(simplified(expr.position(value, dtype)))
+    return kind(expr.const(_wrapped(value, dtype), dtype))
 
 
 def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
@@ -105,9 +135,15 @@ def _wrapped(value: bool | int | float, dtype: str) -> bool | int | float:
 
 
 def apply(op: str, *args: Operand) -> Scalar:
-    """Return an op of the table applied to elements and numbers; at least one is an element."""
-    like = next(a for a in args if isinstance(a, Scalar))
-    return Scalar(simplified(expr.op(op, *(number(a, like).expr for a in args))))
+    """Return an op of the table applied to elements and numbers; at least one is an element, or else a ``Number``."""
+    like = _like(args)
+    return type(like)(simplified(expr.op(op, *(number(a, like).expr for a in args))))
+
+
+def _like(args: Iterable[Operand]) -> Scalar:
+    """Return the first element, whose type the others take; a ``Number`` if there is none."""
+    found = [a for a in args if isinstance(a, Scalar)]
+    return next((a for a in found if not isinstance(a, Number)), found[0])
 
 
 def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
@@ -116,8 +152,7 @@ def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
 
 def where(condition: Scalar, yes: Operand, no: Operand) -> Scalar:
     """Return ``yes`` if the condition is true, else ``no``; at least one of them is an element."""
-    like = yes if isinstance(yes, Scalar) else no
-    assert isinstance(like, Scalar)
+    like = _like((yes, no))
     chosen = expr.where(condition.expr, number(yes, like).expr, number(no, like).expr)
     return Scalar(simplified(chosen))
 

@@ -27,9 +27,9 @@ from opkit.compiler.capture import torch_private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import product
-from opkit.compiler.ir.program import Extern, Strided
+from opkit.compiler.ir.program import Extern, ScalarItem, Strided
 from opkit.compiler.run import torch_private as private
-from opkit.compiler.run.plan import ExecutionPlan, mentioned
+from opkit.compiler.run.plan import ExecutionPlan, mentioned, tensors
 from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
 
 CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
@@ -42,7 +42,7 @@ MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies 
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
 MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
 
-_HOST = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.masked_select.", "aten.unique")
+_HOST = ("aten.nonzero.", "aten.masked_select.", "aten.unique")
 _KNOWN = ("mm.", "bmm.", "addmm.", "baddbmm.", "addmv.", "mv.", "dot.", "convolution", "cudnn_convolution", "_addmm_activation.",
           "_scaled_dot_product", "_fft_", "sort.", "topk.")  # fmt: skip
 _LAUNCHING = (*(f"aten.{name}" for name in _KNOWN), "opkit.seed")
@@ -84,9 +84,13 @@ def _refusal(runner: Runner, wanted: bool, copied: int) -> str:
     """Return why no call of a runner can be recorded, or ""."""
     plan = runner.plan
     calls = [step for step in plan.steps if isinstance(step, Extern)]
+    numbers = [name for name, buffer in plan.buffers.items() if buffer.role == "number"]
+    if not {*numbers}.isdisjoint(plan.table):
+        return f"kernels take the float {numbers[0]}, which may change from call to call"
     for call in calls:
         target = runner.constants.targets.get(call.target)
-        if call.target.startswith(_HOST) or call.target in runner.constants.opaques:
+        items = [each for each in tensors((call.args, call.kwargs)) if isinstance(each, ScalarItem)]
+        if items or call.target.startswith(_HOST) or call.target in runner.constants.opaques:
             return f"{call.target} reads memory on the host"
         if target is not None and torch_private.is_overload(target) and _UNSAFE in torch_private.tags(target):
             return f"{call.target} has torch's tag cudagraph_unsafe"

@@ -62,7 +62,7 @@ struct frame {
   int64_t fixed_count;
   const int64_t *taken;  // of each input, its slot; -1 for one that is no tensor, or that nothing needs
   int64_t input_count;
-  void **pointers;  // the table that is passed to segments
+  void **pointers;  // the table that is passed to segments; for launches, the numbers that they take by value are here too
   const int64_t *sizes;
   void *runtime;
   int64_t device_type, device_index;  // as torch's shim numbers them
@@ -148,6 +148,13 @@ static const int64_t *point(struct frame *f, const int64_t *w) {  // slot, entry
   return !tensor || f->shim->get_data_ptr(tensor, &f->pointers[w[2]]) ? 0 : w + 3;
 }
 
+static const int64_t *value(struct frame *f, const int64_t *w) {  // slot of 8 bytes in the CPU's memory, entry of the table
+  void *tensor = handle(f, w[1]), *data;
+  if (!tensor || f->shim->get_data_ptr(tensor, &data)) return 0;
+  f->pointers[w[2]] = *(void **)data;
+  return w + 3;
+}
+
 static const int64_t *align(struct frame *f, const int64_t *w) {  // slot, function that copies
   void *data;
   if (f->shim->get_data_ptr(handle(f, w[1]), &data)) return 0;
@@ -224,7 +231,7 @@ static const int64_t *drop_slots(struct frame *f, const int64_t *w) {  // count,
 }
 
 static const int64_t *(*const steps[])(struct frame *, const int64_t *) = {
-    point, align, view, allocate, segment, launch, python, product, drop_slots};
+    point, value, align, view, allocate, segment, launch, python, product, drop_slots};
 enum { END = sizeof steps / sizeof *steps };
 
 // ---- calls ----

@@ -26,7 +26,7 @@ from opkit.compiler.ir.program import Buffer, Extern, Strided
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment, mentioned, tensors
 from opkit.compiler.run.python_text import PythonNames
 
-STEPS = ("point", "align", "view", "allocate", "segment", "launch", "python", "product", "drop", "end")
+STEPS = ("point", "value", "align", "view", "allocate", "segment", "launch", "python", "product", "drop", "end")
 
 PRODUCTS = {
     "aten.mm.default": 2,
@@ -157,6 +157,9 @@ class _ProgramWriter:
 
     def _point(self, buffer: str) -> None:
         if buffer in self.position:
+            if self.plan.device != "cpu" and self.plan.buffers[buffer].role == "number":
+                self._step("value", self.slots[buffer], self.position[buffer])
+                return
             if self.plan.device != "cpu" and buffer not in self.unaligned:
                 self._step("align", self.slots[buffer], self._function_number("aligned"))
             self._step("point", self.slots[buffer], self.position[buffer])

@@ -23,7 +23,7 @@ from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, index
 from opkit.compiler.ir.kernel import TritonKernel
-from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
+from opkit.compiler.ir.program import Buffer, Extern, Formula, ScalarItem, Strided
 from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
 from opkit.kernels import cache_files
@@ -40,6 +40,7 @@ _CLASSES: dict[str, Any] = {
         Buffer,
         Callee,
         Extern,
+        Formula,
         ScalarItem,
         OpaqueValue,
         ExecutionPlan,

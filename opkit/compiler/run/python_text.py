@@ -10,7 +10,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Div, Index, Mod, Symbol
-from opkit.compiler.ir.program import ScalarItem, Strided
+from opkit.compiler.ir.program import Formula, ScalarItem, Strided
 from opkit.compiler.run.plan import ExecutionPlan
 
 
@@ -88,6 +88,8 @@ class PythonNames:
             return tensor(argument)
         if isinstance(argument, ScalarItem):
             return f"{tensor(whole(argument.buffer))}.item()"
+        if isinstance(argument, Formula):
+            return argument.text.format(*(self.argument(each, tensor, whole) for each in argument.operands))
         if isinstance(argument, Index):
             return self.numbers_text(argument)
         if isinstance(argument, TypeName):

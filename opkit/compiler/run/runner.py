@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -165,6 +166,7 @@ class Runner:
             **{row.torch: getattr(torch, row.torch) for row in DTYPES.values()},
             **functions,
             **{name: constants.opaques[text] for name, text in names.opaques.items() if text in constants.opaques},
+            "math": math,
             "fit": torch_operators.fit,
             "as_tuple": torch_operators.as_tuple,
             "aligned": torch_operators.aligned,

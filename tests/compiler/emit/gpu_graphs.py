@@ -1,8 +1,8 @@
-"""Graphs traced on the CPU, as graphs of a GPU."""
+"""Graphs traced on the CPU, as graphs of a GPU; numbers that they read stay on the CPU."""
 
 import dataclasses
 
-from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.graph import TensorType, refs
 
 
 def on_gpu(graph):
@@ -13,4 +13,7 @@ def on_gpu(graph):
             return tuple(map(moved, kind))
         return dataclasses.replace(kind, device="cuda") if isinstance(kind, TensorType) else kind
 
-    return dataclasses.replace(graph, nodes=tuple(dataclasses.replace(n, result=moved(n.result)) for n in graph.nodes))
+    items = [n for n in graph.nodes if n.target == "aten._local_scalar_dense.default"]
+    numbers = {ref.name for n in items for ref in refs(n.args)}
+    nodes = (n if n.name in numbers else dataclasses.replace(n, result=moved(n.result)) for n in graph.nodes)
+    return dataclasses.replace(graph, nodes=tuple(nodes))

@@ -4,8 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 
+from opkit.compiler.capture import conversion
 from opkit.compiler.ir.index import size
 from opkit.compiler.lower.target import GPU
 from tests.compiler.emit.triton_schedules import Run
@@ -296,3 +300,14 @@ def test_a_divisor_of_zero_is_reported():
     args = [torch.tensor([1, 2]), torch.tensor([1, 1])]
     with pytest.raises(Exception, match="a divisor is zero"):
         Run(*graph_of(lambda x, y: x // y, *args), [torch.tensor([1, 2]), torch.tensor([1, 0])])
+
+
+def test_floats_are_passed_by_value():
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        traced = make_fx(lambda x, s: F.leaky_relu(x, s.item() / 2).sum(1) * s.item())(
+            R(40, 50), torch.empty((), dtype=F64)
+        )
+    x = R(40, 50)
+    run = Run(conversion.capture(traced, "test").graph, {}, [x, torch.tensor(0.5, dtype=F64)])
+    assert "tl.load(p1" not in run.text
+    same(run.results[0], F.leaky_relu(x, 0.25).sum(1) * 0.5)

@@ -92,6 +92,11 @@ _OPTIONS = dataclasses.replace(interpreter.interpreter_builder.options, debug=Tr
 interpreter.interpreter_builder.options = _OPTIONS
 
 
+def _number(value):
+    """A float64 as a kernel gets it; the interpreter passes a Python float as it is."""
+    return tl.core.tensor(interpreter.TensorHandle(value, tl.float64), tl.float64)
+
+
 class Run:
     """A graph's results by the kernels of its schedule.
 
@@ -133,7 +138,12 @@ class Run:
 
     def _launch(self, step, kernel, functions):
         pairs = zip(step.buffers, step.kernel.arguments, strict=True)
-        arrays = [self.memory[b].view(getattr(torch, DTYPES[a.dtype].torch)) for b, a in pairs]
+        arrays = [
+            _number(self.memory[b].numpy())
+            if a.by_value
+            else self.memory[b].view(getattr(torch, DTYPES[a.dtype].torch))
+            for b, a in pairs
+        ]
         (grid,) = self._numbers([kernel.programs])
         numbers = [self.schedule.program.sizes[name] for name in step.sizes]
         if 0 not in grid:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from opkit.compiler import diagnostics, pipeline
 from opkit.compiler.capture import conversion
@@ -105,17 +106,24 @@ def test_an_input_at_an_odd_address_is_copied(offset):
     assert pointers[1] == found.data_ptr()
 
 
+def test_a_number_is_read_from_the_memory_of_the_cpu():
+    words = [STEPS.index("value"), 0, 1, STEPS.index("end"), 0]
+    run, _, pointers, _ = frame(words, [torch.empty(0)])
+    assert run([torch.tensor(0.3, dtype=torch.float64)]) == []
+    assert pointers[1] == torch.tensor(0.3, dtype=torch.float64).view(torch.int64).item()
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def traced(function, *shapes, devices=("cuda",)):
-    with FakeTensorMode():
+def traced(function, *shapes, devices=("cuda",), floats=0):
+    with FakeTensorMode(shape_env=ShapeEnv() if floats else None):
         args = [torch.empty(s, device=devices[i % len(devices)]) for i, s in enumerate(shapes)]
-        return make_fx(function)(*args)
+        return make_fx(function)(*args, *(torch.empty((), dtype=torch.float64) for _ in range(floats)))
 
 
-def compiled(function, *shapes, devices=("cuda",)):
-    captured = conversion.capture(traced(function, *shapes, devices=devices), "test")
+def compiled(function, *shapes, **how):
+    captured = conversion.capture(traced(function, *shapes, **how), "test")
     found = pipeline.compile_graph(captured, GPU, diagnostics.Stages(), {}, True, False)
     single = functools.partial(torch_operators.single, targets=captured.targets)
     return found, driver_program.write(found.plan, single, captured.resolved)
@@ -164,6 +172,20 @@ def test_constants_of_the_cpu_become_numbers():
     found, _ = compiled(lambda x: x * torch.tensor(2.5), (64,))
     assert len(found.plan.steps) == 1
     assert "2.5" in found.texts[0]
+
+
+def test_kernels_take_floats_by_value_and_calls_as_the_host_computes_them():
+    found, code = compiled(lambda x, s: torch.relu(x * (s.item() * 0.5)).renorm(2, 0, s.item() + 1), (64, 32), floats=1)
+    assert ("p1", "fp64") in found.plan.kernels[0].parameters
+    assert code.words[: 2 * 3 : 3] == [STEPS.index("align"), STEPS.index("point")]
+    assert code.words[6:9] == [STEPS.index("value"), 1, found.plan.table.index("s_1")]
+    assert "aten_renorm_default(view0, 2, 0, (b_s_1.item() + 1.0))" in code.text
+    assert plan_cache.decode(plan_cache.encode(found.plan)) == found.plan
+
+
+def test_other_numbers_on_the_cpu_are_left_to_torch():
+    with pytest.raises(Unsupported, match="reads a number from a tensor on the CPU"):
+        compiled(lambda x, s: x * (s * 2).item(), (64,), floats=1)
 
 
 def test_a_graph_of_two_gpus_is_left_to_torch():

@@ -34,9 +34,9 @@ def triton_kernel(kernel: Kernel, name: str, sizes: Mapping[str, int], chosen: T
     if unknown:
         raise NotEmittable(f"a buffer of {unknown[0]}")
     constants = (("XBLOCK", tile.x), *((("RBLOCK", tile.r),) if tile.r else ()))
-    pointers = [(a.buffer, POINTERS[a.dtype]) for a in kernel.arguments]
+    buffers = [(a.buffer, POINTERS[a.dtype].removeprefix("*" * a.by_value)) for a in kernel.arguments]
     integers = [(f"n_{size}", "i64") for size in kernel.sizes]
-    parameters = (*pointers, *integers, *((constant, "constexpr") for constant, _ in constants))
+    parameters = (*buffers, *integers, *((constant, "constexpr") for constant, _ in constants))
     written = [f"{n}: tl.constexpr" if kind == "constexpr" else n for n, kind in parameters]
     text = "\n".join(["@triton.jit", f"def {name}({', '.join(written)}):", *body]) + "\n"
     loops, _ = grid(kernel)

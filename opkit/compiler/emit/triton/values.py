@@ -50,6 +50,7 @@ class ValueWriter:
         checks: whether a value was asserted.
         exact: whether quotients and roots of float32 are rounded to the nearest.
         eviction: what loads say about the cache.
+        by_value: the buffers whose one element the kernel takes.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class ValueWriter:
         self.checks = False
         self.exact = True
         self.eviction = ""
+        self.by_value = frozenset[str]()
 
     def _write(self, line: str) -> None:
         self.lines.append("    " * self.depth + line)
@@ -114,6 +116,8 @@ class ValueWriter:
 
     def _load(self, node: Expr, args: Sequence[Named], known: Known) -> Named:
         buffer, (coordinate,) = node.data
+        if buffer in self.by_value:
+            return Named(buffer)
         place = self._place(coordinate, known)
         at = place.along(*args)
         masks = [args[0].text] if args else []

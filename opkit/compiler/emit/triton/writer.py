@@ -32,6 +32,7 @@ class Writer(ReductionWriter):
         super().__init__(tile)
         self.in_row: str | None = None  # which columns there are of a persistent tile
         self.exact = not _is_narrow(kernel)
+        self.by_value = frozenset(a.buffer for a in kernel.arguments if a.by_value)
         self.loops, self.body = grid(kernel)
         self.passes = sum(isinstance(s, Loop) and s.how == "vector" for s in self.body)  # that are left
         self.several = self.passes > 1

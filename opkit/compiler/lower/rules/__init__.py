@@ -10,6 +10,7 @@ from opkit.compiler.lower.rules import (
     creation,
     epilogues,
     extern_calls,
+    floats,
     indexing,
     joining,
     losses,
@@ -32,6 +33,7 @@ _SUBJECTS = (
     indexing,
     extern_calls,
     epilogues,
+    floats,
     losses,
     pooling,
 )

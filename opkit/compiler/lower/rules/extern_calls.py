@@ -229,8 +229,7 @@ _PLAIN: dict[str, Any] = {}
 EXTERNS: dict[str, dict[str, Any]] = {
     **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot", "_addmm_activation")], _OUT),
     **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
-    **dict.fromkeys([*overloads("_local_scalar_dense"), *overloads("_fft_c2c"), *overloads("_fft_r2c")], _PLAIN),
-    **dict.fromkeys([*overloads("_fft_c2r"), *overloads("randperm")], _PLAIN),
+    **dict.fromkeys([f"aten.{name}.default" for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r", "randperm")], _PLAIN),
 }
 """Options of extern calls, by the operator's name: fields of ``Extern``."""
 

@@ -18,11 +18,11 @@ from opkit.compiler.ir.index import Index
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
-from opkit.compiler.lower.scalar import Scalar
+from opkit.compiler.lower.scalar import Number, Scalar
 from opkit.compiler.lower.tensors import Tensor
 
 TABLE = Table()
-Operand = Tensor | Index | int | float | bool
+Operand = Tensor | Number | Index | int | float | bool
 Formula = Callable[..., Scalar]
 
 
@@ -71,7 +71,7 @@ def promoted(operands: Iterable[Any]) -> str:
     A tensor of no dimensions counts less than one with some, and a number less than both: they decide only where they are
     of a higher kind (bool, int, float).
     """
-    numbers: dict[type, str] = {bool: "b1", int: "i64", Index: "i64", float: "f32", complex: "c64"}
+    numbers: dict[type, str] = {bool: "b1", int: "i64", Index: "i64", float: "f32", Number: "f32", complex: "c64"}
     ranks: list[list[str]] = [[], [], []]
     for x in operands:
         rank = 2 if not isinstance(x, Tensor) else 0 if x.shape else 1
