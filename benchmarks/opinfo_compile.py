@@ -159,7 +159,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="take every so manieth operator")
     parser.add_argument("-n", "--jobs", type=int, default=1, help="processes")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="after which no more operators are run with a backend"
+        "--seconds", type=float, default=float("inf"), help="after which a backend gets no more operators"
     )
     parser.add_argument("--case-seconds", type=float, default=120.0, help="after which an operator counts as hanging")
     parser.add_argument("--json", type=Path, help="where the results go")

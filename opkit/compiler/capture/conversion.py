@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.aot_autograd import has_effect
-from opkit.compiler.capture.sizes import SymbolicSizes
+from opkit.compiler.capture.sizes import FLOAT_ARITHMETIC, SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Symbol
@@ -215,8 +215,8 @@ class _Conversion:
 
     def _float(self, node: fx.Node, value: torch.SymFloat) -> list[Node]:
         """Convert a float that may change; one that the IR has no arithmetic for becomes a number, with a guard."""
-        target = private.FLOAT_ARITHMETIC.get(node.target)
-        if target is None or not private.may_change(value):
+        target = FLOAT_ARITHMETIC.get(node.target)
+        if target is None or not value.node.expr.free_symbols:  # or a guard has made it a number already
             self.replaced[node] = float(value)
             return []
         if target == "aten._local_scalar_dense.default" and self.device.type != "cpu":

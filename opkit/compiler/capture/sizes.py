@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
+import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.index import Index, index, size
@@ -95,3 +96,11 @@ _RULES: dict[type, Callable[..., Any]] = {
     _functions.Identity: lambda a: a,
     **_DIVISIONS,
 }
+
+FLOAT_ARITHMETIC: dict[Any, str] = {
+    torch.ops.aten._local_scalar_dense.default: "aten._local_scalar_dense.default",
+    **{getattr(operator, name): f"float.{name}" for name in ("add", "sub", "mul", "pow", "neg", "abs")},
+    operator.truediv: "float.div", torch.sym_float: "float.float", torch.sym_max: "float.max", torch.sym_min: "float.min",
+    private.sym_sqrt: "float.sqrt",
+}  # fmt: skip
+"""The targets of nodes that compute Python floats, by the functions of an FX graph."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch.utils._sympy.singleton_int import SingletonInt as _SingletonInt
 
 sympy_functions = _sympy_functions
 has_side_effect = _has_side_effect
+sym_sqrt = torch._sym_sqrt  # pyright: ignore[reportAttributeAccessIssue]
 min_cut_partition = _partitioners.min_cut_rematerialization_partition
 run_and_save_rng_state = _rng_prims.run_and_save_rng_state
 run_with_rng_state = _rng_prims.run_with_rng_state
@@ -141,20 +141,6 @@ def replaced(number: Any) -> Any:
 def depends_on_float(expression: Any) -> bool:
     """Return whether the expression of a size contains a Python float that may change."""
     return any(_symbols.symbol_is_type(each, _symbols.SymT.FLOAT) for each in expression.free_symbols)
-
-
-def may_change(number: Any) -> bool:
-    """Return whether no guard has made a symbolic float one number."""
-    return bool(number.node.expr.free_symbols)
-
-
-FLOAT_ARITHMETIC: dict[Any, str] = {
-    torch.ops.aten._local_scalar_dense.default: "aten._local_scalar_dense.default",
-    **{getattr(operator, name): f"float.{name}" for name in ("add", "sub", "mul", "pow", "neg", "abs")},
-    operator.truediv: "float.div", torch.sym_float: "float.float", torch.sym_max: "float.max", torch.sym_min: "float.min",
-    torch._sym_sqrt: "float.sqrt",  # pyright: ignore[reportAttributeAccessIssue]
-}  # fmt: skip
-"""The targets of nodes that compute Python floats, by the functions of an FX graph."""
 
 
 @contextlib.contextmanager
