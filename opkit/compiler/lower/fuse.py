@@ -2,9 +2,9 @@
 
 Groups and extern calls are in the order in which they will run. A step may join any group that comes no earlier than everything
 it reads. So it tries the last group that it reads from, then the last one of the same size that reads something it reads too
-(which saves a pass over it), and else starts a new group. If a group refuses a step and computes something cheaply that the
-step reads, the step recomputes it instead of reading it from memory. A step that reads from two groups merges them, if nothing
-in between needs the earlier one.
+(which saves a pass over it), and else starts a new group. A step that reads from two groups merges them, if nothing in between
+needs the earlier one. What a step reads from another group than its own passes through memory, so the step computes it itself if
+it is cheap and reads few elements: where it reads from several groups or calls, or its source's group refuses it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from opkit.compiler.lower.target import PLAIN, LoweringTarget
 
 Entry = Group | Extern
 
+MAX_RECOMPUTED_DEPTH = 32  # steps, each of which reads the one before, that are recomputed in another
 SMALL = 1 << 12  # elements that a GPU computes in less time than a launch takes
 
 
@@ -78,8 +79,7 @@ class _Fuser:
         else:
             self._place(_of_one(step))
 
-    def _place(self, step: Compute, tries: int | None = None) -> None:
-        tries = self.target.max_recomputed_depth if tries is None else tries
+    def _place(self, step: Compute, tries: int = MAX_RECOMPUTED_DEPTH) -> None:
         after = self._after(step)
         if self._merge_sources(step, after):
             return None
@@ -95,11 +95,10 @@ class _Fuser:
                 return None
             if at == after:
                 self.refusals.append(FusionRefusal(next(reversed(entry.members)), step.buffer, reason))
-                cheaper = self._recomputing(step, entry) if tries else step
+                made_there = [name for name in reads(step) if name in entry.members]
+                cheaper = self._recomputing(step, made_there, 2) if tries else step
                 if cheaper is not step:
                     return self._place(cheaper, tries - 1)
-        if self._postpone_source(step, after):
-            return self._place(step, tries)
         self.entries.append(groups.start(step, self.target, self.adjacent))
         self._note(step, len(self.entries) - 1)
         return None
@@ -164,27 +163,6 @@ class _Fuser:
             self._note(step, after)
         return merged
 
-    def _postpone_source(self, step: Compute, after: int) -> bool:
-        """Move a group that the step reads from behind a call whose result it reads too, so that the step can join the group.
-
-        What the group reads then stays in memory instead of its result, so it must not be larger: sums of products do not wait.
-        """
-        sources = sorted({self.last_writer.get(name, -1) for name in reads(step)} - {-1, after}, reverse=True)
-        for at in sources if after >= 0 and isinstance(self.entries[after], Extern) else ():
-            entry = self.entries[at]
-            if not isinstance(entry, Group) or at in self.needed:
-                continue
-            read, written = entry.loads.keys() & self.last_writer.keys(), entry.members.keys() & {*reads(step)}
-            if self._elements(read) <= self._elements(written) and groups.join(groups.copied(entry), step) is None:
-                self.entries.append(groups.copied(entry))
-                self._move(at, len(self.entries) - 1)
-                return True
-        return False
-
-    def _elements(self, names: Iterable[str]) -> float:
-        shapes = [self.program.buffers[name].shape for name in names]
-        return sum(estimate(product(shape), self.sizes) for shape in shapes)
-
     def _merged(self, at: int, into: Group, after: int, step: Compute) -> Group | None:
         """Return the group of an earlier group's steps and a later one's, or None if they and ``step`` cannot share a kernel."""
         entry = self.entries[at]
@@ -223,38 +201,38 @@ class _Fuser:
     # ---- recomputation ---------------------------------------------------------------------------------------------
 
     def _without_far_sources(self, step: Compute, after: int) -> Compute:
-        """Return the step with what it reads of several groups, or of one that it cannot join, computed in it."""
-        if not self.target.tiles:
-            return step
+        """Return the step with what it reads of several entries, or of one that it cannot join, computed in it."""
         sources = {name: at for name in reads(step) if (at := self.last_writer.get(name, -1)) >= 0}
-        inlined: dict[str, Parts] = {}
-        for name, at in sources.items():
-            if not isinstance(self.entries[at], Group) or {*sources.values()} == {after}:
-                continue
-            parts = self._recomputable(name, step)
-            if parts and len(self.sources[name]) <= (2 if self.uses[name] == 1 else 1):
-                inlined[name] = parts
-        return substituted(step, inlined) if inlined else step
+        far = [name for name in sources if name not in self.stored and {*sources.values()} != {after}]
+        return self._recomputing(step, far, 1 if self.target.recompute_pairs else 0)
 
-    def _recomputing(self, step: Compute, entry: Group) -> Compute:
-        """Return the step with the cheap values of the group recomputed in it."""
+    def _recomputing(self, step: Compute, names: Iterable[str], uses: int) -> Compute:
+        """Return the step with those of its sources computed in it that are cheap, and read few elements.
+
+        That is one for each element; two if the source is not in memory in any case, and has at most so many ``uses``.
+        """
         inlined = {
-            name: producer
-            for name in reads(step)
-            if name in entry.members and (producer := self._recomputable(name, step))
+            name: parts
+            for name in names
+            if (parts := self._recomputable(name, step))
+            and len(self.sources[name]) <= (2 if self.uses[name] <= uses and name not in self.stored else 1)
         }
         return substituted(step, inlined) if inlined else step
 
     def _sources(self) -> dict[str, frozenset[str]]:
-        """Return the buffers in memory, of each an element, from which an element of each buffer would be recomputed."""
+        """Return the buffers of which each element of a buffer needs an element of its own, if it is recomputed.
+
+        Where pairs are recomputed, so are those of them that are not in memory, and what these are computed from counts.
+        """
         found: dict[str, frozenset[str]] = {}
+        pairs = self.target.recompute_pairs
         for name, parts in self.parts.items():
             of_parts = []
-            for part in parts:
+            for part in parts if invertible(parts, masked=False) else ():
                 wide = {load.data[0] for load in loads_of(part) if _is_wide(load, part)}
-                near = {each for each in wide - self.stored if each in found and len(found[each]) <= 2}
+                near = {each for each in wide - self.stored if pairs and each in found and len(found[each]) <= 2}
                 of_parts.append(frozenset(wide - near).union(*(found[each] for each in near)))
-            found[name] = max(of_parts, key=len)
+            found[name] = max(of_parts, key=len, default=frozenset({name}))
         return found
 
     def _recomputable(self, name: str, step: Compute) -> Parts | None:
@@ -277,10 +255,9 @@ class _Fuser:
         """
         places = sum(load.data[0] == name for load in loads_of(step))
         times = places * estimate(product(step.axes), self.sizes) / max(1.0, estimate(points, self.sizes))
-        wide = len(self.sources[name])
         others = self.uses[name] > 1 or name in self.stored
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
-        return work <= self.target.max_recomputed_cost and wide <= (1 if name in self.stored else 2)
+        return work <= self.target.max_recomputed_cost
 
     def _changed(self, producer: Compute) -> bool:
         """Return whether a later step overwrites something that the step reads."""

@@ -56,7 +56,8 @@ class LoweringTarget:
         min_part: the least elements of a part of a reduction.
         max_parts: the most parts of one.
         max_recomputed_cost: the largest cost (``rewrites.cost``) of an element that is recomputed rather than read.
-        max_recomputed_depth: the most steps, each of which reads the one before, that are recomputed in another.
+        recompute_pairs: whether a step computes what it alone reads of another kernel also from two buffers as large: less is
+            moved, but both stay in memory until then, such as all products of a sum of products.
         product_alignment: sizes of large products of narrow floats are padded to multiples of so many elements. Libraries have
             fast kernels only for such sizes.
         deterministic: whether only algorithms may run whose results never vary.
@@ -74,7 +75,7 @@ class LoweringTarget:
     min_part: int = 1 << 12
     max_parts: int = 64
     max_recomputed_cost: int = 6
-    max_recomputed_depth: int = 3
+    recompute_pairs: bool = False
     product_alignment: int = 1
     deterministic: bool = False
     tf32: bool = True
@@ -92,6 +93,6 @@ PLAIN = LoweringTarget()
 
 GPU = LoweringTarget(
     "cuda", channels_last=True, wide_sums=False, few_rows=64, min_part=1 << 11, max_parts=1 << 10, max_recomputed_cost=48,
-    max_recomputed_depth=32, product_alignment=8, tiles=TileSizes(),
+    recompute_pairs=True, product_alignment=8, tiles=TileSizes(),
 )  # fmt: skip
 """GPUs; the number of multiprocessors is that of an H100 or H200."""

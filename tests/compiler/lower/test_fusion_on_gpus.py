@@ -51,6 +51,13 @@ def test_what_one_step_needs_is_computed_there_and_not_stored_across_a_call():
     assert len(found) == 1
 
 
+def test_what_a_call_needs_too_is_read_and_not_computed_again():
+    """The sum reads the norm's result, which the product has in memory, and not the norm's input and statistics."""
+    found, _ = launches(lambda x, w: (y := F.layer_norm(x, (32,))) + y @ w, bf16(64, 32), bf16(32, 32))
+    norm, total = ({*launch.buffers} for launch in found)
+    assert (len(norm), len(total), len(norm & total)) == (2, 3, 1)
+
+
 def test_a_sum_over_few_elements_joins_its_neighbours():
     found, _ = launches(lambda x: (x.sin().view(4, 8, 2, 512).sum(2) + 1).bfloat16(), bf16(4, 16, 512))
     assert len(found) == 1
