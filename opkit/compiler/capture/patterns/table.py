@@ -27,28 +27,18 @@ class Pattern:
         name: what it is.
         anchor: the operation that the search starts from, a row of ``nodes.OPERATIONS``.
         replace: the function that is called with each node of this operation.
-        doc: what it becomes, and why.
     """
 
     name: str
     anchor: str
     replace: Callable[[fx.Node, Constants], bool]
-    doc: str
 
 
 PATTERNS = (
-    Pattern(
-        "attention",
-        "softmax",
-        attention.replace,
-        "scaled_dot_product_attention, whose kernels do not store the scores",
-    ),
-    Pattern(
-        "cross-entropy",
-        "cross-entropy",
-        cross_entropy.replace,
-        "with the linear layer before it, chunks of rows, so that not all logits are in memory",
-    ),
+    # torch's function: its kernels do not store the scores
+    Pattern("attention", "softmax", attention.replace),
+    # with the linear layer before it, chunks of rows: not all logits are in memory
+    Pattern("cross-entropy", "cross-entropy", cross_entropy.replace),
 )
 
 
