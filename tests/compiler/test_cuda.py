@@ -196,6 +196,7 @@ def test_sizes_that_change():
         torch.testing.assert_close(f(x, w), torch.softmax(x @ w, -1).sum(0))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_floats_that_change():
     counters.clear()
     f = compiled(lambda x, s: torch.renorm(F.leaky_relu(x, s * 0.5), 2, 0, s + 1) * s, dynamic=True)
