@@ -201,16 +201,32 @@ def parts_and_repeats(z, m):
     return *repeated, (z * z.conj()).real, (z * 2).imag, torch.view_as_real((z * 2).t())[..., 1], (m * 3)[:, ::2]
 
 
+def views_of_results(x):
+    """Results that are parts of constants and of moved elements, and several that share memory."""
+    flipped, zeros, rolled, ones = x.flip(0), torch.zeros(4, 6), x.roll(1, 0), (x * 2).fill_(1)
+    parts = flipped[:, 1:3], zeros[:, ::2], torch.eye(4)[:, 1], torch.zeros(3, dtype=torch.complex64).imag
+    return *parts, rolled.t(), rolled, ones, ones.split(2, 1)[1], ones.view(-1)
+
+
 X = torch.arange(100.0).reshape(2, 5, 2, 5).to(memory_format=torch.channels_last)
 M, Z = torch.randn(4, 6), torch.randn(6, 5, dtype=torch.complex64)
+LAYOUTS = {
+    elements_of_memory: (X, M),
+    parts_and_repeats: (Z, M),
+    views_of_results: (M,),
+}
 
 
-@pytest.mark.parametrize(("function", "inputs"), [(elements_of_memory, (X, M)), (parts_and_repeats, (Z, M))])
+@pytest.mark.parametrize(("function", "inputs"), LAYOUTS.items())
 def test_strides_and_elements_are_those_of_eager(function, inputs):
     compiled = torch.compile(function, backend="opkit", options={"strict": True})
-    for found, expected in zip(compiled(*inputs), function(*inputs), strict=True):
+    results = compiled(*inputs), function(*inputs)
+    for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, check_stride=True)
         assert found.storage_offset() == expected.storage_offset()
+    memory = [[y.untyped_storage().data_ptr() for y in each] for each in results]
+    first, second = ([addresses.index(each) for each in addresses] for addresses in memory)
+    assert first == second, "results share memory otherwise"
 
 
 def test_as_strided_reads_what_lies_between_the_elements_of_a_copy():

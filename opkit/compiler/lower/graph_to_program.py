@@ -8,15 +8,16 @@ from typing import Any
 
 from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
-from opkit.compiler.ir.index import Index, index
+from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rewrites import simplify_program
 from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
 from opkit.compiler.lower.rules.epilogues import with_epilogues
+from opkit.compiler.lower.rules.views import base_of
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
-from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, memories, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, is_dense, memories, whole
 
 
 def lower(
@@ -34,10 +35,13 @@ def lower(
     graph, reasons = with_epilogues(graph, target) if target.device == "cuda" else (graph, {})
     first = graph.nodes[0] if graph.nodes else Node("nothing", "", (), {}, None)
     builder = Builder(graph, first, target, reasons=reasons)
+    bases = _bases(graph)
     inputs: list[str | Index | OpaqueValue] = []
     for node in graph.nodes:
         builder.node = node
         value = _input(builder, node) if node.target in ("input", "constant") else _lowered(builder, node, known)
+        if node.name in bases and isinstance(value, Tensor):
+            value = _in_eager_layout(builder, value)
         builder.values[node.name] = value
         if node.target == "input":
             inputs.append(node.name if isinstance(value, Tensor) else value)
@@ -174,6 +178,25 @@ def _is_copy(tensor: Tensor) -> bool:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
+def _bases(graph: Graph) -> frozenset[str]:
+    """Return the nodes whose memory results are views of: several results, or one that does not fill it."""
+    nodes = {node.name: node for node in graph.nodes}
+    found = collections.Counter[str]()
+    for output in graph.outputs[: graph.fixed]:
+        if isinstance(output, Ref) and isinstance(kind := nodes[output.name].result, TensorType):
+            base = base_of(nodes[output.name], nodes, ALIASING)
+            found[base.name] += 1 if is_dense(kind.shape, kind.strides) else 2
+    return frozenset(name for name, count in found.items() if count > 1)
+
+
+def _in_eager_layout(b: Builder, tensor: Tensor) -> Tensor:
+    """Return the result of the node in memory with the strides of eager mode, copied if it is not in such memory already."""
+    kind, strided = b.result(), tensor.strided()
+    if strided is not None and not _is_copy(tensor) and _same_layout(strided, kind):
+        return tensor
+    return b.materialised(tensor, kind.strides)
+
+
 def _outputs(b: Builder) -> list[Any]:
     types = {node.name: node for node in b.graph.nodes}
     shared = _shared(b)
@@ -207,18 +230,7 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> 
         strided = found.strided()
     if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
         return strided
-    natural = b.node.result.strides if isinstance(b.node.result, TensorType) else None
-    found = b.materialised(tensor, natural) if kind is None else _laid_out(b, tensor, kind)
-    return b.strided(found)
-
-
-def _laid_out(b: Builder, tensor: Tensor, kind: TensorType) -> Tensor:
-    """Copy the tensor to memory of its own with the strides of ``kind``; dimensions of stride 0 have one element."""
-    repeated = [s == 0 and n != 1 for n, s in zip(kind.shape, kind.strides, strict=True)]
-    if not any(repeated) or any(n == 0 for n in kind.shape):
-        return b.materialised(tensor, kind.strides)
-    shape = [index(1) if again else n for n, again in zip(kind.shape, repeated, strict=True)]
-    return b.materialised(tensor.mapped(shape, formal(shape)), kind.strides).expanded(kind.shape)
+    return b.strided(b.materialised(tensor, b.result().strides))
 
 
 def _same_layout(strided: Strided, kind: Any) -> bool:

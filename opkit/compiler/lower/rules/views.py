@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.graph import Node, TensorType
 from opkit.compiler.ir.index import ZERO, Index, flat, index, is_nonnegative, product
 from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
@@ -153,9 +153,8 @@ def diagonal(b: Builder, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 
 def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any = None) -> Tensor:
     """Return a view of the memory that eager mode has, in which each element of the base tensor has one position."""
     nodes = {node.name: node for node in b.graph.nodes}
-    viewed = base = nodes[b.node.args[0].name]
-    while base.target in _VIEWS or (base.target == "getitem" and nodes[base.args[0].name].target in _VIEWS):
-        base = nodes[base.args[0].name]
+    viewed = nodes[b.node.args[0].name]
+    base = base_of(viewed, nodes, _VIEWS)
     kind, value, view_type = base.result, b.values[base.name], viewed.result
     if base.target in ("input", "constant") or not isinstance(kind, TensorType) or not isinstance(value, Tensor):
         raise NoRule("as_strided of an input of the graph")
@@ -168,6 +167,13 @@ def as_strided(b: Builder, x: Tensor, shape: Sizes, strides: Sizes, offset: Any 
     if own is None or any(n != 1 and s != t for n, s, t in zip(kind.shape, own.strides, kind.strides, strict=True)):
         value = b.materialised(value, kind.strides)
     return value.mapped(b.result().shape, at)
+
+
+def base_of(node: Node, nodes: Mapping[str, Node], views: Container[str]) -> Node:
+    """Return the node whose memory a node's result is in, after steps over the operators in ``views``."""
+    while node.target in views or (node.target == "getitem" and nodes[node.args[0].name].target in views):
+        node = nodes[node.args[0].name]
+    return node
 
 
 def _along(x: Tensor, dim: int, length: Index, move: Any) -> Tensor:
