@@ -208,12 +208,20 @@ def views_of_results(x):
     return *parts, rolled.t(), rolled, ones, ones.split(2, 1)[1], ones.view(-1)
 
 
+def binaries_of_different_layouts(x, y):
+    """Results of operators whose fakes lay them out otherwise than kernels do."""
+    two = torch.logaddexp, torch.copysign, torch.xlogy, torch.logical_or, torch.floor_divide
+    found = [each(*of) for each in two for of in ((x, y), (y, x), (x, x[0]), (x.double().sum(), x), (x[:, :1], x))]
+    return *found, torch.complex(x[0].expand(2, 3), x), torch.polar(x[0].expand(2, 3), x)
+
+
 X = torch.arange(100.0).reshape(2, 5, 2, 5).to(memory_format=torch.channels_last)
 M, Z = torch.randn(4, 6), torch.randn(6, 5, dtype=torch.complex64)
 LAYOUTS = {
     elements_of_memory: (X, M),
     parts_and_repeats: (Z, M),
     views_of_results: (M,),
+    binaries_of_different_layouts: (torch.rand(3, 2).t() + 0.1, torch.rand(2, 3) + 0.1),
 }
 
 

@@ -280,6 +280,26 @@ def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     return x
 
 
+def _laid_out_as_sum(op: Any, x: Tensor, y: Tensor) -> Any:
+    """Compute on operands in the order of the kernel's result in memory, which is that of a sum.
+
+    The fake takes another order if the operands' layouts differ (torch 2.11 to 2.14).
+    """
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return NotImplemented
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    if all(t.dim() == 0 or (t.shape == shape and t.is_contiguous()) for t in (x, y)):
+        return NotImplemented
+    with private.without_modes():
+        strides, of_fake = (x + y).stride(), op(x, y).stride()
+    if strides == of_fake:
+        return NotImplemented
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    dtype = torch.result_type(x, y)
+    x, y = (t if t.dim() == 0 else t.to(dtype).expand(shape).permute(order).contiguous() for t in (x, y))
+    return op(x, y).permute([order.index(dim) for dim in range(len(shape))])
+
+
 # ---- cross-entropy in steps, on a GPU --------------------------------------------------------------------------------
 #
 # A backward then recomputes probabilities from the logits and two numbers for each row. Without these, torch's partitioner saves
@@ -346,6 +366,23 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    **{
+        op: functools.partial(_laid_out_as_sum, op)
+        for op in (
+            aten.complex.default,
+            aten.copysign.Tensor,
+            aten.floor_divide.default,
+            aten.heaviside.default,
+            aten.logaddexp.default,
+            aten.logaddexp2.default,
+            aten.logical_and.default,
+            aten.logical_or.default,
+            aten.logical_xor.default,
+            aten.polar.default,
+            aten.special_xlog1py.default,
+            aten.xlogy.Tensor,
+        )
+    },
     **{
         op: functools.partial(_batch_norm, op)
         for op in (
