@@ -229,6 +229,15 @@ def test_an_input_that_is_written_and_one_at_an_odd_address():
         torch.testing.assert_close(x, expected)
 
 
+def test_as_strided_reads_the_gaps_of_a_copy_at_an_odd_address():
+    def function(x):
+        x.t().copy_(x.t())
+        return x.as_strided((x.numel(),), (1,)).float()
+
+    x, y = ((torch.arange(88, device="cuda").view(11, 8) % 3 == 0)[1::2] for _ in range(2))
+    assert torch.equal(compiled(function)(x), function(y))
+
+
 def test_constants_and_numbers_of_the_cpu():
     f = compiled(lambda x: x * torch.tensor(2.0) + torch.arange(4, device="cuda"))
     x = r(3, 4)

@@ -130,8 +130,10 @@ class Extern:
         return self.aliases or self.target in FROM_STORAGE
 
 
-FROM_STORAGE = frozenset(f"aten.as_strided{kind}.default" for kind in ("", "_copy", "_scatter"))
-"""Operators whose offset counts from the start of the storage, not of the tensor."""
+FROM_STORAGE = frozenset(
+    f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "copy")
+)
+"""Operators that read other elements of the storage: an offset counts from its start, and ``copy`` copies what lies between."""
 
 
 @dataclasses.dataclass(frozen=True)

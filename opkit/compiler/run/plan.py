@@ -13,7 +13,7 @@ from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import Index, Symbol, size
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel, called_functions
-from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided, reads
+from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided, reads, writes
 from opkit.op import registry
 
 
@@ -102,7 +102,7 @@ def plan(schedule: Schedule) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
 def gpu_plan(schedule: Schedule, kernels: Mapping[Kernel, TritonKernel], device: str) -> ExecutionPlan:
     """Return the plan of a schedule for a GPU; ``kernels`` are those of its launches."""
     numbers = {kernel: number for number, kernel in enumerate(kernels)}
-    not_copied, unaligned = _inputs_in_place(schedule), {kernel: set[str]() for kernel in kernels}
+    not_copied, unaligned = _used_in_place(schedule), {kernel: set[str]() for kernel in kernels}
     steps: list[PlanStep] = []
     for step in schedule.steps:
         if isinstance(step, KernelLaunch):
@@ -117,29 +117,33 @@ def gpu_plan(schedule: Schedule, kernels: Mapping[Kernel, TritonKernel], device:
     plain = tuple(
         dataclasses.replace(of, text="", unaligned=frozenset(unaligned[kernel])) for kernel, of in kernels.items()
     )
-    return _plan(schedule, steps, (), device=device, kernels=plain, written=tuple(sorted(_written_inputs(schedule))))
+    written = tuple(sorted(_written(schedule).intersection(schedule.program.inputs)))
+    return _plan(schedule, steps, (), device=device, kernels=plain, written=written)
 
 
-def _inputs_in_place(schedule: Schedule) -> set[str]:
-    """Return the inputs that are used where they are; any other one is copied if its address is not a multiple of 16.
+def _used_in_place(schedule: Schedule) -> set[str]:
+    """Return the inputs and results of calls that are used where they are; others are copied from addresses that are not aligned.
 
-    A graph writes to them, returns views of them, or calls operators that do, or that read other elements of their storage.
+    Operators read other elements of their storage or return views of them, or they are the caller's, or views, and the graph
+    writes to them or returns them.
     """
-    found = {each.buffer for each in tensors(schedule.program.outputs)} | _written_inputs(schedule)
-    for step in schedule.steps:
-        if isinstance(step, Extern) and step.uses_storage:
-            found |= {*reads(step)}
-    return {name for name in found if name in schedule.program.inputs}
+    calls = [step for step in schedule.steps if isinstance(step, Extern)]
+    inputs = {name for name in schedule.program.inputs if isinstance(name, str)}
+    views = {name for call in calls if call.aliases for name in writes(call)}
+    results = {name for call in calls if not call.out for name in writes(call)}
+    storages = {name for call in calls if call.uses_storage for name in reads(call)}
+    shared = {each.buffer for each in tensors(schedule.program.outputs)} | _written(schedule)
+    return (storages & (inputs | results)) | (shared & (inputs | views))
 
 
-def _written_inputs(schedule: Schedule) -> set[str]:
+def _written(schedule: Schedule) -> set[str]:
     found: set[str] = set()
     for step in schedule.steps:
         if isinstance(step, KernelLaunch):
             found |= {b for a, b in zip(step.kernel.arguments, step.buffers, strict=True) if a.written}
         else:
             found |= step.mutated
-    return found & {name for name in schedule.program.inputs if isinstance(name, str)}
+    return found
 
 
 def _with_sizes(at: Index, sizes: Mapping[str, Index]) -> Index:

@@ -211,3 +211,19 @@ def test_inputs_whose_memory_counts_are_never_copied(function):
     found, code = compiled(function, (64,))
     assert code.words[0] == STEPS.index("point")  # of the input, which is not aligned before
     assert any(kernel.unaligned for kernel in found.plan.kernels)
+
+
+def test_a_copy_whose_gaps_as_strided_reads_is_never_copied():
+    def function(x):
+        copied = torch.ops.aten.copy.default(x[::2], x[1::2])
+        return torch.as_strided(copied, (8,), (1,)) * 2, copied + 1
+
+    plan = compiled(function, (8, 3))[0].plan
+    launches = [(plan.kernels[step.kernel], step.buffers) for step in plan.steps if isinstance(step, GpuLaunch)]
+    unaligned = {
+        buffer
+        for of, buffers in launches
+        for (p, _), buffer in zip(of.parameters, buffers, strict=False)
+        if p in of.unaligned
+    }
+    assert unaligned == {"copy"}
