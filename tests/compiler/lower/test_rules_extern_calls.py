@@ -57,6 +57,15 @@ def test_narrow_products_are_wide_where_the_processor_has_none(target, dtype):
     assert call.out
 
 
+def test_a_product_of_nothing_may_have_operands_of_different_dtypes():
+    """Its result has the dtype that torch chooses, so torch allocates it."""
+    products = (
+        (torch.bmm, r(2, 2, 0).double(), r(2, 0, 2)),
+        (torch.baddbmm, r(2, 2, 2), r(2, 2, 0), r(2, 0, 2).double()),
+    )
+    assert not any(call.out for product in products for call in calls(check(*product)))
+
+
 def test_an_operand_is_widened_as_it_lies():
     program = check(linear, narrow(4, 5), narrow(6, 5), narrow(6), rtol=2e-2, atol=5e-2)
     (call,) = calls(program)

@@ -59,6 +59,8 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
 
 def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     """Return the product, in the type in which it is computed."""
+    if x.dtype != y.dtype:
+        raise NoRule("its operands have different dtypes")
     x, y = _wide(b, x), _wide(b, y)
     *batch, rows, inner, columns = *x.shape, y.shape[-1]
     step = _padding_step(b.target, b.graph.sizes, x.dtype, [rows, inner, columns])
