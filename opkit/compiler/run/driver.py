@@ -169,10 +169,10 @@ _lock = threading.Lock()
 
 
 def prepare() -> None:
-    """Start to compile the driver in a thread, unless this process has done so before."""
+    """Start to compile the driver in a thread, unless this process has done so before; again if that failed."""
     global _path, _process
     with _lock:
-        if _path is not None and _process == os.getpid():
+        if _path is not None and _process == os.getpid() and not (_path.done() and _path.exception()):
             return
         _path, _process = Future(), os.getpid()
         threading.Thread(target=_build, args=(_path,), name="opkit-driver").start()

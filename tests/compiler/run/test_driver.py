@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
+from opkit import config
 from opkit.compiler import backend, diagnostics, graph_cache
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import driver, torch_operators
@@ -223,6 +224,17 @@ def test_without_a_compiler_a_graph_without_kernels_runs_in_eager_mode(monkeypat
     with pytest.warns(NoCompilerWarning):
         torch.testing.assert_close(torch.compile(torch.mm, backend=opkit_backend)(x, x), x @ x)
     diagnostics.warn_no_compiler.cache_clear()
+
+
+def test_a_build_that_failed_is_tried_again(monkeypatch, settings):
+    monkeypatch.setattr(driver, "_path", None)
+    driver.library.cache_clear()
+    before = config.get().cc
+    settings(cc="/no/compiler")
+    with pytest.raises(ToolchainError, match="/no/compiler"):
+        driver.library()
+    settings(cc=before or "")
+    assert driver.library().opkit_function
 
 
 def test_another_number_of_inputs(runners):
