@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 
 import pytest
@@ -19,6 +20,7 @@ from opkit.compiler.run import driver, driver_program, plan_cache, torch_operato
 from opkit.compiler.run.driver_program import STEPS
 from opkit.compiler.run.plan import GpuLaunch
 from opkit.op.triton import variants
+from tests.compiler.emit.gpu_graphs import on_gpu
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -218,7 +220,9 @@ def test_a_copy_whose_gaps_as_strided_reads_is_never_copied():
         copied = torch.ops.aten.copy.default(x[::2], x[1::2])
         return torch.as_strided(copied, (8,), (1,)) * 2, copied + 1
 
-    plan = compiled(function, (8, 3))[0].plan
+    on_cpu = conversion.capture(traced(function, (8, 3), devices=("cpu",)), "test")  # a fake copy on a GPU needs CUDA
+    captured = dataclasses.replace(on_cpu, graph=on_gpu(on_cpu.graph), device=torch.device("cuda:0"))
+    plan = pipeline.compile_graph(captured, GPU, diagnostics.Stages(), {}, True, False).plan
     launches = [(plan.kernels[step.kernel], step.buffers) for step in plan.steps if isinstance(step, GpuLaunch)]
     unaligned = {
         buffer
