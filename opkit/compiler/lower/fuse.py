@@ -248,7 +248,7 @@ class _Fuser:
         return parts if alone or self._cheap(name, parts, step, points) else None
 
     def _cheap(self, name: str, parts: Parts, step: Compute, points: Index) -> bool:
-        """Return whether recomputing is no more work than reading: in operations for an element, and in elements read.
+        """Return whether recomputing takes few operations for an element.
 
         A buffer that no other step needs is then not computed at all: if few of its elements are read (of a row the one that a
         target names), they may be expensive.
