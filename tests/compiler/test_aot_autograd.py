@@ -237,9 +237,18 @@ def test_strides_and_elements_are_those_of_eager(function, inputs):
     assert first == second, "results share memory otherwise"
 
 
-def test_as_strided_reads_what_lies_between_the_elements_of_a_copy():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.t().copy_(x.t()),
+        lambda x: x[1:].mul_(2),
+        lambda x: x.select(1, 3).mul_(2),
+        lambda x: x.diagonal().mul_(2),
+    ],
+)
+def test_as_strided_reads_what_lies_between_the_elements_of_a_copy(write):
     def function(x):
-        x.t().copy_(x.t())
+        write(x)
         return x.as_strided((x.numel(),), (1,)) * 2
 
     x, y = (torch.arange(88.0).view(11, 8)[1::2] for _ in range(2))

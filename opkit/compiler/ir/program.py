@@ -130,10 +130,13 @@ class Extern:
         return self.aliases or self.target in FROM_STORAGE
 
 
-FROM_STORAGE = frozenset(
-    f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "copy")
+WITH_GAPS = frozenset(
+    f"aten.{name}.default" for name in ("copy", "slice_scatter", "select_scatter", "diagonal_scatter")
 )
-"""Operators that read other elements of the storage: an offset counts from its start, and ``copy`` copies what lies between."""
+"""Operators that copy a tensor together with what lies between its elements."""
+
+FROM_STORAGE = WITH_GAPS | {f"aten.as_strided{suffix}.default" for suffix in ("", "_copy", "_scatter")}
+"""Operators that read other elements of the storage than their argument's."""
 
 
 @dataclasses.dataclass(frozen=True)

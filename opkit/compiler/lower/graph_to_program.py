@@ -9,7 +9,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.program import Buffer, Program, Strided
+from opkit.compiler.ir.program import WITH_GAPS, Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rewrites import simplify_program
@@ -94,13 +94,16 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     """Return the rules for the node's operands and results: those of complex numbers if one is complex.
 
     Raises:
-        NoRule: one is on another device than the graph, or there is no rule for complex ones.
+        NoRule: one is on another device than the graph, memory between the elements is read, or there is no rule.
     """
     kinds = [k for k in _flat(node.result) if isinstance(k, TensorType)]
     operands = list(refs((node.args, node.kwargs)))
     given = [kind for ref in operands for kind in _flat(b.graph.results[ref.name]) if isinstance(kind, TensorType)]
     if any(k.device != b.target.device for k in [*kinds, *given]):
         raise NoRule(f"not on the device of the graph, {b.target.device}")
+    has_gaps = node.target in WITH_GAPS and not all(is_dense(k.shape, k.strides) for k in kinds)
+    if has_gaps and any(n.target.startswith("aten.as_strided") for n in b.graph.nodes):
+        raise NoRule("as_strided may read what lies between the elements of a copy")
     dtypes = [v.dtype for ref in operands for v in _flat(b.values[ref.name]) if _is_tensor(v)]
     if any(is_complex(dtype) for dtype in [*dtypes, *(k.dtype for k in kinds)]):
         rules, missing = COMPLEX, "complex numbers"

@@ -14,7 +14,7 @@ from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.pointwise import operand
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Stored, Tensor, formal, is_dense, lazy, memories, whole
+from opkit.compiler.lower.tensors import Stored, Tensor, formal, lazy, memories, whole
 
 TABLE = Table()
 
@@ -122,10 +122,7 @@ def clone(b: Builder, x: Tensor, **kwargs: Any) -> Tensor:
 
 @TABLE.rule(*overloads("copy"))
 def copy(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    kind = b.result()
-    if not is_dense(kind.shape, kind.strides) and any(n.target == "aten.as_strided.default" for n in b.graph.nodes):
-        raise NoRule("as_strided may read what lies between the elements of a copy")
-    return b.elementwise(element(source, kind.shape, kind.dtype).expr)
+    return b.elementwise(element(source, x.shape, x.dtype).expr)
 
 
 @TABLE.rule(*overloads("copy_"))
