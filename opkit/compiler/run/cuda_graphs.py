@@ -37,7 +37,7 @@ CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
 gets moves until the forward is recorded."""
 
 MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching them takes as long as a replay
-MAX_WAITING = 1.25  # a call's time on the GPU relative to that of its launches; above, it is recorded on request only
+MAX_WAITING = 2.0  # a call's time on the GPU relative to that of its launches; above, it is recorded on request only
 MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
 MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
