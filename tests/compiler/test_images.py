@@ -75,3 +75,12 @@ def test_a_window_of_nan_and_of_nothing_else_than_padding_and_minus_infinity(lay
     given = LAYOUTS[layout](x)
     for found, expected in zip(compiled(pool)(given), pool(given), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_positions_of_maxima_are_saved_in_two_bytes():
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    y = compiled(nn.MaxPool2d(3, 2, padding=1))(x)
+    assert [t.dtype for t in y.grad_fn.saved_tensors if not t.is_floating_point()] == [torch.int16]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(nn.functional.max_pool2d(x, 3, 2, 1).sum(), x)[0])

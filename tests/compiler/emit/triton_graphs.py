@@ -16,6 +16,7 @@ from tests.compiler.emit.triton_schedules import Run
 from tests.compiler.graphs import gradients, graph_of, same
 
 torch.manual_seed(0)
+aten = torch.ops.aten
 R, INT = torch.randn, torch.randint
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 SPECIAL = torch.tensor([0.0, -0.0, 1.5, -2.5, float("nan"), float("inf"), -float("inf"), 1e-40, 3e38])
@@ -34,6 +35,12 @@ def rms_norm(x, w):
 def in_place(x):
     x.mul_(2)
     return x + 1
+
+
+def max_pool_backward(x, *pool):
+    y, positions = aten.max_pool2d_with_indices(x, *pool)
+    backward = aten.max_pool2d_with_indices_backward
+    return lambda g, x, i: backward(g, x, *pool, [1, 1], False, i), torch.rand_like(y), x, positions
 
 
 CASES = {
@@ -96,6 +103,8 @@ CASES = {
     "rms norm": (rms_norm, R(17, 70).to(BF16), R(70).to(BF16)),
     "batch norm": (lambda x: (x - x.mean((0, 2, 3), True)) / x.std((0, 2, 3), keepdim=True), image(3, 5, 8, 8)),
     "cross entropy": (gradients(lambda x: F.cross_entropy(x, torch.arange(9) % 5)), R(9, 5)),
+    "gradient of a max pool": max_pool_backward(image(2, 3, 7, 6), [3, 2], [2, 1], [1, 0]),
+    "gradient of a max pool of integers": max_pool_backward(INT(0, 3, (2, 3, 8, 8)).float(), [3, 3], [2, 2], [1, 1]),
     # scans
     "cumsum": (lambda x: x.cumsum(1), R(5, 20)),
     "cumsum of columns": (lambda x: x.cumsum(0), R(40, 20)),

@@ -1,8 +1,8 @@
 """Pooling over windows of the last dimensions: one reduction each, whose axes are the result's and then the window's.
 
-Maxima of small windows are formulas without a loop instead. The padding is not read. Derivatives of means are sums over the
-windows that contain an element; those of maxima are scatters. If a large window contains several NaN, the index is that of the
-first one, in eager mode of the last.
+Maxima of small windows are formulas without a loop instead. The padding is not read. Derivatives are sums over the windows that
+contain an element; those of maxima are scatters on CPUs, and on GPUs where windows are large or dilated. If a large window
+contains several NaN, the index is that of the first one, in eager mode of the last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal
 
 TABLE = Table()
 Sizes = Sequence[IndexLike]
-MAX_UNROLLED = 25  # elements of a window whose maximum is computed without a loop
+MAX_UNROLLED = 25  # elements of a window, or windows of an element, over which a loop is unrolled
 
 
 class Windows:
@@ -56,6 +56,22 @@ class Windows:
         steps = itertools.product(*map(range, sizes))
         moved = [[a + k * d for a, k, d in zip(begins, each, self.dilation, strict=True)] for each in steps]
         return [[*at[: len(shape) - self.rank], *each] for each in moved]
+
+    @property
+    def overlaps(self) -> list[Index]:
+        """Return the most windows that contain one element, along each dimension; they are not dilated."""
+        return [(n + s - 1) // s for n, s in zip(self.size, self.step, strict=True)]
+
+    def containing(self, at: Sequence[Index], earlier: Sequence[IndexLike], results: Shape) -> tuple[list[Index], Any]:
+        """Return the result whose window contains the element ``at``, and a mask for where there is one.
+
+        It is the last one along each dimension, or ``earlier`` ones before; ``results`` are the sizes of the results.
+        """
+        outer = at[: len(at) - self.rank]
+        own = [a + p for a, p in zip(at[len(outer) :], self.padding, strict=True)]
+        window = [a // s - j for a, s, j in zip(own, self.step, earlier, strict=True)]
+        offset = [a % s + index(j) * s for a, s, j in zip(own, self.step, earlier, strict=True)]
+        return [*outer, *window], within([*window, *offset], [*results[len(outer) :], *self.size])
 
     def read(self, shape: Shape) -> tuple[Shape, list[Index]]:
         """Return axes for a result of ``shape`` and its windows, and the coordinates in the pooled tensor over them."""
@@ -156,8 +172,31 @@ def _max_pool(
     return _maxima(b, x, Windows(rank, size, step, padding, dilation))
 
 
-def _max_pool_backward(rank: int, b: Builder, grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    indices = rest[-1]
+def _max_pool_backward(
+    rank: int, b: Builder, grad: Tensor, x: Tensor, size: Any, step: Any, padding: Any, dilation: Any, *rest: Any
+) -> Tensor:
+    windows = Windows(rank, size, step, padding, dilation)
+    count = product(windows.overlaps).constant
+    if b.target.tiles is None or count is None or count > MAX_UNROLLED or any(d != 1 for d in windows.dilation):
+        return _scattered_maxima(rank, b, grad, x, rest[-1])
+    return _gathered_maxima(b, grad, x, rest[-1], windows)
+
+
+def _gathered_maxima(b: Builder, grad: Tensor, x: Tensor, indices: Tensor, windows: Windows) -> Tensor:
+    """Return for each element the sum over the windows whose maximum it is."""
+    kind = b.result()
+    inner, at = DTYPES[kind.dtype].compute, formal(kind.shape)
+    position = Scalar(expr.position(flat(at[-windows.rank :], contiguous(x.shape[-windows.rank :]))))
+    total = f.number(0, inner)
+    for earlier in itertools.product(*(range(n.constant or 0) for n in windows.overlaps)):
+        window, mask = windows.containing(at, earlier, grad.shape)
+        is_maximum = f.equal(Scalar(indices.at(window, mask)), position)
+        inside = is_maximum if mask is None else f.apply("and", Scalar(mask), is_maximum)
+        total = total + f.where(inside, f.cast(Scalar(grad.at(window, mask)), inner), 0)
+    return b.cast_elementwise(total, dataclasses.replace(kind, strides=_strides(b, x, kind)))
+
+
+def _scattered_maxima(rank: int, b: Builder, grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     sizes = x.shape[-rank:]
     axes = formal(grad.shape)
     at = checked_index(Scalar(indices.at(axes)), product(sizes))
@@ -228,17 +267,12 @@ def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
     """Return for each element the sum over the windows that contain it: along each dimension the last one, and those before."""
     kind, windows = b.result(), means.windows
     inner = DTYPES[kind.dtype].compute
-    overlaps = [(n + s - 1) // s for n, s in zip(windows.size, windows.step, strict=True)]
-    axes = (*kind.shape, *overlaps)
+    axes = (*kind.shape, *windows.overlaps)
     at, earlier = formal(axes)[: len(kind.shape)], formal(axes)[len(kind.shape) :]
-    outer = at[: len(at) - windows.rank]
-    own = [a + p for a, p in zip(at[len(outer) :], windows.padding, strict=True)]
-    window = [a // s - j for a, s, j in zip(own, windows.step, earlier, strict=True)]
-    offset = [a % s + j * s for a, s, j in zip(own, windows.step, earlier, strict=True)]
-    mask = within([*window, *offset], [*grad.shape[len(outer) :], *windows.size])
-    body = means.over(f.cast(Scalar(grad.at([*outer, *window], mask)), inner), [*outer, *window])
+    window, mask = windows.containing(at, earlier, grad.shape)
+    body = means.over(f.cast(Scalar(grad.at(window, mask)), inner), window)
     body = body if mask is None else f.where(Scalar(mask), body, 0)
-    if all(n == 1 for n in overlaps):
+    if all(n == 1 for n in windows.overlaps):
         return b.cast_elementwise(body, kind)
     return b.reduce("sum", body, axes, range(len(at), len(axes)), kind.dtype, strides=kind.strides)
 
@@ -277,4 +311,4 @@ for _rank in (2, 3):
         functools.partial(_adaptive_avg_pool_backward, _rank)
     )
     TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d"))(functools.partial(_adaptive_max_pool, _rank))
-    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(functools.partial(_max_pool_backward, _rank))
+    TABLE.rule(*overloads(f"adaptive_max_pool{_rank}d_backward"))(functools.partial(_scattered_maxima, _rank))
