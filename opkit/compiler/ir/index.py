@@ -309,6 +309,11 @@ def _divided(a: Index, b: Index) -> tuple[Index, Index]:
     if shared > 1:
         q, r = _divided(*(Index({m: c // shared for m, c in x.terms.items()}) for x in (rest, b)))
         return quotient + q, r * shared
+    for factor in sorted({math.gcd(c, b.constant or 1) for c in rest.terms.values()} - {1}):
+        small = Index({m: c for m, c in rest.terms.items() if c % factor})
+        if is_below(small, index(factor)):  # (x * p + y) // (p * q) is x // q if y is below p
+            q, r = _divided(Index({m: c // factor for m, c in rest.terms.items() if m not in small.terms}), b // factor)
+            return quotient + q, r * factor + small
     (inner,) = rest.atoms() if list(rest.terms.values()) == [1] and len(next(iter(rest.terms))) == 1 else (None,)
     if isinstance(inner, Div) and b.constant is not None:  # (x // p) // q is x // (p * q)
         whole = inner.dividend // (inner.divisor * b)

@@ -37,6 +37,12 @@ def in_place(x):
     return x + 1
 
 
+def batch_norm(x):
+    channels = x.shape[1]
+    given = R(channels), R(channels), torch.zeros(channels), torch.ones(channels)
+    return lambda x, *given: aten._native_batch_norm_legit_functional(x, *given, True, 0.1, 1e-5), x, *given
+
+
 def max_pool_backward(x, *pool):
     y, positions = aten.max_pool2d_with_indices(x, *pool)
     backward = aten.max_pool2d_with_indices_backward
@@ -102,6 +108,9 @@ CASES = {
     "gradient of a layer norm": (gradients(lambda x, w, b: F.layer_norm(x, (70,), w, b)), R(17, 70), R(70), R(70)),
     "rms norm": (rms_norm, R(17, 70).to(BF16), R(70).to(BF16)),
     "batch norm": (lambda x: (x - x.mean((0, 2, 3), True)) / x.std((0, 2, 3), keepdim=True), image(3, 5, 8, 8)),
+    "batch norm in parts": batch_norm(image(4, 5, 8, 16) + 30),
+    "batch norm of rows in parts": batch_norm(R(200, 3)),
+    "batch norm of several images in parts": batch_norm(R(30, 3, 3, 3)),
     "cross entropy": (gradients(lambda x: F.cross_entropy(x, torch.arange(9) % 5)), R(9, 5)),
     "gradient of a max pool": max_pool_backward(image(2, 3, 7, 6), [3, 2], [2, 1], [1, 0]),
     "gradient of a max pool of integers": max_pool_backward(INT(0, 3, (2, 3, 8, 8)).float(), [3, 3], [2, 2], [1, 1]),

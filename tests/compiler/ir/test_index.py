@@ -68,6 +68,14 @@ def test_a_view_and_its_inverse_are_nothing():
     assert [str(p) for p in parts] == ["(a0)//(768)", "((a0)%(768))//(64)", "(a0)%(64)"]
 
 
+def test_parts_of_rows_of_images_are_linear():
+    part, row = axis(0, 64 * 4), axis(1, 784)
+    at = part * 784 + row
+    image = at // (56 * 56), at // 56 % 56, at % 56
+    assert flat(image, [56 * 56 * 8, 56 * 8, 8]) == at * 8
+    assert [str(at // 3136), str(at % 3136)] == ["(a0)//(4)", "(a0)%(4)*784 + a1"]
+
+
 def test_rows_of_a_symbolic_length_are_told_apart():
     m = size("s1")
     at = axis(0, m) * N + axis(1, N)

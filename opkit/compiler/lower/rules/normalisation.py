@@ -1,11 +1,12 @@
 """Layer, group and batch normalisation, and their derivatives: means and squared differences, then elements.
 
 Formulas of the derivatives: Ioffe and Szegedy, "Batch normalization", section 3; Ba, Kiros and Hinton, "Layer
-normalization".
+normalization". Moments of parts: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.creation import filled_like
 from opkit.compiler.lower.rules.reductions import count, moments
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Shape, Tensor
+from opkit.compiler.lower.tensors import Shape, Tensor, formal
 
 TABLE = Table()
 Maybe = Tensor | None
@@ -213,9 +214,41 @@ def batch_norm_inference(
 def _trained(b: Builder, x: Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, mean, sum of squared differences and inverse deviation of each channel."""
     inner = DTYPES[x.dtype].compute
-    average, squares = (t.reshaped([x.shape[1]]) for t in moments(b, x, _other_dims(x), inner))
+    average, squares = (t.reshaped([x.shape[1]]) for t in _moments_of_channels(b, x, inner))
     rstd = _inverse_deviation(b, squares, f.number(count(x.shape, _other_dims(x)), inner), eps)
     return _batch_normal(b, x, average, rstd, weight, bias), average, squares, rstd
+
+
+def _moments_of_channels(b: Builder, x: Tensor, inner: str) -> tuple[Tensor, Tensor]:
+    """Return the mean, and the sum of squared differences from it, of each channel.
+
+    On a GPU these are moments of the moments of parts. The elements come from memory once: a part is small enough for the
+    caches, and one kernel computes both of its moments.
+    """
+    dims = _other_dims(x)
+    part = _rows_of_part(b, x)
+    if part is None:
+        return moments(b, x, dims, inner)
+    shape = [*(x.shape[d] for d in dims), x.shape[1]]
+    first, *inside, channel = formal(shape)
+    last = x.mapped(shape, [first, channel, *inside])
+    averages, squares = moments(b, last.reshaped([count(x.shape, dims) // part, index(part), x.shape[1]]), [1], inner)
+    average, between = moments(b, averages, [0], inner)
+    within = b.reduce("sum", element(squares, squares.shape), squares.shape, [0], inner, keep=True)
+    total = element(within, within.shape) + element(between, within.shape) * part
+    return average, b.temporary(total.expr, within.shape)
+
+
+def _rows_of_part(b: Builder, x: Tensor) -> int | None:
+    """Return of how many elements of each channel the moments are computed at once, or None for all."""
+    tiles, rows, channels = b.target.tiles, count(x.shape, _other_dims(x)).constant, x.shape[1].constant
+    if tiles is None or not rows or not channels:
+        return None
+    inside = max(1, rows // (x.shape[0].constant or 1))  # of one sample: a part is in one, or is several
+    sizes = [n for n in range(tiles.min_column_part, min(tiles.long_column, rows // 2) + 1) if rows % n == 0]
+    sizes = [n for n in sizes if inside % n == 0 or n % inside == 0]
+    enough = tiles.programs / math.ceil(channels / tiles.adjacent_rows)
+    return next((n for n in reversed(sizes) if rows // n >= enough), sizes[0] if sizes else None)
 
 
 def _running(b: Builder, old: Tensor, new: Scalar, momentum: float, number: int) -> Tensor:
