@@ -47,6 +47,17 @@ def cross_entropy(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(x.float(), labels)
 
 
+def foreach_adam(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the parameters, averages and squares after a step; the arguments are these, and gradients."""
+    count = len(tensors) // 4
+    parameters, averages, squares, gradients = (list(tensors[k * count : (k + 1) * count]) for k in range(4))
+    averages = torch._foreach_lerp(averages, gradients, 0.1)
+    squares = torch._foreach_mul(torch._foreach_abs(squares), 0.999)
+    squares = torch._foreach_addcmul(squares, gradients, gradients, 0.001)
+    divisors = torch._foreach_add(torch._foreach_sqrt(squares), 1e-8)
+    return (*torch._foreach_addcdiv(parameters, averages, divisors, -1e-3), *averages, *squares)
+
+
 Shapes = list[tuple[int, ...]]
 CASES: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "pointwise chain": (lambda x, y: torch.relu(x * y + 1) * torch.sigmoid(x), [(ROWS, WIDTH), (WIDTH,)]),
@@ -60,6 +71,7 @@ CASES: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "bias and gelu, backward": (gelu_backward, [(ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)]),
     "transpose": (lambda x: x.t().contiguous() + 1, [(ROWS, WIDTH)]),
     "embedding, backward": (embedding_backward, [(ROWS, 768)]),
+    "foreach Adam": (foreach_adam, 4 * 8 * [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,)]),
     "cross-entropy and gradient": (cross_entropy, [(ROWS, VOCABULARY)]),
 }
 """Functions and the shapes of their arguments; ``INDEXED`` take a vector of indices into the vocabulary as well."""
