@@ -205,7 +205,7 @@ def views_of_results(x):
     """Results that are parts of constants and of moved elements, and several that share memory."""
     flipped, zeros, rolled, ones = x.flip(0), torch.zeros(4, 6), x.roll(1, 0), (x * 2).fill_(1)
     parts = flipped[:, 1:3], zeros[:, ::2], torch.eye(4)[:, 1], torch.zeros(3, dtype=torch.complex64).imag
-    return *parts, rolled.t(), rolled, ones, ones.split(2, 1)[1], ones.view(-1)
+    return *parts, (x.t() * 2).zero_(), rolled.t(), rolled, ones, ones.split(2, 1)[1], ones.view(-1)
 
 
 def binaries_of_different_layouts(x, y):

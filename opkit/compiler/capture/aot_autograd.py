@@ -308,6 +308,11 @@ def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     return x
 
 
+def _zero(x: Tensor) -> Tensor:
+    """Return zeros with the strides of the kernel's result; the fake returns row-major strides (torch 2.11)."""
+    return torch.zeros_like(x)
+
+
 def _laid_out_as_sum(op: Any, x: Tensor, y: Tensor) -> Any:
     """Compute on operands in the order of the kernel's result in memory, which is that of a sum.
 
@@ -387,6 +392,7 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
+    aten.zero.default: _zero,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,
     aten.detach.default: _detach,
