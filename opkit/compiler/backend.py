@@ -20,7 +20,7 @@ from torch import fx
 
 from opkit import config
 from opkit.compiler import diagnostics, graph_cache
-from opkit.compiler.capture import aot_autograd, attention_masks, conversion
+from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.capture.patterns.table import replace_patterns
@@ -125,9 +125,9 @@ def _compile_with_aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
-        partition_fn=aot_autograd.partition,
+        partition_fn=partitioner.partition,
         # few: there are rules for composite operators, and fewer nodes take less time
-        decompositions=aot_autograd.DECOMPOSITIONS,
+        decompositions=decompositions.DECOMPOSITIONS,
         keep_inference_input_mutations=True,
     )
     _rewrite(module)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opkit.compiler.backend import opkit_backend
-from opkit.compiler.capture import aot_autograd
+from opkit.compiler.capture import decompositions
 
 pytestmark = pytest.mark.usefixtures("fresh")
 ROWS = 16
@@ -258,7 +258,7 @@ def test_as_strided_reads_what_lies_between_the_elements_of_a_copy(write):
 @pytest.mark.parametrize(("reduction", "weighted"), [("none", True), ("mean", True), ("sum", False)])
 def test_cross_entropy_in_steps(monkeypatch, reduction, weighted):
     """The decompositions for GPUs, on the CPU."""
-    monkeypatch.setattr(aot_autograd, "_is_on_gpu", lambda x: x.is_floating_point())
+    monkeypatch.setattr(decompositions, "_is_on_gpu", lambda x: x.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     x = (5 * torch.randn(30, 7, generator=generator)).requires_grad_()
     target = torch.randint(0, 7, (30,), generator=generator).masked_fill_(torch.arange(30) % 5 == 0, 3)
@@ -274,7 +274,7 @@ def test_cross_entropy_in_steps(monkeypatch, reduction, weighted):
 
 
 def test_log_softmax_in_steps_of_nothing_and_of_everything(monkeypatch):
-    monkeypatch.setattr(aot_autograd, "_is_on_gpu", lambda x: x.is_floating_point())
+    monkeypatch.setattr(decompositions, "_is_on_gpu", lambda x: x.is_floating_point())
     for shape, dim in (((3, 0), 1), ((0, 3), 1), ((), 0), ((4, 5), 0)):
         x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         found = torch.compile(torch.log_softmax, backend=opkit_backend)(x, dim)

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from opkit.compiler.capture import torch_private as private
-from opkit.compiler.capture.aot_autograd import has_effect
+from opkit.compiler.capture.partitioner import has_effect
 from opkit.compiler.capture.sizes import FLOAT_ARITHMETIC, SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName
