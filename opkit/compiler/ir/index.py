@@ -163,15 +163,13 @@ class Index:
         return {atom for monomial in self.terms for atom in monomial}
 
     def axes(self) -> set[Axis]:
-        """Return every axis it depends on, also within quotients and remainders; not through :class:`Value`."""
+        """Return the axes among its leaves."""
         return {atom for atom in self.leaves() if isinstance(atom, Axis)}
 
     def leaves(self) -> set[Atom]:
-        """Return every axis, size and value it depends on, also within quotients and remainders."""
-        leaves: set[Atom] = set()
-        for atom in self.atoms():
-            leaves |= atom.dividend.leaves() | atom.divisor.leaves() if isinstance(atom, Div | Mod) else {atom}
-        return leaves
+        """Return every axis, size and value it depends on, also within quotients and remainders; not through values."""
+        inner = [a.dividend.leaves() | a.divisor.leaves() if isinstance(a, Div | Mod) else {a} for a in self.atoms()]
+        return set().union(*inner)
 
     def coefficient(self, of: Axis) -> Index | None:
         """Return what ``of`` is multiplied by, if the index is linear in it; else None."""
@@ -305,14 +303,11 @@ def _divided(a: Index, b: Index) -> tuple[Index, Index]:
     quotient, rest = _exact_part(a, b)
     if not rest.terms or is_below(rest, b):
         return quotient, rest
-    shared = math.gcd(*rest.terms.values(), *b.terms.values())
-    if shared > 1:
-        q, r = _divided(*(Index({m: c // shared for m, c in x.terms.items()}) for x in (rest, b)))
-        return quotient + q, r * shared
-    for factor in sorted({math.gcd(c, b.constant or 1) for c in rest.terms.values()} - {1}):
+    own = [math.gcd(c, *b.terms.values()) for c in rest.terms.values()]
+    for factor in sorted({*own, math.gcd(*own)} - {1}, reverse=True):
         small = Index({m: c for m, c in rest.terms.items() if c % factor})
         if is_below(small, index(factor)):  # (x * p + y) // (p * q) is x // q if y is below p
-            q, r = _divided(Index({m: c // factor for m, c in rest.terms.items() if m not in small.terms}), b // factor)
+            q, r = _divided(*(Index({m: c // factor for m, c in x.terms.items()}) for x in (rest - small, b)))
             return quotient + q, r * factor + small
     (inner,) = rest.atoms() if list(rest.terms.values()) == [1] and len(next(iter(rest.terms))) == 1 else (None,)
     if isinstance(inner, Div) and b.constant is not None:  # (x // p) // q is x // (p * q)
