@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from opkit.attn.merging import merge_attention as merge_attention
     from opkit.attn.paged.api import append_kv as append_kv
     from opkit.attn.paged.api import paged_attention as paged_attention
+    from opkit.attn.parallel.api import context_parallel as context_parallel
     from opkit.compiler.explain import explain as explain
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
@@ -43,6 +44,7 @@ _LAZY = {
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.api", "batch_invariant"),
+    "context_parallel": ("opkit.attn.parallel.api", "context_parallel"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Generator
 from typing import Any, Literal, overload
@@ -29,6 +30,7 @@ _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = GuardedResult[tuple[Any, ...]]
 _RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the mask's program and the numbers of recent calls
 _MODULES = sys.modules
+context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
 Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
 
@@ -120,7 +122,8 @@ def attention(
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError, ArgumentError: an argument does not fit; the message says which.
-        ArgumentError: context parallelism of torch.distributed is on, where each rank has a part of the keys.
+        ArgumentError: context parallelism of torch.distributed is on, where each rank has a part of the keys; see
+            :func:`opkit.context_parallel`.
         KernelError: there is no kernel of that name, or it does not support the call.
 
     >>> import opkit, torch
@@ -134,6 +137,8 @@ def attention(
     """
     if _in_context_parallel():
         arguments.refuse_context_parallel()
+    if context is not None or (type(q) is not Tensor and torch_private.is_dtensor(q)):
+        return _in_parts(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, descales, return_lse, layout, kernel)
     known = fn = flags = None
     plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
@@ -142,9 +147,9 @@ def attention(
         fn = None if known is None else known.fn
     if known is not None and fn is not None and no_active_modes():
         program, *numbers = known.result
-        out, lse = fn(*_as_bhsd(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
+        out, lse = fn(*as_bhsd(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
     else:
-        call = _lower(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+        call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
         if flags and call[0].dtype not in float8.DTYPES:
             _remember(q, k, v, flags, known, call)
         if descales is not None or call[0].dtype in float8.DTYPES:
@@ -152,7 +157,28 @@ def attention(
         else:
             out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
     if layout != "bhsd":
-        out, lse = _from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
+        out, lse = from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
+    return (out, lse) if return_lse else out
+
+
+@torch_private.disable_dynamo  # the processes' messages are not traced
+def _in_parts(
+    q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    dropout_p: float, descales: Any, return_lse: bool, layout: str, kernel: str | None,
+) -> Any:  # fmt: skip
+    """Return what :func:`attention` returns for a sequence that is divided among processes."""
+    arguments.check_parallel(layout, descales, kernel)
+    if torch_private.is_dtensor(q):
+        module = importlib.import_module(
+            "opkit.attn.parallel.dtensor"
+        )  # which imports torch.distributed.tensor, and this one
+        return module.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, return_lse, layout)
+    q, k, v = as_bhsd(q, k, v, layout)
+    if isinstance(q, Tensor) and _autocasts(q.device.type):
+        q, k, v = _cast(q, k, v)
+    _check_sizes(q, k, v, "bhsd")
+    out, lse = context.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p)
+    out = from_bhsd(out, layout)
     return (out, lse) if return_lse else out
 
 
@@ -180,7 +206,7 @@ def select(
     >>> select(q, q, q).operator
     'opkit::attention'
     """
-    call = _lower(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+    call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
     if descales is not None or call[0].dtype in float8.DTYPES:
         return _FLOAT8.select(*float8.float8_call(call, descales))
     return _OPERATOR.select(*call)
@@ -217,7 +243,7 @@ def _remember(
         _RECENT.store((q, k, v), flags, (call[7], *call[9:]))
 
 
-def _lower(
+def lowered(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -230,7 +256,7 @@ def _lower(
     layout: str,
 ) -> tuple[Any, ...]:
     """Return the operator's arguments, checked."""
-    q, k, v = _as_bhsd(q, k, v, layout)
+    q, k, v = as_bhsd(q, k, v, layout)
     if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
     sizes = _check_sizes(q, k, v, layout)
@@ -259,7 +285,7 @@ def _lower(
     )  # fmt: skip
 
 
-def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return views (batch, heads, sequence, head size)."""
     if layout == "bhsd":
         return q, k, v
@@ -276,6 +302,11 @@ _AUTOCASTING = frozenset(
     for device in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu")
     if torch.amp.is_autocast_available(device)
 )  # computed at import, since torch 2.11's compiler cannot trace the query
+
+
+def listed(bias: Any) -> list[Any]:
+    """Return the biases of an argument ``bias`` of :func:`attention`."""
+    return [] if bias is None else [*bias] if isinstance(bias, list | tuple) else [bias]
 
 
 def _autocasts(device: str) -> bool:
@@ -305,11 +336,11 @@ def _check_sizes(q: Any, k: Any, v: Any, layout: str) -> CallSizes:
     except (AttributeError, RuntimeError, TypeError, ValueError):  # nested tensors have no shape
         fits = False
     if not fits:
-        arguments.explain(_from_bhsd(q, layout), _from_bhsd(k, layout), _from_bhsd(v, layout), layout)
+        arguments.explain(from_bhsd(q, layout), from_bhsd(k, layout), from_bhsd(v, layout), layout)
     return CallSizes(batch, heads, queries, keys, device)  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-def _from_bhsd(x: Any, layout: str) -> Any:
+def from_bhsd(x: Any, layout: str) -> Any:
     """Return the view in the user's layout."""
     if layout == "bhsd":
         return x

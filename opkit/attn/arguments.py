@@ -94,9 +94,19 @@ def refuse_context_parallel() -> None:
     """Raise, since each rank holds a part of the keys."""
     raise ArgumentError(
         "opkit.attention: torch.distributed's context parallelism is on, under which each rank holds a part of the sequence: the "
-        "result would be of this rank's keys alone. Call torch.nn.functional.scaled_dot_product_attention, which it distributes, "
-        "or opkit.attention outside of it."
+        "result would be of this rank's keys alone. Use opkit.context_parallel, or call "
+        "torch.nn.functional.scaled_dot_product_attention, which it distributes."
     )
+
+
+def check_parallel(layout: Any, descales: Any, kernel: Any) -> None:
+    """Raise for what :func:`opkit.attention` does not take within ``context_parallel``."""
+    check_layout(layout)
+    if layout == "thd" or descales is not None or kernel is not None:
+        raise ArgumentError(
+            "opkit.attention: where processes divide the sequence, layout is 'bhsd' or 'bshd', without descales= and kernel=; "
+            f"got layout={layout!r}, descales={descales!r}, kernel={kernel!r}. Give packed sequences as VarLen with a batch of 1."
+        )
 
 
 def check_layout(layout: Any) -> None:

@@ -211,8 +211,24 @@ def _backward_with_optional(
     *gradients, delta = backward_operator()(*call)
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
     of_biases = _of_biases(call, delta, wanted) if wanted else [None] * biases
-    of_sinks = None if sinks is None else _of_sinks(sinks, lse, delta)
+    of_sinks = None if sinks is None else sink_gradient(sinks, lse, delta)
     return (*gradients, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
+
+
+def of_part(call: Sequence[Any], gradient: Tensor, of_lse: Tensor | None, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    """Return the gradients of q, k and v of one of several calls whose results are merged.
+
+    Args:
+        call: the arguments of ``opkit::attention``, without dropout.
+        gradient, of_lse: the gradients of the merged result and log-sum-exp, times the weight of this call's.
+        out: the merged result.
+        lse: the log-sum-exp of this call's.
+    """
+    q, k, v, mask_tensors, bias_tensors, sinks, _, mask, bias, scale, softcap, _, out_is_bshd = call
+    return backward_operator()(
+        gradient.to(q.dtype), of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd,
+        None, 0.0, sinks,
+    )[:3]  # fmt: skip
 
 
 def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Tensor | None]:
@@ -227,7 +243,7 @@ def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Ten
     return gradients
 
 
-def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return the gradient of the sinks, which have a probability and no value."""
     column = sinks.to(lse.dtype)[None, :, None]
     visible = lse > -torch.inf

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, _compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 sdpa: Callable[..., torch.Tensor] = _C._nn.scaled_dot_product_attention
 """torch's own ``torch.nn.functional.scaled_dot_product_attention``, also where that name was replaced."""
 
+
+disable_dynamo: Callable[[Any], Any] = _compile._disable_dynamo
+"""``torch.compiler.disable`` that imports Dynamo, which takes seconds, at the first call only."""
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 """The module of torch.distributed's context parallelism, in torch 2.11 to 2.14."""
@@ -30,6 +33,19 @@ def context_parallel() -> bool:
         return False
     handlers = module.DTensor._op_dispatcher._custom_op_handlers
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def is_dtensor(x: object) -> bool:
+    """Return whether ``x`` is a ``DTensor``; the module is not imported for it."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local_part(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this process's part of a ``DTensor``, and where it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
 
 
 def is_wrapper(x: torch.Tensor) -> bool:

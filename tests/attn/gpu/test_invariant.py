@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 import opkit
 from opkit.attn import reference
-from opkit.attn.api import _lower
+from opkit.attn.api import lowered
 from opkit.attn.gpu import blocks
 from opkit.attn.gpu.portable import invariant
 from opkit.attn.masks.program import BAND, DENSE, SEGMENTS
@@ -69,7 +69,7 @@ class Interpreted:
 
 def attention(ask, q, k, v, *, mask=None, bias=None, softcap=None, sinks=None, layout="bhsd"):
     """The result and the log-sum-exp, as opkit.attention calls the operator."""
-    return ask("opkit::attention", *_lower(q, k, v, mask, bias, None, softcap, sinks, 0.0, layout))
+    return ask("opkit::attention", *lowered(q, k, v, mask, bias, None, softcap, sinks, 0.0, layout))
 
 
 def given(dtype, head=64, length=LENGTH, batch=BATCH):
@@ -181,7 +181,7 @@ def test_what_is_seen_and_not_a_number(ask):
 def test_near_the_reference(ask):
     for dtype in ask.dtypes:
         q, k, v = given(dtype, 72, 100, batch=1)
-        call = _lower(q, k, v, last() & SlidingWindow(30), torch.randn(HEADS, 1, 100), None, 3.0, None, 0.0, "bhsd")
+        call = lowered(q, k, v, last() & SlidingWindow(30), torch.randn(HEADS, 1, 100), None, 3.0, None, 0.0, "bhsd")
         out, lse = ask("opkit::attention", *call)
         exact, sums = reference.attention(*(x.double() for x in call[:3]), *call[3:])
         bound = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
@@ -295,11 +295,11 @@ def test_no_other_kernel_for_gpus_is_asked_before_it(operator):
 
 def test_what_is_not_taken():
     q = torch.randn(1, 2, 5, 8)
-    call = _lower(q.double(), q.double(), q.double(), None, None, None, None, None, 0.0, "bhsd")
+    call = lowered(q.double(), q.double(), q.double(), None, None, None, None, None, 0.0, "bhsd")
     with pytest.raises(KernelError, match=r"no batch-invariant kernel for GPUs takes q of torch\.float64"):
         invariant.forward(*call)
     with pytest.raises(KernelError, match=r"dropout_p=0\.5"):
-        invariant.forward(*_lower(q, q, q, None, None, None, None, None, 0.5, "bhsd"))
+        invariant.forward(*lowered(q, q, q, None, None, None, None, None, 0.5, "bhsd"))
     pages = torch.zeros(2, 4, 2, 8).double()
     starts = torch.tensor([0, 1])
     with pytest.raises(KernelError, match="paged_attention: no batch-invariant kernel for GPUs takes q of"):

@@ -1,0 +1,1 @@
+"""Attention of sequences that are divided among processes."""

@@ -1,0 +1,188 @@
+"""``opkit.context_parallel``: attention of sequences that are divided among processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opkit.attn import api
+from opkit.attn.masks import biases
+from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
+from opkit.attn.parallel.all_to_all import ToHeads, ToPositions
+from opkit.attn.parallel.blocks import Block, local_mask, local_tensor, tensor_of
+from opkit.attn.parallel.layout import Layout
+from opkit.attn.parallel.ring import Ring, RingAttention
+from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
+
+Method = Literal["ring", "all_to_all"]
+
+
+class ContextParallel:
+    """What :func:`context_parallel` yields.
+
+    Attributes:
+        layout: which positions each process has.
+        method: "ring", "all_to_all", or None for a choice by the call.
+    """
+
+    def __init__(self, layout: Layout, method: Method | None) -> None:
+        self.layout = layout
+        self.method: Method | None = method
+        self._agreed: set[str] = set()
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """Return this process's part of a dimension that has all positions.
+
+        Raises:
+            ShapeError: the dimension is not a multiple of the number of parts.
+        """
+        layout, total = self.layout, x.shape[dim]
+        if total % (layout.size * layout.parts):
+            raise ShapeError(
+                f"opkit.context_parallel: dimension {dim} of {tuple(x.shape)} has {total} positions; they must be a multiple of "
+                f"{layout.size * layout.parts}, the number of parts of {layout.size} processes. Pad the sequence."
+            )
+        ranges = layout.positions(layout.rank, total // layout.size)
+        return torch.cat([x.narrow(dim, each.start, len(each)) for each in ranges], dim)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """Return all positions of a dimension of which each process has its part; without gradients."""
+        layout = self.layout
+        sent = x.detach().movedim(dim, 0).contiguous()
+        received = [torch.empty_like(sent) for _ in range(layout.size)]
+        dist.all_gather(received, sent, group=layout.group)
+        parts = torch.stack(received).unflatten(1, (layout.parts, -1)).flatten(0, 1)
+        return parts[layout.order(x.device)].flatten(0, 1).movedim(0, dim)
+
+    def choose(self, q: Tensor, k: Tensor) -> tuple[Method, str]:
+        """Return how a call of (batch, heads, positions, d) is computed, and why."""
+        size, heads, shared = self.layout.size, q.shape[1], k.shape[1]
+        if self.method is not None:
+            return self.method, "it was asked for"
+        if heads % size == 0 and shared % size == 0:
+            return "all_to_all", f"{shared} heads of keys can be divided among {size} processes"
+        return "ring", f"{shared} heads of keys cannot be divided among {size} processes"
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: float | None, softcap: float | None,
+        sinks: Tensor | None, dropout_p: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the result and the log-sum-exp of this process's queries, (batch, heads, positions, d)."""
+        parts = [] if mask is None else conjuncts(as_mask(mask))
+        added = api.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
+        _refuse(added, dropout_p)
+        hiding = tuple(each for each in parts if not (isinstance(each, Dense) and each.additive))
+        mask = And(hiding) if hiding else None
+        shapes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+        options = {
+            "mask": [type(each).__name__ for each in hiding],
+            "biases": len(added),
+            "scale": scale,
+            "softcap": softcap,
+        }
+        self._agree(f"{q.dtype} {shapes | options}, sinks: {sinks is not None}", q.device)
+        method, _ = self.choose(q, k)
+
+        def lowered(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, block: Block) -> tuple[Any, ...]:
+            parts = [tensor_of(each, block) for each in added] or None
+            return api.lowered(q, k, v, mask, parts, scale, softcap, None, 0.0, "bhsd")
+
+        if method == "ring":
+            ring = Ring(self.layout, mask, lowered, q.shape[2], k.shape[2])
+            return RingAttention.apply(ring, q, k, v, sinks)
+        return self._by_heads(q, k, v, mask, added, scale, softcap, sinks)
+
+    def _by_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, added: list[Tensor], scale: Any, softcap: Any,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        layout, count = self.layout, q.shape[1] // self.layout.size
+        if q.shape[1] % layout.size or k.shape[1] % layout.size:
+            raise ShapeError(
+                f"opkit.attention: {q.shape[1]} heads of queries and {k.shape[1]} of keys cannot be divided among {layout.size} "
+                'processes. Use opkit.context_parallel(..., method="ring").'
+            )
+        heads = range(layout.rank * count, (layout.rank + 1) * count)
+        q, k, v = (ToHeads.apply(layout, x) for x in (q, k, v))
+        out, lse = api.attention_operator()(
+            *api.lowered(
+                q, k, v, None if mask is None else local_mask(mask, heads), [local_tensor(x, heads) for x in added] or None,
+                scale, softcap, None if sinks is None else sinks[heads.start : heads.stop], 0.0, "bhsd",
+            )
+        )  # fmt: skip
+        return ToPositions.apply(layout, out), ToPositions.apply(layout, lse.unsqueeze(-1)).squeeze(-1)
+
+    def _agree(self, call: str, device: torch.device) -> None:
+        """Raise on every process if they make different calls. GPUs, which would have to wait, check the first call of a kind."""
+        if call in self._agreed and device.type != "cpu":
+            return
+        others: list[Any] = [None] * self.layout.size
+        dist.all_gather_object(others, call, group=self.layout.group)
+        if len({*others}) > 1:
+            listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(others))
+            raise ArgumentError(f"opkit.attention: the processes of context_parallel make different calls. {listed}")
+        self._agreed.add(call)
+
+
+def _refuse(added: Sequence[Any], dropout_p: float) -> None:
+    for each in added:
+        if isinstance(each, biases.Bias):
+            raise ArgumentError(
+                f"opkit.attention: {type(each).__name__} cannot be divided among processes yet. Give the bias as a tensor."
+            )
+        if each.requires_grad:
+            raise ArgumentError(
+                "opkit.attention: a bias that requires gradients cannot be divided among processes yet. Detach it."
+            )
+    if dropout_p:
+        raise ArgumentError("opkit.attention: dropout within opkit.context_parallel is not supported yet.")
+
+
+@contextlib.contextmanager
+def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool = False) -> Generator[ContextParallel]:
+    """Within it, :func:`opkit.attention` takes this process's part of each sequence, and attends to all of it.
+
+    Queries, keys and values are plain tensors with the same number of positions on every process. Masks and biases are those of
+    the whole sequence, on every process; ``opkit.sdpa_override`` within it serves models that call torch's attention. Gradients
+    of ``sinks`` are of this process's queries: they are summed with those of the model's other parameters.
+
+    Args:
+        mesh: a ``DeviceMesh`` of one dimension, or a process group.
+        method: "ring": the keys go from process to process, and results are merged; those that no query sees are not sent.
+            "all_to_all": each process gets all positions of some heads, and gives the results back. None: "all_to_all" where the
+            heads of keys can be divided, else "ring"; ``choose(q, k)`` of what is yielded says which, and why.
+        balanced: whether a process has two parts of the sequence, one from its front and one from its back, so that with a
+            causal mask all have equal work; else one part each, in the order of ranks. ``shard`` and ``unshard`` of what is
+            yielded divide and join tensors accordingly.
+
+    Raises:
+        ArgumentError: at a call with dropout, a bias that is not a tensor or needs gradients, or a mask that cannot be divided;
+            or, on every process, if the processes make different calls.
+        ShapeError: at a call with "all_to_all" and heads that cannot be divided.
+
+    Example, in each process of ``torchrun --nproc-per-node 4``::
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+        with opkit.context_parallel(mesh, balanced=True) as parallel:
+            q, k, v = (parallel.shard(x, 2) for x in (q, k, v))
+            out = opkit.attention(q, k, v, mask=Causal())
+            whole = parallel.unshard(out, 2)
+    """
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    if method not in (None, "ring", "all_to_all"):
+        raise ArgumentError(f'opkit.context_parallel: method={method!r} must be "ring", "all_to_all" or None.')
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentTypeError(
+            f"opkit.context_parallel: mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}."
+        )
+    active = ContextParallel(Layout(group, balanced), method)
+    previous, api.context = api.context, active
+    try:
+        yield active
+    finally:
+        api.context = previous

@@ -1,0 +1,50 @@
+"""``opkit.context_parallel``, and attention of sharded ``DTensor``s: ``cases.py`` holds the checks of several processes."""
+
+from pathlib import Path
+
+import processes
+import pytest
+
+import opkit
+
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch has no gloo here", allow_module_level=True)
+
+FILE = Path(__file__).with_name("cases.py")
+CASES = (
+    "masks", "options", "autocast", "values_that_no_query_sees", "keys_that_no_query_sees_are_not_sent",
+    "models_that_call_torchs_attention", "distributed_tensors", "bad_calls",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    chosen = processes.chosen(request, "test_two_processes")
+    return processes.results_of(FILE, 2, chosen, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes(name, results):
+    assert results[name] == ["", ""], "\n".join(results[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_four_processes(tmp_path):
+    found = processes.results_of(FILE, 4, CASES[:-1], tmp_path)
+    assert not any(any(each) for each in found.values()), found
+
+
+def test_a_mesh_is_expected():
+    with (
+        pytest.raises(opkit.errors.ArgumentTypeError, match="DeviceMesh or a process group, got int"),
+        opkit.context_parallel(4),
+    ):
+        pass
+    with (
+        pytest.raises(opkit.errors.ArgumentError, match="method='tree' must be"),
+        opkit.context_parallel(4, method="tree"),
+    ):
+        pass
