@@ -38,6 +38,29 @@ def test_training_of_complex_numbers():
     check(call)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks it of every tensor that it makes a fake of
+@pytest.mark.parametrize("calls", [0, 2], ids=["compiled then", "compiled before"])
+def test_compiled_autograd(calls):
+    """It takes AOTAutograd's functions, and ours, which replace them once the backward is compiled, as a graph break."""
+    model, x = mlp(), X.clone().requires_grad_()
+    call = compiled(model)
+    for _ in range(calls):
+        call(x).sum().backward()
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    for of in (x, *model.parameters()):
+        of.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="opkit", options={"strict": True})):
+        call(x).sum().backward()
+    torch.testing.assert_close([of.grad for of in (x, *model.parameters())], [*expected])
+    if calls:
+        whole = torch.compile(backend="opkit", fullgraph=True)
+        with (
+            torch._dynamo.compiled_autograd._enable(whole),
+            pytest.raises(torch._dynamo.exc.Unsupported, match="before compiled autograd"),
+        ):
+            call(x).sum().backward()
+
+
 def test_random_numbers_come_from_torchs_seed():
     cold, warm = cold_and_warm(trained(mlp(0.5), X))
     torch.testing.assert_close(warm, cold, rtol=0, atol=0)

@@ -10,6 +10,7 @@ tensors and then the gradients of results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -79,8 +80,7 @@ def inference(wiring: Wiring, graph: Boxed) -> Called:
 
 def training(wiring: Wiring, forward: Boxed, backward: Boxed) -> Called:
     """Return the function of a forward graph and its backward graph."""
-    untraced: Any = torch.compiler.disable(backward)
-    function, returns_inputs = _function(wiring, forward, untraced), _returns_inputs(wiring)
+    function, returns_inputs = _function(wiring, forward, backward), _returns_inputs(wiring)
 
     def run(*inputs: Any) -> list[Any]:
         _count_writes(wiring, inputs)
@@ -127,15 +127,27 @@ def _caller(wiring: Wiring, graph: Boxed) -> Boxed:
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+_untraced = functools.partial(
+    torch.compiler.disable,
+    reason="it was compiled before compiled autograd was on. Compile it while that is on, or trace backwards without fullgraph",
+)
+
+
+class _BoxedGradients(type(torch.autograd.Function)):
+    """The type of functions whose gradients come in one list, which can be emptied, unless compiled autograd calls them."""
+
+    @property
+    def boxed_grads_call(cls) -> bool:  # torch 2.13 and newer read it
+        return not private.compiles_backwards()
+
+
 def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> Any:
     own = [result for result in wiring.results if result.input is None]
     wanted = [number for number, result in enumerate(own) if result.differentiable]
     count, fixed = len(wiring.results), frozenset(range(len(own))) - {*wanted}
     forward, backward = _caller(wiring, forward_graph), _caller(wiring, backward_graph)
 
-    class CompiledTraining(torch.autograd.Function):
-        boxed_grads_call = True  # torch 2.13: gradients come in one list, which can be emptied
-
+    class CompiledTraining(torch.autograd.Function, metaclass=_BoxedGradients):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
             values = forward([*inputs])
@@ -144,6 +156,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             return _returned(ctx, wiring, values, fixed)
 
         @staticmethod
+        @_untraced
         def backward(ctx: Any, *gradients: Any) -> Any:
             _refuse(wiring)
             listed = gradients[0] if isinstance(gradients[0], list) else [*gradients]
