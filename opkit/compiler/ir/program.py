@@ -203,6 +203,15 @@ class Program:
         return self.with_parts(writes(step))
 
 
+WAIT = "opkit.wait"
+"""The target of a call that waits for a result of a collective. It takes the result, and what the collective reads."""
+
+
+def is_collective(target: str) -> bool:
+    """Return whether a target starts a collective of processes, or a message between two, that runs until a ``WAIT``."""
+    return target.startswith("_c10d_functional.")
+
+
 def reads(step: Step) -> list[str]:
     """Return the buffers whose elements a step needs, each once."""
     if isinstance(step, Extern):

@@ -19,6 +19,7 @@ from opkit.compiler.ir.expr import Expr, const, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
 from opkit.compiler.ir.ops import OPS
 from opkit.compiler.ir.program import Compute, Extern, Formula, Program, ScalarItem, Step, Strided, reads, writes
+from opkit.compiler.lower.overlap import overlapped
 
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
 _QUICK = frozenset(
@@ -203,7 +204,8 @@ def simplify_program(program: Program) -> Program:
         dataclasses.replace(step, body=simplify(step.body)) if isinstance(step, Compute) else step
         for step in program.steps
     )
-    return with_copies_early(without_dead(without_repeats(dataclasses.replace(program, steps=steps))))
+    simple = without_dead(without_repeats(dataclasses.replace(program, steps=steps)))
+    return overlapped(with_copies_early(simple))
 
 
 # ---- common subexpressions -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, moments
-from opkit.compiler.ir.program import Buffer, Extern, Program, ScalarItem, Strided, reads, writes
+from opkit.compiler.ir.program import WAIT, Buffer, Extern, Program, ScalarItem, Strided, is_collective, reads, writes
 from opkit.compiler.lower.batches import BatchSizes, ScheduledStep, batched
 from opkit.compiler.lower.fuse import Fused, fuse
 from opkit.compiler.lower.nest import nests
@@ -91,10 +91,11 @@ def _inside(program: Program, buffers: dict[str, Buffer], steps: Sequence[Schedu
     """Return the buffers in the arena: those that kernels and calls with ``out`` write, and that do not leave the graph."""
     calls = [step for step in steps if isinstance(step, Extern)]
     allocated = {name for call in calls if not call.out for name in writes(call)}
-    owned = {name for call in calls if call.uses_storage for name in reads(call)}
-    aside = (
-        _outputs(program) | allocated | owned
-    )  # a call's result may alias its arguments, or count from their storage's start
+    waited = {name for call in calls if call.target == WAIT for name in reads(call)}
+    running = [call for call in calls if is_collective(call.target) and not waited.issuperset(writes(call))]
+    owned = {name for call in calls if call.uses_storage or call in running for name in reads(call)}
+    # a call's result may alias its arguments, or count from their storage's start; it may need them after the graph's end
+    aside = _outputs(program) | allocated | owned
     touched = dict.fromkeys(name for step in steps for name in _touched(step))
     return {name: buffers[name] for name in touched if buffers[name].role == "made" and name not in aside}
 

@@ -27,7 +27,7 @@ from opkit.compiler.capture import torch_private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import product
-from opkit.compiler.ir.program import Extern, ScalarItem, Strided
+from opkit.compiler.ir.program import Extern, ScalarItem, Strided, is_collective
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, mentioned, tensors
 from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
@@ -94,6 +94,8 @@ def _refusal(runner: Runner, wanted: bool, copied: int) -> str:
             return f"{call.target} reads memory on the host"
         if target is not None and torch_private.is_overload(target) and _UNSAFE in torch_private.tags(target):
             return f"{call.target} has torch's tag cudagraph_unsafe"
+        if not wanted and is_collective(call.target):
+            return f"{call.target} communicates with other processes. {_REQUEST}"
         if not wanted and not call.target.startswith(_LAUNCHING):
             return f"{call.target} may do work on the host. {_REQUEST}"
     if any(isinstance(each, OpaqueValue) for each in plan.inputs):

@@ -22,7 +22,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import index
-from opkit.compiler.ir.program import Buffer, Extern, Strided
+from opkit.compiler.ir.program import Buffer, Extern, Strided, is_collective
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment, mentioned, tensors
 from opkit.compiler.run.python_text import PythonNames
 
@@ -307,7 +307,8 @@ class _ProgramWriter:
             if self._is_in_frame(each) or each in self.slots:
                 lines.append(f"{self._use_slot(self._whole(each), used)}.copy_({name})")
             else:
-                lines.append(f"{name} = {self._fit(name, self.plan.buffers[each])}")
+                if not is_collective(step.target):  # a result is not there yet: only its wait reads it
+                    lines.append(f"{name} = {self._fit(name, self.plan.buffers[each])}")
                 made.append(each)
         return lines, made
 

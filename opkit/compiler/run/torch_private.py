@@ -14,6 +14,11 @@ tensors_of: Callable[[list[Any]], list[torch.Tensor]] = torch._C._aoti.alloc_ten
 """Return tensors for handles in capsules, and take over the handles."""
 
 
+def wait_tensor(result: torch.Tensor) -> torch.Tensor:
+    """Wait for a result of a functional collective, and return it."""
+    return torch.ops._c10d_functional.wait_tensor.default(result)
+
+
 def raw_stream(device: int) -> int:
     """Return the current stream of a CUDA device (torch 2.11 to 2.14: ``_cuda_getCurrentRawStream``)."""
     return torch._C._cuda_getCurrentRawStream(device)

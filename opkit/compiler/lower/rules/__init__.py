@@ -6,6 +6,7 @@ from opkit.compiler.lower.registry import Table
 from opkit.compiler.lower.rules import (
     activations,
     arithmetic,
+    collectives,
     complex_rules,
     creation,
     epilogues,
@@ -36,6 +37,7 @@ _SUBJECTS = (
     floats,
     losses,
     pooling,
+    collectives,
 )
 
 RULES = Table()
@@ -43,8 +45,8 @@ for _subject in _SUBJECTS:
     assert not RULES.keys() & _subject.TABLE.keys(), f"{_subject.__name__} has rules that another subject has too"
     RULES.update(_subject.TABLE)
 
-COMPLEX = complex_rules.TABLE
+COMPLEX = Table({**complex_rules.TABLE, **collectives.TABLE})
 """The rules for complex operands or results."""
 
-EXTERNS = extern_calls.EXTERNS
-ALIASING = frozenset([*views.ALIASING, *extern_calls.ALIASING])
+EXTERNS = {**extern_calls.EXTERNS, **collectives.EXTERNS}
+ALIASING = frozenset([*views.ALIASING, *extern_calls.ALIASING, *collectives.ALIASING])

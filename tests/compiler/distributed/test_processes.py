@@ -1,0 +1,92 @@
+"""Compiled models of several processes: ``cases.py`` holds the checks, which one start of the processes runs."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import fresh_process
+import pytest
+import torch
+
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch has no gloo here", allow_module_level=True)
+
+LIMIT = 120  # seconds
+CASES = (
+    "mlp", "sequence_parallel", "uneven_shards", "change_of_dimension", "plain_collectives",
+    "collectives_with_gradients", "kernels_while_a_collective_runs", "results_without_a_wait",
+    "results_that_eager_mode_does_not_await", "stored_plans", "fsdp", "fsdp_mixed_precision", "failures",
+)  # fmt: skip
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+FAILS = pytest.mark.skip(reason="torch before 2.14 saves device meshes among tensors, with any backend")
+CHECKPOINTED = pytest.param("checkpointed", marks=[FAILS] if OLD else [])
+MORE = ("block", "embedding", "sizes_that_change", "fsdp_offloaded", "ddp", "compiled_autograd")
+
+
+def results_of(world, names, folder):
+    """What came of each case in each process; a process runs no case after its first failure."""
+    arguments = [Path(__file__).with_name("cases.py"), str(world), str(folder), *names]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    children = [fresh_process.start([arguments[0], str(rank), *arguments[1:]], environment) for rank in range(world)]
+    end = time.monotonic() + LIMIT
+    errors = [errors_of(child, max(1.0, end - time.monotonic())) for child in children]
+    files = [folder / f"{rank}.json" for rank in range(world)]
+    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    return {
+        name: [of.get(name, f"it did not run\n{text[-2000:]}") for of, text in zip(found, errors, strict=True)]
+        for name in names
+    }
+
+
+def errors_of(child, seconds):
+    """What a process wrote to its standard error; it is killed if it takes longer."""
+    try:
+        return child.wait(check=False, timeout=seconds).stderr
+    except subprocess.TimeoutExpired as late:
+        return late.stderr
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """The results of the cases that this run has chosen, with two processes."""
+    items = [item for item in request.session.items if item.originalname == "test_case"]
+    chosen = [item.callspec.params["name"] for item in items if item.get_closest_marker("skip") is None]
+    return results_of(2, chosen, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name", [*CASES, CHECKPOINTED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
+)
+def test_case(name, results):
+    assert results[name] == ["", ""], "\n".join(results[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.exhaustive
+def test_two_dimensions(tmp_path):
+    (found,) = results_of(4, ["two_dimensions"], tmp_path).values()
+    assert found == [""] * 4, "\n".join(found)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_mesh_of_512_processes(seen):
+    """A fake process group compiles the graphs of one of them."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=9, world_size=512)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (64, 8), mesh_dim_names=("data", "tensor"))
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        torch.compile(model, backend="opkit", options={"strict": True})(torch.rand(4, 16)).sum().backward()
+        assert all(parameter.grad.to_local().shape == parameter.to_local().shape for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    forward, backward = seen
+    assert "_c10d_functional.all_reduce.default" in [getattr(step, "target", "") for step in forward.plan.steps]
+    assert backward.reason == ""
