@@ -21,7 +21,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.partitioner import has_effect
 from opkit.compiler.capture.sizes import FLOAT_ARITHMETIC, SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
-from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName
+from opkit.compiler.ir.graph import FloatType, Graph, Node, ObjectCall, OpaqueValue, Ref, TensorType, TypeName
 from opkit.compiler.ir.index import Index, Symbol
 from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.op import operator as operators
@@ -195,6 +195,8 @@ class _Conversion:
             raise Unsupported(f"{node.name} ({node.target}): its result has no metadata")
         if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
             self._refuse_data_dependent(node)
+            if not _is_arithmetic(node.target):
+                raise Unsupported(f"{node.name}: a size that an operator computes ({node.target})")
             if private.is_ragged_size(value):
                 raise Unsupported(f"{node.name} computes with the size of a nested tensor's rows ({node.target})")
             self.replaced[node] = self.sizes.index(value)
@@ -203,6 +205,9 @@ class _Conversion:
             return self._float(node, value)
         if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
             return []  # a guard; any other use of it is refused
+        if private.returns_object(node.target):
+            self.replaced[node] = ObjectCall(self._target(node), tuple(self._argument(node.args)))
+            return []
         if node.target in _SAME_VALUE and node.args[0] in self.numbers:
             self.numbers.add(node)
         target = self._target(node)

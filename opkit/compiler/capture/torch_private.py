@@ -13,8 +13,8 @@ from typing import Any
 import sympy
 import torch
 import torch._guards
+import torch.distributed as dist
 from torch import fx
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo import config as _dynamo_config
 from torch._dynamo import eval_frame as _eval_frame
 from torch._dynamo.aot_compile_types import SerializableCallable as SerializableCallable
@@ -241,12 +241,20 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def returns_object(target: Any) -> bool:
+    """Return whether the target of an FX node is an operator that returns an object (torch 2.14: the process group of a mesh)."""
+    return is_overload(target) and [str(each.type) for each in target._schema.returns] == ["PyObject"]
+
+
+_OBJECTS = (torch.ScriptObject, _FakeScriptObject, *([dist.ProcessGroup] if dist.is_available() else []))
+
+
 def is_script_object(value: Any) -> bool:
     """Return whether a value is one of those that operators take without torch's compilers looking into them.
 
     Device meshes, process groups and objects of ``torch.library.register_custom_class`` are such values.
     """
-    return isinstance(value, torch.ScriptObject | _FakeScriptObject)
+    return isinstance(value, _OBJECTS)
 
 
 def overload_named(name: str) -> Any:
@@ -375,23 +383,3 @@ no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._D
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Switch autograd's recording on or off."""
-
-
-def is_transformed() -> bool:
-    """Return whether the caller runs within vmap, grad or another of functorch's transformations."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another one for autograd."""
-    return tensor._is_view()
-
-
-def release_saved_tensors(context: Any) -> None:
-    """Release the saved tensors of a backward's context, unless ``retain_graph=True``."""
-    context.maybe_clear_saved_tensors()
-
-
-def no_zeros_for_undifferentiable(context: Any) -> None:
-    """Make a backward get None, and not zeros, for results that were marked as not differentiable."""
-    context._materialize_non_diff_grads = False

@@ -57,6 +57,19 @@ class FloatType:
     """The type of a Python float that may change from call to call."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ObjectCall:
+    """An object that an operator returns, such as the process group of a device mesh; the host calls it for each use.
+
+    Attributes:
+        target: the operator.
+        args: its arguments, none of them a tensor.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+
+
 ResultType = TensorType | Index | FloatType | OpaqueValue | None
 
 

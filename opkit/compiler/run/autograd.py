@@ -18,6 +18,7 @@ import torch
 
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
+from opkit.compiler.run import torch_private as calls
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Called = Callable[..., list[Any]]
@@ -152,7 +153,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
         def forward(ctx: Any, *inputs: Any) -> tuple[Any, ...]:
             values = forward([*inputs])
             # a view is detached, since it would keep its base and its history alive
-            ctx.save_for_backward(*[t.detach() if private.is_view(t) else t for t in values[count:]])
+            ctx.save_for_backward(*[t.detach() if calls.is_view(t) else t for t in values[count:]])
             return _returned(ctx, wiring, values, fixed)
 
         @staticmethod
@@ -164,7 +165,7 @@ def _function(wiring: Wiring, forward_graph: Boxed, backward_graph: Boxed) -> An
             listed.clear()
             if torch.is_grad_enabled():
                 return _once(ctx, backward, arguments)
-            private.release_saved_tensors(ctx)
+            calls.release_saved_tensors(ctx)
             return tuple(backward(arguments))
 
     return CompiledTraining
@@ -180,7 +181,7 @@ def _returned(
             made.append(torch.ops.aten._unsafe_view(value, value.shape) if result.is_view else value)
     if fixed:
         ctx.mark_non_differentiable(*(made[number] for number in fixed))
-    private.no_zeros_for_undifferentiable(ctx)
+    calls.no_zeros_for_undifferentiable(ctx)
     return tuple(made)
 
 
@@ -190,7 +191,7 @@ def _refuse(wiring: Wiring) -> None:
     Raises:
         RuntimeError: deterministic algorithms are on now and were off in the forward, or it runs within vmap.
     """
-    if private.is_transformed():
+    if calls.is_transformed():
         raise RuntimeError(
             "A compiled backward cannot be called within vmap, grad or vjp. Wrap vmap inside torch.compile."
         )
@@ -207,7 +208,7 @@ def _once(ctx: Any, graph: Boxed, arguments: list[Any]) -> Any:
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, *differentiable: Any) -> tuple[Any, ...]:
-            private.release_saved_tensors(ctx)
+            calls.release_saved_tensors(ctx)
             return tuple(graph(arguments))
 
         @staticmethod

@@ -20,7 +20,7 @@ import torch
 
 from opkit import config
 from opkit.compiler.ir.expr import Callee
-from opkit.compiler.ir.graph import OpaqueValue, TypeName
+from opkit.compiler.ir.graph import ObjectCall, OpaqueValue, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, index
 from opkit.compiler.ir.kernel import TritonKernel
 from opkit.compiler.ir.program import Buffer, Extern, Formula, ScalarItem, Strided
@@ -46,6 +46,7 @@ _CLASSES: dict[str, Any] = {
         ExecutionPlan,
         GpuLaunch,
         GraphResult,
+        ObjectCall,
         Segment,
         Strided,
         TritonKernel,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES
-from opkit.compiler.ir.graph import OpaqueValue, TypeName
+from opkit.compiler.ir.graph import ObjectCall, OpaqueValue, TypeName
 from opkit.compiler.ir.index import Div, Index, Mod, Symbol
 from opkit.compiler.ir.program import Formula, ScalarItem, Strided
 from opkit.compiler.run.plan import ExecutionPlan
@@ -96,6 +96,9 @@ class PythonNames:
             return DTYPES[argument.name].torch
         if isinstance(argument, OpaqueValue):
             return self._named("opaque", argument.text, self.opaques, argument.text)
+        if isinstance(argument, ObjectCall):
+            parts = [self.argument(each, tensor, whole) for each in argument.args]
+            return f"{self.function(argument.target, False)}({', '.join(parts)})"
         if isinstance(argument, list | tuple):
             parts = [self.argument(each, tensor, whole) for each in argument]
             return f"[{', '.join(parts)}]" if isinstance(argument, list) else tuple_text(parts)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
 """Return handles of the C shim, in capsules; the caller must delete each of them."""
@@ -38,3 +39,23 @@ def has_dispatch_modes() -> bool:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return the number of references to a storage: of tensors, and of Python objects for it."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_transformed() -> bool:
+    """Return whether the caller runs within vmap, grad or another of functorch's transformations."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another one for autograd."""
+    return tensor._is_view()
+
+
+def release_saved_tensors(context: Any) -> None:
+    """Release the saved tensors of a backward's context, unless ``retain_graph=True``."""
+    context.maybe_clear_saved_tensors()
+
+
+def no_zeros_for_undifferentiable(context: Any) -> None:
+    """Make a backward get None, and not zeros, for results that were marked as not differentiable."""
+    context._materialize_non_diff_grads = False

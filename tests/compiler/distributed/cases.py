@@ -222,6 +222,22 @@ def change_of_dimension(mesh):
             close(y.full_tensor(), x * 2)
 
 
+@case
+def compiled_on_one_rank(mesh):
+    """Graphs that are the same for all processes: the host gets process groups of the mesh; torch computes with ranks."""
+    plan = {"0": RowwiseParallel(input_layouts=Replicate())}
+    model, x = nn.Sequential(nn.Embedding(9, 8)), torch.arange(9)
+    ours = parallelize_module(copy.deepcopy(model), mesh, plan)
+    with torch.compiler.config.patch(compile_on_one_rank=True):
+        found = check(Mlp(), mesh, MLP_PLAN, torch.randn(4, 8))
+        assert "mesh_get_process_group" in str(found[0].plan)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a size that an operator computes"):
+            compiled(ours)(x)
+        torch._dynamo.reset()
+        close(torch.compile(ours, backend="opkit")(x), model(x))
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
@@ -353,7 +369,7 @@ def results_that_eager_mode_does_not_await(mesh):
 def stored_plans(mesh):
     """Processes that share a cache read plans of their own: rank and shard are in the key."""
     rank, group = dist.get_rank(), mesh.get_group()
-    find, hits = plan_cache.find, []
+    find, hits, compile_anew, anew = plan_cache.find, [], backend._compile_with_aot_autograd, []
 
     def function(x):
         return functional.all_reduce(x[rank : rank + 2].sin() * (rank + 1), "sum", group)
@@ -361,14 +377,15 @@ def stored_plans(mesh):
     x = torch.arange(5.0)
     expected = function(x)
     plan_cache.find = lambda key: hits.append(find(key)) or hits[-1]
+    backend._compile_with_aot_autograd = lambda *given: anew.append(given) or compile_anew(*given)
     try:
         for _ in range(2):
             torch._dynamo.reset()
             dist.barrier()
             close(compiled(function, fullgraph=True)(x), expected)
     finally:
-        plan_cache.find = find
-    assert len(hits) == 2
+        plan_cache.find, backend._compile_with_aot_autograd = find, compile_anew
+    assert len(hits) == len(anew) == 2, "AOTAutograd's work on collectives is not stored"
     assert hits[1] is not None
 
 

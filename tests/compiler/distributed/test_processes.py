@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import time
+import types
 from pathlib import Path
 
 import fresh_process
 import pytest
 import torch
+
+from opkit.compiler.run import cuda_graphs
+from opkit.compiler.run.plan import GraphConstants
 
 dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -22,6 +26,10 @@ CASES = (
 )  # fmt: skip
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 FAILS = pytest.mark.skip(reason="torch before 2.14 saves device meshes among tensors, with any backend")
+ON_ONE_RANK = pytest.param(
+    "compiled_on_one_rank",
+    marks=[pytest.mark.exhaustive, *([pytest.mark.skip(reason="new in torch 2.14")] if OLD else [])],
+)
 CHECKPOINTED = pytest.param("checkpointed", marks=[FAILS] if OLD else [])
 MORE = ("block", "embedding", "sizes_that_change", "fsdp_offloaded", "ddp", "compiled_autograd")
 
@@ -59,7 +67,7 @@ def results(request, tmp_path_factory):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "name", [*CASES, CHECKPOINTED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
+    "name", [*CASES, CHECKPOINTED, ON_ONE_RANK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
 )
 def test_case(name, results):
     assert results[name] == ["", ""], "\n".join(results[name])
@@ -89,4 +97,6 @@ def test_a_mesh_of_512_processes(seen):
         dist.destroy_process_group()
     forward, backward = seen
     assert "_c10d_functional.all_reduce.default" in [getattr(step, "target", "") for step in forward.plan.steps]
+    reason = cuda_graphs._refusal(types.SimpleNamespace(plan=forward.plan, constants=GraphConstants()), False, 0)
+    assert reason.startswith("_c10d_functional.all_reduce.default communicates with other processes")
     assert backward.reason == ""
