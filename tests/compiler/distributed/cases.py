@@ -1,23 +1,15 @@
-"""Checks that several processes run together over gloo: ``python cases.py RANK WORLD FOLDER NAME...``.
-
-Each process writes what came of each case to ``FOLDER/RANK.json``: "" or the traceback. It ends at its first failure, and gloo
-then ends the others.
-"""
+"""Compiled models of several processes against those of one, which ``test_processes`` starts."""
 
 import contextlib
 import copy
-import datetime
 import functools
-import json
-import os
-import sys
 import time
-import traceback
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
+from processes import case
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -37,14 +29,7 @@ import opkit
 from opkit.compiler import backend, diagnostics
 from opkit.compiler.run import plan_cache
 
-CASES = {}
-SECONDS = 60  # that a collective waits for another process
 compiled = functools.partial(torch.compile, backend="opkit", options={"strict": True})
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 @contextlib.contextmanager
@@ -483,29 +468,5 @@ def ddp(mesh):
     assert len(found) > 2, "the optimizer of DDP splits the graph"
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
-def main(rank, world, folder, names):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    limit = datetime.timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=limit)
-    results = {}
-    for name in names:
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-        try:
-            CASES[name](mesh)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(results))
-        if results[name]:
-            break
-    os._exit(0)  # gloo's threads may wait for a process that ended
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    processes.main()

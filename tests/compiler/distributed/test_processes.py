@@ -1,13 +1,9 @@
 """Compiled models of several processes: ``cases.py`` holds the checks, which one start of the processes runs."""
 
-import json
-import os
-import subprocess
-import time
 import types
 from pathlib import Path
 
-import fresh_process
+import processes
 import pytest
 import torch
 
@@ -18,7 +14,7 @@ dist = pytest.importorskip("torch.distributed")
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch has no gloo here", allow_module_level=True)
 
-LIMIT = 120  # seconds
+FILE = Path(__file__).with_name("cases.py")
 CASES = (
     "mlp", "sequence_parallel", "uneven_shards", "change_of_dimension", "plain_collectives",
     "collectives_with_gradients", "kernels_while_a_collective_runs", "results_without_a_wait",
@@ -34,35 +30,11 @@ CHECKPOINTED = pytest.param("checkpointed", marks=[FAILS] if OLD else [])
 MORE = ("block", "embedding", "sizes_that_change", "fsdp_offloaded", "ddp", "compiled_autograd")
 
 
-def results_of(world, names, folder):
-    """What came of each case in each process; a process runs no case after its first failure."""
-    arguments = [Path(__file__).with_name("cases.py"), str(world), str(folder), *names]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    children = [fresh_process.start([arguments[0], str(rank), *arguments[1:]], environment) for rank in range(world)]
-    end = time.monotonic() + LIMIT
-    errors = [errors_of(child, max(1.0, end - time.monotonic())) for child in children]
-    files = [folder / f"{rank}.json" for rank in range(world)]
-    found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-    return {
-        name: [of.get(name, f"it did not run\n{text[-2000:]}") for of, text in zip(found, errors, strict=True)]
-        for name in names
-    }
-
-
-def errors_of(child, seconds):
-    """What a process wrote to its standard error; it is killed if it takes longer."""
-    try:
-        return child.wait(check=False, timeout=seconds).stderr
-    except subprocess.TimeoutExpired as late:
-        return late.stderr
-
-
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """The results of the cases that this run has chosen, with two processes."""
-    items = [item for item in request.session.items if item.originalname == "test_case"]
-    chosen = [item.callspec.params["name"] for item in items if item.get_closest_marker("skip") is None]
-    return results_of(2, chosen, tmp_path_factory.mktemp("processes"))
+    chosen = processes.chosen(request, "test_case")
+    return processes.results_of(FILE, 2, chosen, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.distributed
@@ -76,7 +48,7 @@ def test_case(name, results):
 @pytest.mark.distributed
 @pytest.mark.exhaustive
 def test_two_dimensions(tmp_path):
-    (found,) = results_of(4, ["two_dimensions"], tmp_path).values()
+    (found,) = processes.results_of(FILE, 4, ["two_dimensions"], tmp_path).values()
     assert found == [""] * 4, "\n".join(found)
 
 
