@@ -1,0 +1,51 @@
+"""examples/train_llama.py: losses of several processes are those of one, and runs go on where they ended."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+dist = pytest.importorskip("torch.distributed")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("torch has no gloo here", allow_module_level=True)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
+pytestmark = pytest.mark.distributed
+
+
+def started(processes, *arguments):
+    """The running example; its output is that of the first process."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *torchrun, EXAMPLE, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def losses(process, limit=200):
+    out, error = process.communicate(timeout=limit)
+    assert process.returncode == 0, error[-3000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", out)}
+
+
+def test_a_sequence_on_two_processes():
+    both = started(2, "--cp=2", "--steps=2"), started(1, "--steps=2")
+    found, expected = (losses(each) for each in both)
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert [*found] == [0, 1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "division", [("--fsdp=2", "--cp=2"), ("--fsdp=2", "--tp=2"), ("--tp=2", "--cp=2")], ids=" ".join
+)
+def test_a_run_goes_on_with_fewer_processes(division, tmp_path):
+    expected = losses(started(1, "--steps=8"))
+    first = losses(started(4, *division, "--steps=7", f"--checkpoint={tmp_path}"))
+    rest = losses(started(1, "--steps=8", f"--checkpoint={tmp_path}"))
+    assert (min(first), max(first)) == (0, 6)
+    assert (min(rest), max(rest)) == (5, 7)
+    assert first == pytest.approx({step: expected[step] for step in first}, abs=2e-5)
+    assert rest == pytest.approx({step: expected[step] for step in rest}, abs=2e-5)
