@@ -159,6 +159,17 @@ def test_a_kernel_may_be_called_first_in_inference_mode(name, native):
             assert doubled(x).is_inference()
 
 
+def test_a_kernel_gets_the_arguments_that_the_dispatcher_leaves_out(name):
+    @opkit.custom_op(name, mutates_args=())
+    def scaled(x: torch.Tensor, by: float = 2.0, *, plus: float = 1.0) -> torch.Tensor:
+        return x * by + plus
+
+    scaled.register_kernel("cpu", lambda x, by, *, plus: x * by + plus)
+    with torch.inference_mode():
+        assert (scaled._opoverload(torch.ones(3)) == 3).all()
+        assert (scaled._opoverload(torch.ones(3), 2.0, plus=0.0) == 2).all()
+
+
 def profiled(function):
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         function()

@@ -125,7 +125,9 @@ class Dispatcher:
 
     @private.untraced
     def backend(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the planned kernel, below autograd."""
+        """Run the planned kernel, below autograd; the dispatcher leaves out arguments that equal their defaults."""
+        if len(args) + len(kwargs) < len(self.operator.signature.arguments):
+            args, kwargs = private.library_utils.fill_defaults(self.operator.schema, args, kwargs)
         plan = self.plain.plan(args, kwargs)
         if private.profiling():
             with torch.profiler.record_function(f"{self.operator.name}[{plan.kernel}]"):
