@@ -4,8 +4,8 @@
     python examples/train_llama.py --checkpoint /tmp/llama      # goes on with one process
 
 Norms are an operator of opkit's, with a gradient that is derived; attention is ``opkit.attention`` within
-``opkit.context_parallel``. Checkpoints are those of torch.distributed, which any number of processes can read: a run goes on where
-the last one ended. Losses are the same for every division, but for rounding.
+``opkit.context_parallel``. Checkpoints are those of torch.distributed, which any number of processes can read: a run goes on
+where the last one ended. Losses are the same for every division, but for rounding.
 """
 
 from __future__ import annotations
