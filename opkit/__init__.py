@@ -12,6 +12,7 @@ from opkit.kernels.aot_package import runtime_library as runtime_library
 from opkit.kernels.cc.native import c_kernel as c_kernel
 from opkit.kernels.cc.native import cpp_kernel as cpp_kernel
 from opkit.kernels.cc.native import cuda_kernel as cuda_kernel
+from opkit.op import registry as _registry
 from opkit.op.definition import custom_op as custom_op
 from opkit.op.from_library import from_library as from_library
 from opkit.op.operator import CustomOp as CustomOp
@@ -21,8 +22,11 @@ from opkit.op.registry import operators as operators
 from opkit.op.registry import remove as remove
 from opkit.op.triton.declare import triton_kernel as triton_kernel
 from opkit.op.triton.kernel import tensor_descriptor as tensor_descriptor
+from opkit.sharding import activation as _sharding
 
 __version__ = "0.1.0"
+
+_registry.observers.append(_sharding.observe)  # operators work with DTensors
 
 
 if TYPE_CHECKING:

@@ -143,8 +143,14 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
 
     with terminal.bad_input(errors.UnknownOperatorError):
         op = opkit.get(name)
+    from opkit.sharding.describe import sharding_of
+
     for part in _describe(op.describe()):
         terminal.console().print(part)
+    rules = [_rule(rule) for rule in sharding_of(op)]
+    terminal.console().print(
+        terminal.table(("sharded size", "origin", "arguments -> results, or the reason for none"), rules)
+    )
 
 
 app.command()(build)

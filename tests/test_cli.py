@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import opkit
 from opkit import cli, doctor, errors
+from opkit.op.description import RuleInfo
 
 RUNNER = CliRunner()
 
@@ -97,7 +98,9 @@ def test_list_imports_the_modules_named_first(registered, module_folder):
     assert sys.modules["late_ops"].seen
 
 
-def test_describe_prints_each_rule_with_its_origin(registered):
+def test_describe_prints_each_rule_with_its_origin(registered, monkeypatch):
+    sharding = [RuleInfo("batch", "derived symbolically", "Shard(0), Replicate -> Shard(0)")]
+    monkeypatch.setattr("opkit.sharding.describe.sharding_of", lambda op: sharding)
     result = run("describe", "fake::rms_norm")
     assert result.exit_code == 0
     for pattern in (
@@ -109,6 +112,7 @@ def test_describe_prints_each_rule_with_its_origin(registered):
         r"fake\s+given\s+ops\.py:12",
         r"vmap\s+not derivable\s+line 7 \[draws\] random numbers",
         r"contract\s+0123abcd",
+        r"batch\s+derived symbolically\s+Shard\(0\), Replicate -> Shard\(0\)",
     ):
         assert re.search(pattern, result.stdout), pattern
 
@@ -222,6 +226,7 @@ def test_an_operator_is_listed_and_described(operator_module, module_folder):
     assert described.exit_code == 0
     for text in ("Twice x.", "Tensor x", "backward", "derived", opkit.get("cli_test::double").describe().contract_hash):
         assert text in described.stdout
+    assert "Shard(0) -> Shard(0)" in described.stdout
 
 
 def test_a_misspelt_operator_brings_the_nearest_names(operator_module):

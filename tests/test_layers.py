@@ -17,6 +17,7 @@ _ROWS = (
     ("config", "compat", "_core"),
     ("kernels",),
     ("op",),
+    ("sharding",),
     ("compiler", "contract"),
     ("attn", "lowering"),
     ("testing", "masks"),
@@ -46,6 +47,7 @@ _SLOW = (
     "sympy",
     "torch._dynamo",
     "torch._inductor",
+    "torch.distributed.tensor",
 )
 
 

@@ -51,6 +51,7 @@ class RegisteredRules:
     vmap: Callable[..., Any] | None = None
     autocast: dict[str, torch.dtype] = dataclasses.field(default_factory=dict[str, torch.dtype])
     lowering: Callable[..., Any] | None = None
+    sharding: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +88,9 @@ class Operator:
         self.forced = 0  # the number of contexts that force a kernel, in all threads
         self.bridged: Any = None
         self.refreshed: Callable[..., None] = lambda: None
+        self.sharding_rules: dict[Any, Any] = {}  # derived by opkit.sharding, by the form of the call
+        self.sharding_renewed: Callable[[], None] = lambda: None  # set by opkit.sharding, as is the next
+        self.pieces_of: Callable[..., Any] = lambda *_: None
         self.traced_hash = ""
         self.traced_state: Any = None
         self.captured: set[str] = set()  # the kernels whose reference captures a tensor that requires grad

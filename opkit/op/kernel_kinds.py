@@ -12,6 +12,7 @@ from typing import Any
 
 from opkit.errors import KernelError
 from opkit.kernels.tuning.record_format import Identity
+from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
 
@@ -84,3 +85,21 @@ class TunedKernel(PreparedKernel):
     ) -> None:
         super().__init__(prepare)
         self.examples, self.identities, self.notes = examples, identities, notes
+
+
+def devices_of(operator: str, device_types: str | Sequence[str] | None) -> list[str | None]:
+    """Return the device types that a kernel is registered for; None stands for every one.
+
+    Raises:
+        KernelError: torch knows no such device type.
+    """
+    listed = [device_types] if device_types is None or isinstance(device_types, str) else device_types
+    devices: list[str | None] = list(dict.fromkeys(listed))
+    for device in filter(None, devices):
+        try:
+            private.dispatch_key_of(device)
+        except RuntimeError as error:
+            raise KernelError(
+                f"{operator}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
+            ) from error
+    return devices

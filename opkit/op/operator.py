@@ -82,6 +82,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Forget every plan because a kernel or a rule was registered, enabled or disabled."""
         with self._operator.lock:
             self._registered = torch_compile.renew_cache_key(self._operator)
+            self._operator.sharding_renewed()
             self._refresh()
 
     def _refresh(self, renewed: bool = True) -> None:
@@ -103,6 +104,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def _retire(self) -> None:
         """Send calls to Python again, before the operator is removed from the dispatcher."""
         self._operator.bridged.remove()
+        self._operator.sharding_renewed()  # DTensor's cache finds a later operator at this one's address
         self._refresh()
 
     def _register(self, library: Any) -> None:
@@ -112,8 +114,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         for device in operator.device_types or (None,):
             self._backend_fns[device] = operator.function
         self._opoverload = operator.overload
-        if (index := device_argument(operator.schema, operator.device_types or (None,))) is not None:
-            self._register_backend_select_dispatcher(index)
+        self._select_by_device(operator.device_types or (None,))
         self._is_inplace, self._is_out = operator.is_inplace, operator.is_out
         self._refresh()
 
@@ -185,7 +186,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """
 
         def register(function: Any) -> Any:
-            devices = self._checked_devices(device_types)
+            devices = kernel_kinds.devices_of(self._qualname, device_types)
+            self._select_by_device(devices)
             allowed = None if dtypes is None else frozenset(dtypes)
             names = predicate_names(when, [p.name for p in self._operator.signature.parameters], self._qualname)
             kernels = [
@@ -204,20 +206,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
         return register if fn is None else register(fn)
 
-    def _checked_devices(self, device_types: Devices) -> list[str | None]:
-        listed = [device_types] if device_types is None or isinstance(device_types, str) else device_types
-        devices: list[str | None] = list(dict.fromkeys(listed))
-        for device in devices:
-            try:
-                _ = None if device is None else private.dispatch_key_of(device)
-            except RuntimeError as error:
-                raise KernelError(
-                    f"{self._qualname}: {device!r} is not a device type of torch's. Examples: cpu, cuda."
-                ) from error
-        index = device_argument(self._operator.schema, devices)
-        if index is not None:
+    def _select_by_device(self, devices: Sequence[str | None]) -> None:
+        if (index := device_argument(self._operator.schema, devices)) is not None:
             self._register_backend_select_dispatcher(index)
-        return devices
 
     def _add_kernel(self, kernel: RegisteredKernel, function: Any) -> None:
         operator, device = self._operator, kernel.device
@@ -284,13 +275,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def register_vmap(self, func: Callable[..., Any] | None = None) -> Any:  # pyright: ignore
         """Register the vmap rule ``(info, in_dims, *args) -> (outputs, out_dims)``; usable as a decorator."""
-
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self._operator.registered.vmap = self._callable(function, "register_vmap")
-            self._renew()
-            return function
-
-        return register if func is None else register(func)
+        return self._register_rule("vmap", func)
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:  # pyright: ignore
         """Cast floating arguments to ``cast_inputs`` under autocast on ``device_type``, in place of the policy."""
@@ -322,6 +307,22 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         operator.registered.lowering = self._callable(rule, "register_lowering")
         self._renew()
         return rule
+
+    def register_sharding(self, func: Callable[..., Any] | None = None) -> Any:
+        """Register how the operator runs on DTensors, in place of what is derived; usable as a decorator.
+
+        ``func`` takes the operator's arguments and returns ``[([output placements], [input placements]), ...]`` of one mesh
+        dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each.
+        """
+        return self._register_rule("sharding", func)
+
+    def _register_rule(self, rule: str, func: Callable[..., Any] | None) -> Any:
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            setattr(self._operator.registered, rule, self._callable(function, f"register_{rule}"))
+            self._renew()
+            return function
+
+        return register if func is None else register(func)
 
     def register_effect(self, effect: Any) -> None:
         """Declare side effects, as ``torch.library`` 2.13's ``register_effect``."""

@@ -8,6 +8,7 @@ import copyreg
 import difflib
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from opkit.op.operator import CustomOp
 
 lock = threading.RLock()
 _operators: dict[str, CustomOp[Any, Any]] = {}
+
+observers: list[Callable[[CustomOp[Any, Any]], None]] = []
+"""Functions that are called with each operator once it is registered."""
 
 
 def operators() -> list[CustomOp[Any, Any]]:
@@ -108,3 +112,5 @@ def install(op: CustomOp[Any, Any], module: str, stacklevel: int) -> None:
         private.custom_ops.OPDEF_TO_LIB[name] = library
         private.custom_ops.OPDEFS[name] = op
         _operators[name] = op
+        for observer in observers:
+            observer(op)

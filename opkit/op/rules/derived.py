@@ -166,6 +166,10 @@ class DerivedRule:
         needs, counts = ctx.needs_input_grad, ctx.opkit_call.counts
         needs = needs[:-1] if counts is None else _leaves(grouped_needs(needs, counts))
         wanted = [i for i in ctx.opkit_at if i < len(needs) and needs[i]]
+        seeds = list(itertools.compress(_leaves(grads), ctx.opkit_flags))
+        pieces = self.operator.pieces_of(leaves, spec, ctx.opkit_flags, seeds)
+        if pieces is not None:
+            leaves, seeds = pieces.leaves, pieces.seeds
 
         def outputs_of(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = list(leaves)
@@ -174,9 +178,10 @@ class DerivedRule:
             args, kwargs = pytree.tree_unflatten(values, spec)
             return tuple(itertools.compress(_leaves(self.operator.run_reference(*args, **kwargs)), ctx.opkit_flags))
 
-        seeds = list(itertools.compress(_leaves(grads), ctx.opkit_flags))
-        gradients = iter(_pull_back(outputs_of, [leaves[i] for i in wanted], seeds))
-        flat = [next(gradients) if i in wanted else None for i in range(len(leaves))]
+        gradients = dict(zip(wanted, _pull_back(outputs_of, [leaves[i] for i in wanted], seeds), strict=True))
+        if pieces is not None:
+            gradients = {i: pieces.whole(i, gradient) for i, gradient in gradients.items()}
+        flat = [gradients.get(i) for i in range(len(leaves))]
         structured: Any = pytree.tree_unflatten(flat, spec)
         return tuple(structured[0])
 
@@ -186,10 +191,12 @@ def _pull_back(function: Callable[..., Any], inputs: list[Any], grads: list[Any]
     again = torch.is_grad_enabled()
     if (again or private.functorch_level() is not None) and not transposing:
         outputs, pull, *_ = torch.func.vjp(function, *inputs)
-        return pull(tuple(g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)))
+        return pull(
+            tuple(torch.zeros_like(o) if g is None else g.to(o.dtype) for g, o in zip(grads, outputs, strict=True))
+        )
     with torch.enable_grad():
         leaves = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in inputs]
-        pairs = [(o, g) for o, g in zip(function(*leaves), grads, strict=True) if o.requires_grad]
+        pairs = [(o, g) for o, g in zip(function(*leaves), grads, strict=True) if o.requires_grad and g is not None]
     if not pairs:
         return [None] * len(inputs)
     outputs, seeds = zip(*pairs, strict=True)

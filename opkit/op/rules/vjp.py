@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from opkit.op.rules.autograd import Counts, leaves_of
 
-_TRACER = threading.Lock()
+TRACER = threading.Lock()
 """torch's tracer patches ``nn.Module`` while it runs, for every thread: two at once leave it patched."""
 
 _DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -204,7 +204,7 @@ def _trace(
 
     examples = [t.detach().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
     examples += [t.detach() for t in outputs]
-    with _TRACER, torch.enable_grad():
+    with TRACER, torch.enable_grad():
         module = make_fx(joint, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
     _refuse_writes(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,1 @@
+"""Sharding rules of operators for DTensor, derived from the reference or registered."""
