@@ -20,6 +20,7 @@ from opkit.contract.properties import (
     numbers,
     schema,
     schema_calls,
+    sharding,
     transforms,
     transforms_modes,
 )
@@ -36,6 +37,7 @@ PROPERTIES: tuple[Property, ...] = (
     *gradients_higher.PROPERTIES,
     *transforms.PROPERTIES,
     *transforms_modes.PROPERTIES,
+    *sharding.PROPERTIES,
     *compiled.PROPERTIES,
     *compiled_unbacked.PROPERTIES,
     *behaviour.PROPERTIES,
