@@ -14,30 +14,17 @@ from torch import Tensor
 from opkit.attn.parallel.layout import Layout
 
 
-class ToHeads(torch.autograd.Function):
-    """(batch, heads, own positions, d) to (batch, own heads, all positions, d)."""
+class Exchange(torch.autograd.Function):
+    """(batch, heads, own positions, d) to (batch, own heads, all positions, d) if ``to_heads``, else back."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, x: Tensor) -> Tensor:
-        ctx.layout = layout
-        return _to_heads(layout, x)
+    def forward(ctx: Any, layout: Layout, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.layout, ctx.to_heads = layout, to_heads
+        return _to_heads(layout, x) if to_heads else _to_positions(layout, x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ToPositions.apply(ctx.layout, gradient)
-
-
-class ToPositions(torch.autograd.Function):
-    """(batch, own heads, all positions, d) to (batch, heads, own positions, d)."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, x: Tensor) -> Tensor:
-        ctx.layout = layout
-        return _to_positions(layout, x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ToHeads.apply(ctx.layout, gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        return None, Exchange.apply(ctx.layout, gradient, not ctx.to_heads), None
 
 
 def _to_heads(layout: Layout, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from opkit.attn import api
 from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
-from opkit.attn.parallel.all_to_all import ToHeads, ToPositions
+from opkit.attn.parallel.all_to_all import Exchange
 from opkit.attn.parallel.blocks import Block, local_mask, local_tensor, tensor_of
 from opkit.attn.parallel.layout import Layout
 from opkit.attn.parallel.ring import Ring, RingAttention
@@ -108,14 +108,14 @@ class ContextParallel:
                 'processes. Use opkit.context_parallel(..., method="ring").'
             )
         heads = range(layout.rank * count, (layout.rank + 1) * count)
-        q, k, v = (ToHeads.apply(layout, x) for x in (q, k, v))
+        q, k, v = (Exchange.apply(layout, x, True) for x in (q, k, v))
         out, lse = api.attention_operator()(
             *api.lowered(
                 q, k, v, None if mask is None else local_mask(mask, heads), [local_tensor(x, heads) for x in added] or None,
                 scale, softcap, None if sinks is None else sinks[heads.start : heads.stop], 0.0, "bhsd",
             )
         )  # fmt: skip
-        return ToPositions.apply(layout, out), ToPositions.apply(layout, lse.unsqueeze(-1)).squeeze(-1)
+        return Exchange.apply(layout, out, False), Exchange.apply(layout, lse.unsqueeze(-1), False).squeeze(-1)
 
     def _agree(self, call: str, device: torch.device) -> None:
         """Raise on every process if they make different calls. GPUs, which would have to wait, check the first call of a kind."""
