@@ -81,10 +81,21 @@ def test_calls_that_wait_for_their_kernels_are_not_recorded(replays, monkeypatch
     monkeypatch.setattr(cuda_graphs, "MAX_WAITING", 0)
     compiled = torch.compile(network().requires_grad_(False), backend="opkit")
     with caplog.at_level(logging.INFO, "opkit.compiler"):
-        for _ in range(5):
+        for _ in range(8):
             compiled(r(32, 64))
     assert not replays
     assert "its kernels take" in caplog.text
+
+
+def test_one_slow_call_does_not_prevent_a_recording(replays, monkeypatch):
+    compiled = torch.compile(network().requires_grad_(False), backend="opkit")
+    monkeypatch.setattr(cuda_graphs, "MAX_WAITING", 0)  # as if another process used the GPU
+    for _ in range(3):
+        compiled(r(32, 64))
+    monkeypatch.setattr(cuda_graphs, "MAX_WAITING", math.inf)
+    for _ in range(3):
+        compiled(r(32, 64))
+    assert replays
 
 
 def test_tensors_that_somebody_holds_are_not_overwritten(replays):

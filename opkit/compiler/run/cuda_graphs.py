@@ -5,8 +5,8 @@ of the recording; the others, such as parameters, are read where they are, which
 copied. Tensors that a forward saves for its backward, and gradients, are memory of the recording: it is not replayed while
 somebody holds such a tensor of the call before, as in two forwards before a backward. Such calls run without a recording.
 
-A graph whose kernels take longer than launching them would gain nothing, and is not recorded unless that is requested: a call
-before the recording is timed.
+A graph whose kernels take longer than launching them would gain nothing, and is not recorded unless that is requested: calls
+before the recording are timed, more than one where the first took long, since another process may have used the GPU then.
 
 The memory between kernels is the arena of calls without a recording. Random numbers come from seeds that the recording draws from
 torch's generator each time.
@@ -38,6 +38,7 @@ gets moves until the forward is recorded."""
 
 MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching them takes as long as a replay
 MAX_WAITING = 2.0  # a call's time on the GPU relative to that of its launches; above, it is recorded on request only
+MAX_TIMED = 3  # calls whose kernels take so long before that is believed
 MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
 MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
 MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
@@ -165,6 +166,7 @@ class _Calls:
         count: the number of calls without a recording.
         recordings: the number of recordings.
         timed: of a call: what it launched first and last on the GPU, and the milliseconds in which it was launched.
+        waited: the number of timed calls that waited for their kernels.
         recording: the last one, if it is still valid.
         reason: why no more recordings are made.
     """
@@ -174,6 +176,7 @@ class _Calls:
     count: int = 0
     recordings: int = 0
     timed: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None
+    waited: int = 0
     recording: _Recording | None = None
     reason: str = ""
 
@@ -245,7 +248,13 @@ class RecordedRunner:
     def _try_to_record(
         self, calls: _Calls, stream: int, inputs: list[Any], addresses: Sequence[int]
     ) -> _Recording | None:
-        calls.reason = self._reason(calls, inputs)
+        waits = "" if self._wanted else _waits_for_kernels(calls)
+        if waits:
+            calls.waited += 1
+            if calls.waited < MAX_TIMED:
+                calls.timed = None  # time the next call, too
+                return None
+        calls.reason = waits or self._reason(calls, inputs)
         if not calls.reason:
             calls.recordings += 1
             try:
@@ -269,7 +278,7 @@ class RecordedRunner:
         if self._wanted:
             return ""
         nbytes = sum(tensors[n].nbytes for n in calls.moving if n in tensors)
-        return _waits_for_kernels(calls) or _too_many(self.plan, nbytes)
+        return _too_many(self.plan, nbytes)
 
     def _record(self, stream: int, inputs: list[Any], addresses: Sequence[int], moving: set[int]) -> _Recording:
         runner, tensors = self._runner, {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
