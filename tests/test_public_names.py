@@ -57,7 +57,7 @@ PARAMETERS = {
         "q k_pages v_pages page_table lengths cu_seqlens_q causal window scale softcap sinks k_scale v_scale return_lse kernel"
     ),
     "append_kv": "k v k_pages v_pages page_table lengths_before cu_seqlens k_scale v_scale",
-    "merge_attention": "parts",
+    "merge_attention": "parts mesh",
     "explain": "model args kwargs",
     "use_kernel": "op name",
     "get": "name",

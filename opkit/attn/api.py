@@ -168,16 +168,16 @@ def _in_parts(
 ) -> Any:  # fmt: skip
     """Return what :func:`attention` returns for a sequence that is divided among processes."""
     arguments.check_parallel(layout, descales, kernel)
+    if isinstance(q, Tensor) and _autocasts(q.device.type):
+        q, k, v = _cast(q, k, v)
     if torch_private.is_dtensor(q):
         module = importlib.import_module(
             "opkit.attn.parallel.dtensor"
         )  # which imports torch.distributed.tensor, and this one
         return module.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, return_lse, layout)
     q, k, v = as_bhsd(q, k, v, layout)
-    if isinstance(q, Tensor) and _autocasts(q.device.type):
-        q, k, v = _cast(q, k, v)
     _check_sizes(q, k, v, "bhsd")
-    out, lse = context.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p)
+    out, lse = context.attention(q, k, v, mask, bias, sinks, context.options(scale, softcap, dropout_p, q.device))
     out = from_bhsd(out, layout)
     return (out, lse) if return_lse else out
 
@@ -274,15 +274,19 @@ def lowered(
         arguments.check_softcap(softcap)
     if sinks is not None:
         arguments.check_sinks(sinks, q, sizes.heads)
-    seed = None
-    if dropout_p != 0:
-        arguments.check_dropout(dropout_p)
-        seed = torch.randint(0, 2**32, (2,), dtype=torch.int64, device=q.device)
     return (
-        q, k, v, mask_tensors, bias_tensors, sinks, seed, mask_program, bias_program,
+        q, k, v, mask_tensors, bias_tensors, sinks, drawn_seed(dropout_p, q.device), mask_program, bias_program,
         q.shape[3] ** -0.5 if scale is None else float(scale), 0.0 if softcap is None else float(softcap),
         float(dropout_p), layout != "bhsd",
     )  # fmt: skip
+
+
+def drawn_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Return a seed of dropout from torch's generator, or None without dropout."""
+    if dropout_p == 0:
+        return None
+    arguments.check_dropout(dropout_p)
+    return torch.randint(0, 2**32, (2,), dtype=torch.int64, device=device)
 
 
 def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import reference
-from opkit.attn.calls import BiasCall, GradientCall
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 from opkit.op.definition import custom_op
@@ -215,20 +215,24 @@ def _backward_with_optional(
     return (*gradients, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
 
 
-def of_part(call: Sequence[Any], gradient: Tensor, of_lse: Tensor | None, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
-    """Return the gradients of q, k and v of one of several calls whose results are merged.
+def of_part(
+    call: AttentionCall, gradient: Tensor, of_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[int]
+) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+    """Return the gradients of q, k and v of one of several calls whose results are merged, and those of its biases.
 
     Args:
-        call: the arguments of ``opkit::attention``, without dropout.
+        call: the arguments of ``opkit::attention``.
         gradient, of_lse: the gradients of the merged result and log-sum-exp, times the weight of this call's.
         out: the merged result.
         lse: the log-sum-exp of this call's.
+        wanted: the numbers of the bias tensors whose gradients are needed; None is returned for the others.
     """
-    q, k, v, mask_tensors, bias_tensors, sinks, _, mask, bias, scale, softcap, _, out_is_bshd = call
-    return backward_operator()(
-        gradient.to(q.dtype), of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd,
-        None, 0.0, sinks,
-    )[:3]  # fmt: skip
+    own = GradientCall(
+        gradient.to(call.q.dtype), of_lse, call.q, call.k, call.v, out, lse, call.mask_tensors, call.bias_tensors, call.mask,
+        call.bias, call.scale, call.softcap, call.out_is_bshd, call.seed, call.dropout_p, call.sinks,
+    )  # fmt: skip
+    *of_inputs, delta = backward_operator()(*own)
+    return of_inputs, _of_biases(own, delta, wanted) if wanted else [None] * len(call.bias_tensors)
 
 
 def _of_biases(call: GradientCall, delta: Tensor, wanted: list[int]) -> list[Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import overwritten
+from opkit.attn.compat import torch_private
 from opkit.attn.gpu.blocks import tiles_in
 from opkit.attn.gpu.limits import device
 from opkit.errors import ArgumentError, DtypeError, ShapeError
@@ -38,7 +40,7 @@ def merge_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     return op
 
 
-def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], *, mesh: Any = None) -> tuple[Tensor, Tensor]:
     """Return the result of attention to all keys, from its results for parts of them: each key is in one part.
 
     Sequences that share a prefix attend to it together, each to the rest of its own keys alone, and the two results are
@@ -47,6 +49,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     Args:
         parts: the result and the log-sum-exp of each, as ``return_lse=True`` returns them: (..., d_v), of one shape and dtype,
             and (...), float32 or float64. Without a sink, or with it in one part alone.
+        mesh: a ``DeviceMesh`` of one dimension, or a process group: the parts are those of all its processes, each of which gives
+            its own, of the same shape on all. All get the same result; gradients are those of computing the same from it.
 
     Returns:
         The result, of the parts' shape and dtype, and the log-sum-exp; zeros and minus infinity where no part sees a key.
@@ -56,6 +60,7 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
     Raises:
         ArgumentError: there are no parts.
+        ArgumentTypeError: ``mesh`` is neither a mesh nor a process group.
         ShapeError, DtypeError: the parts do not fit each other.
 
     >>> import opkit, torch
@@ -70,7 +75,19 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
     """
     outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
     _check(outs, lses)
+    if mesh is not None:
+        outs, lses = _of_all(outs, lses, mesh)
     return merge_attention_operator()(outs, lses)
+
+
+@torch_private.disable_dynamo  # the processes' messages are not traced
+def _of_all(outs: list[Tensor], lses: list[Tensor], mesh: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parts of all processes, of which each sends one."""
+    gather = importlib.import_module("opkit.attn.parallel.gather")  # which imports torch.distributed
+    group = importlib.import_module("opkit.attn.parallel.layout").group_of(mesh, "opkit.merge_attention")
+    own = merge_attention_operator()(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+    of_all, sums = (gather.Gather.apply(group, x) for x in own)
+    return [*of_all], [*sums]
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opkit.attn import api
-from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
+from opkit.attn.masks.program_builder import CallSizes
+from opkit.attn.operator import attention_operator
 from opkit.attn.parallel.all_to_all import Exchange
-from opkit.attn.parallel.blocks import Block, local_mask, local_tensor, tensor_of
-from opkit.attn.parallel.layout import Layout
-from opkit.attn.parallel.ring import Ring, RingAttention
-from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
+from opkit.attn.parallel.blocks import check_divisible, check_whole, local_bias, local_mask
+from opkit.attn.parallel.layout import Layout, group_of
+from opkit.attn.parallel.options import Options
+from opkit.attn.parallel.ring import Ring, ring_attention
+from opkit.errors import ArgumentError, ShapeError
 
 Method = Literal["ring", "all_to_all"]
 
@@ -34,6 +36,8 @@ class ContextParallel:
         self.layout = layout
         self.method: Method | None = method
         self._agreed: set[str] = set()
+
+    options = staticmethod(Options.drawn)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return this process's part of a dimension that has all positions.
@@ -69,38 +73,42 @@ class ContextParallel:
         return "ring", f"{shared} heads of keys cannot be divided among {size} processes"
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: float | None, softcap: float | None,
-        sinks: Tensor | None, dropout_p: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exp of this process's queries, (batch, heads, positions, d)."""
         parts = [] if mask is None else conjuncts(as_mask(mask))
         added = api.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
-        _refuse(added, dropout_p)
         hiding = tuple(each for each in parts if not (isinstance(each, Dense) and each.additive))
         mask = And(hiding) if hiding else None
         shapes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
-        options = {
+        others = {
             "mask": [type(each).__name__ for each in hiding],
-            "biases": len(added),
-            "scale": scale,
-            "softcap": softcap,
+            "biases": [type(each).__name__ for each in added],
+            "scale": options.scale,
+            "softcap": options.softcap,
+            "dropout_p": options.dropout_p,
         }
-        self._agree(f"{q.dtype} {shapes | options}, sinks: {sinks is not None}", q.device)
+        self._agree(f"{q.dtype} {shapes | others}, sinks: {sinks is not None}", q.device)
+        queries, keys = (x.shape[2] * self.layout.size for x in (q, k))
+        whole = CallSizes(q.shape[0], q.shape[1], queries, keys, q.device)
+        check_whole(mask, added, whole)
         method, _ = self.choose(q, k)
-
-        def lowered(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, block: Block) -> tuple[Any, ...]:
-            parts = [tensor_of(each, block) for each in added] or None
-            return api.lowered(q, k, v, mask, parts, scale, softcap, None, 0.0, "bhsd")
-
         if method == "ring":
-            ring = Ring(self.layout, mask, lowered, q.shape[2], k.shape[2])
-            return RingAttention.apply(ring, q, k, v, sinks)
-        return self._by_heads(q, k, v, mask, added, scale, softcap, sinks)
+            for each in added:
+                check_divisible(each, k.shape[2] // self.layout.parts)
+            return ring_attention(Ring(self.layout, mask, options, q.shape[2], k.shape[2]), q, k, v, sinks, added)
+        return self._by_heads(q, k, v, mask, added, sinks, options)
 
     def _by_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, added: list[Tensor], scale: Any, softcap: Any,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        added: list[Any],
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        options: Options,
+    ) -> tuple[Tensor, Tensor]:
         layout, count = self.layout, q.shape[1] // self.layout.size
         if q.shape[1] % layout.size or k.shape[1] % layout.size:
             raise ShapeError(
@@ -109,12 +117,10 @@ class ContextParallel:
             )
         heads = range(layout.rank * count, (layout.rank + 1) * count)
         q, k, v = (Exchange.apply(layout, x, True) for x in (q, k, v))
-        out, lse = api.attention_operator()(
-            *api.lowered(
-                q, k, v, None if mask is None else local_mask(mask, heads), [local_tensor(x, heads) for x in added] or None,
-                scale, softcap, None if sinks is None else sinks[heads.start : heads.stop], 0.0, "bhsd",
-            )
-        )  # fmt: skip
+        mask = None if mask is None else local_mask(mask, heads)
+        sinks = None if sinks is None else sinks[heads.start : heads.stop]
+        bias = [local_bias(each, heads) for each in added]
+        out, lse = attention_operator()(*options.call(q, k, v, mask, bias, sinks, (heads.start, 0)))
         return Exchange.apply(layout, out, False), Exchange.apply(layout, lse.unsqueeze(-1), False).squeeze(-1)
 
     def _agree(self, call: str, device: torch.device) -> None:
@@ -129,27 +135,15 @@ class ContextParallel:
         self._agreed.add(call)
 
 
-def _refuse(added: Sequence[Any], dropout_p: float) -> None:
-    for each in added:
-        if isinstance(each, biases.Bias):
-            raise ArgumentError(
-                f"opkit.attention: {type(each).__name__} cannot be divided among processes yet. Give the bias as a tensor."
-            )
-        if each.requires_grad:
-            raise ArgumentError(
-                "opkit.attention: a bias that requires gradients cannot be divided among processes yet. Detach it."
-            )
-    if dropout_p:
-        raise ArgumentError("opkit.attention: dropout within opkit.context_parallel is not supported yet.")
-
-
 @contextlib.contextmanager
 def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool = False) -> Generator[ContextParallel]:
     """Within it, :func:`opkit.attention` takes this process's part of each sequence, and attends to all of it.
 
     Queries, keys and values are plain tensors with the same number of positions on every process. Masks and biases are those of
     the whole sequence, on every process; ``opkit.sdpa_override`` within it serves models that call torch's attention. Gradients
-    of ``sinks`` are of this process's queries: they are summed with those of the model's other parameters.
+    of ``sinks`` and biases are of this process's queries or heads: they are summed with those of the model's other parameters.
+    Dropout draws one seed from torch's generator, which each part changes by its place in the sequence; which probabilities it
+    sets to zero depends on ``method`` and the number of processes.
 
     Args:
         mesh: a ``DeviceMesh`` of one dimension, or a process group.
@@ -161,9 +155,9 @@ def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool 
             yielded divide and join tensors accordingly.
 
     Raises:
-        ArgumentError: at a call with dropout, a bias that is not a tensor or needs gradients, or a mask that cannot be divided;
-            or, on every process, if the processes make different calls.
-        ShapeError: at a call with "all_to_all" and heads that cannot be divided.
+        ArgumentError: at a call with a mask that cannot be divided; or, on every process, if the processes make different calls.
+        ShapeError: at a call with "all_to_all" and heads that cannot be divided, or with "ring" and a ``RelativePosition`` whose
+            grid's rows are divided.
 
     Example, in each process of ``torchrun --nproc-per-node 4``::
 
@@ -173,14 +167,9 @@ def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool 
             out = opkit.attention(q, k, v, mask=Causal())
             whole = parallel.unshard(out, 2)
     """
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     if method not in (None, "ring", "all_to_all"):
         raise ArgumentError(f'opkit.context_parallel: method={method!r} must be "ring", "all_to_all" or None.')
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentTypeError(
-            f"opkit.context_parallel: mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}."
-        )
-    active = ContextParallel(Layout(group, balanced), method)
+    active = ContextParallel(Layout(group_of(mesh, "opkit.context_parallel"), balanced), method)
     previous, api.context = api.context, active
     try:
         yield active

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn.masks import algebra
+from opkit.attn.masks import algebra, biases
 from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, KeyPadding, Mask, Not, Or, Segments, VarLen
+from opkit.attn.masks.biases import ALiBi, RelativePosition
 from opkit.attn.masks.diagonals import Causal, PrefixLM, SlidingWindow
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.tensor_cache import TensorCache
-from opkit.errors import ArgumentError
+from opkit.errors import ArgumentError, ShapeError
 
 Part = Mask | bool  # True: every query sees every key; False: none sees any
 _STARTS: TensorCache[list[int]] = TensorCache(64)
@@ -47,6 +50,64 @@ def mask_of(mask: Mask | None, block: Block) -> Part:
 def tensor_of(tensor: Tensor, block: Block) -> Tensor:
     """Return the part of a tensor that broadcasts to (batch, heads, queries, keys)."""
     return _narrow(_narrow(tensor, -1, block.keys), -2, block.queries)
+
+
+def bias_of(bias: Any, block: Block) -> list[Any]:
+    """Return the biases that are, for a block, a bias of the whole sequence, which ``check_divisible`` has seen."""
+    match bias:
+        case ALiBi():
+            return _alibi(bias, block)
+        case RelativePosition():
+            rows, columns = (_narrow(x, -2, block.queries) for x in (bias.rel_h, bias.rel_w))
+            wide = columns.shape[-1]
+            at = range(block.keys.start // wide, block.keys.stop // wide)
+            return [RelativePosition(rows[..., at.start : at.stop], columns)]
+        case _:
+            return [tensor_of(bias, block)]
+
+
+def check_whole(mask: Mask | None, added: Sequence[Any], whole: CallSizes) -> None:
+    """Raise for a mask or a bias that does not fit the whole sequence: on all processes, of which its parts may fit some."""
+    for each in added:
+        biases.lower(each, whole, [])
+    if mask is not None:
+        algebra.lower(mask, whole)
+
+
+def check_divisible(bias: Any, keys: int) -> None:
+    """Raise for a ``RelativePosition`` if ``keys``, those of a part of the sequence, are not whole rows of its grid."""
+    if isinstance(bias, RelativePosition) and keys % (wide := bias.rel_w.shape[-1]):
+        raise ShapeError(
+            f"opkit.attention: RelativePosition with {wide} columns cannot be divided into parts of {keys} keys, which are not "
+            'whole rows. Use other sizes, or method="all_to_all".'
+        )
+
+
+def _alibi(bias: ALiBi, block: Block) -> list[Any]:
+    """Return what ``-slope * |i + distance - j|`` is: two tensors where its sign is the same for the whole block."""
+    distance = block.shift + block.queries.start - block.keys.start  # of the first query and the first key
+    queries, keys = len(block.queries), len(block.keys)
+    if distance == keys - queries:
+        return [bias]
+    slopes = bias.slopes.float()[..., None, None]
+    i, j = (torch.arange(n, device=slopes.device, dtype=slopes.dtype) for n in (queries, keys))
+    i = i[:, None]
+    if distance >= keys - 1:  # both summands are distances, too, so that nothing cancels
+        return [-slopes * i, -slopes * (distance - j)]
+    if distance + queries <= 1:
+        return [-slopes * (-distance - i), -slopes * j]
+    return [-slopes * (i + distance - j).abs()]
+
+
+def local_bias(bias: Any, heads: range, batch: range | None = None) -> Any:
+    """Return a bias of all positions for some of the heads, and of the batch."""
+    match bias:
+        case ALiBi():
+            return ALiBi(_narrow(_narrow(bias.slopes, -1, heads), -2, batch))
+        case RelativePosition():
+            return RelativePosition(*(local_tensor(x, heads, batch) for x in (bias.rel_h, bias.rel_w)))
+        case _:
+            return local_tensor(bias, heads, batch)
 
 
 def local_mask(mask: Mask, heads: range, batch: range | None = None) -> Mask:

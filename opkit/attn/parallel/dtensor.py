@@ -1,4 +1,4 @@
-"""``opkit.attention`` of ``DTensor``s that are sharded by batch, by heads, or by sequence."""
+"""``opkit.attention`` of ``DTensor``s that are sharded by batch, by heads, or by sequence, or whose keys are."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from opkit.attn import api
 from opkit.attn.compat import torch_private
-from opkit.attn.masks import biases
-from opkit.attn.masks.algebra import as_mask
+from opkit.attn.masks.algebra import Dense, Mask, as_mask
+from opkit.attn.masks.program_builder import CallSizes
+from opkit.attn.merging import merge_attention
+from opkit.attn.operator import attention_operator
 from opkit.attn.parallel.api import ContextParallel
-from opkit.attn.parallel.blocks import local_mask, local_tensor
+from opkit.attn.parallel.blocks import Block, bias_of, check_divisible, check_whole, local_bias, local_mask, mask_of
 from opkit.attn.parallel.layout import Layout
+from opkit.attn.parallel.options import Options
 from opkit.errors import ArgumentError, ShapeError
 
 _DIMS = {"bhsd": {0: "batch", 1: "heads", 2: "sequence"}, "bshd": {0: "batch", 1: "sequence", 2: "heads"}}
@@ -35,7 +39,7 @@ def attention(
     """
     mesh, dims = q.device_mesh, _DIMS[layout]
     sharded = [_sharded(number, (q, k, v), dims) for number in range(mesh.ndim)]
-    if sharded.count("sequence") > 1:
+    if sharded.count("sequence") + sharded.count("keys") > 1:
         raise ArgumentError(f"opkit.attention: {_shown(q, k, v)}: the sequence is sharded along several dimensions.")
     shape, offset = torch_private.local_part(q)
     at = {name: range(offset[dim], offset[dim] + shape[dim]) for dim, name in dims.items()}
@@ -49,25 +53,46 @@ def attention(
             f"{_shown(q, k, v)}. Shard the batch or the sequence."
         )
     mask = None if mask is None else local_mask(as_mask(mask), heads, batch)
-    bias = [x if isinstance(x, biases.Bias) else local_tensor(x, heads, batch) for x in api.listed(bias)] or None
+    bias = [local_bias(x, heads, batch) for x in api.listed(bias)]
     sinks = None if sinks is None else _local_sinks(sinks, heads, sharded)
-    parts = [x.to_local() for x in (q, k, v)]
+    of_q = [Partial() if name == "keys" else placement for name, placement in zip(sharded, q.placements, strict=True)]
+    own = api.as_bhsd(q.to_local(grad_placements=of_q), k.to_local(), v.to_local(), layout)
+    options = Options.drawn(scale, softcap, dropout_p, own[0].device, (heads.start, batch.start))
     if "sequence" in sharded:
-        context = _context(mesh.get_group(sharded.index("sequence")))
-        own = api.as_bhsd(parts[0], parts[1], parts[2], layout)
-        out, lse = context.attention(*own, mask, bias, scale, softcap, sinks, dropout_p)
-        out = api.from_bhsd(out, layout)
+        out, lse = _context(mesh.get_group(sharded.index("sequence"))).attention(*own, mask, bias, sinks, options)
+    elif "keys" in sharded:
+        dim = next(dim for dim, name in dims.items() if name == "sequence")
+        begin, group = torch_private.local_part(k)[1][dim], mesh.get_group(sharded.index("keys"))
+        block = Block(range(q.shape[dim]), range(begin, begin + own[1].shape[2]), k.shape[dim] - q.shape[dim])
+        out, lse = _by_keys(*own, mask, bias, sinks, options, block, group)
     else:
-        out, lse = api.attention(
-            *parts, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=True,
-            layout=layout,
-        )  # fmt: skip
-    whole = _joined(out, mesh, q.placements, (*q.shape[:3], v.shape[3]))
+        out, lse = attention_operator()(*options.call(*own, mask, bias, sinks, (0, 0)))
+    whole = _joined(api.from_bhsd(out, layout), mesh, q.placements, (*q.shape[:3], v.shape[3]))
     if not return_lse:
         return whole
     order = ("batch", "heads", "sequence")
-    placements = [Replicate() if name is None else Shard(order.index(name)) for name in sharded]
+    placements = [Shard(order.index(name)) if name in order else Replicate() for name in sharded]
     return whole, _joined(lse, mesh, placements, tuple(of_all[name] for name in order))
+
+
+def _by_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: list[Any], sinks: Tensor | None, options: Options, block: Block,
+    group: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return attention of queries that all processes have to the keys of all, each of which has some, as in decoding."""
+    keys = block.shift + len(block.queries)
+    check_whole(mask, bias, CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, q.device))
+    for each in bias:
+        check_divisible(each, -(-keys // dist.get_world_size(group)))
+    part = mask_of(mask, block) if block.keys else True
+    if isinstance(part, bool):
+        part = None if part else Dense(torch.zeros(1, 1, dtype=torch.bool, device=q.device))
+    parts = [x for each in bias for x in bias_of(each, block)]
+    of_first = sinks if dist.get_rank(group) == 0 else None
+    out, lse = attention_operator()(*options.call(q, k, v, part, parts, of_first, (0, block.keys.start)))
+    if sinks is not None and of_first is None:
+        lse = lse + sinks[:0].sum().to(lse.dtype)  # zero: the other processes' gradients of sinks are zeros, not None
+    return merge_attention([(out, lse)], mesh=group)
 
 
 @functools.lru_cache(16)
@@ -92,9 +117,12 @@ def _sharded(number: int, tensors: tuple[DTensor, ...], dims: dict[int, str]) ->
             return None
         if isinstance(first, Shard) and type(first) is Shard and first.dim in dims:
             return dims[first.dim]
+    keys, values = others
+    if first == Replicate() and keys == values and type(keys) is Shard and dims.get(keys.dim) == "sequence":
+        return "keys"
     raise ArgumentError(
         f"opkit.attention: {_shown(*tensors)}. Along each dimension of the mesh all three must be replicated, or sharded by "
-        "batch, heads or sequence alike. Call redistribute() first."
+        "batch, heads or sequence alike; or, with replicated q, k and v by sequence. Call redistribute() first."
     )
 
 

@@ -9,6 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opkit.errors import ArgumentTypeError
+
+
+def group_of(mesh: Any, name: str) -> dist.ProcessGroup:
+    """Return the process group of a mesh of one dimension, or a group itself; ``name`` is that of the function that got it."""
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentTypeError(f"{name}: mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}.")
+    return group
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

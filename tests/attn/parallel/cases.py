@@ -1,5 +1,6 @@
 """Attention of several processes against that of one, which ``test_parallel`` starts."""
 
+import dataclasses
 import itertools
 
 import processes
@@ -11,7 +12,7 @@ from processes import case
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import opkit
-from opkit.errors import ArgumentError, ShapeError
+from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 from opkit.masks import Causal, Dense, KeyPadding, PrefixLM, Segments, SlidingWindow, VarLen
 
 S, D = 48, 8
@@ -78,9 +79,84 @@ def options(mesh):
         compare(mesh, method, balanced, keys, mask=Causal("bottom-right"), dtype=torch.float32)
 
 
+def biases(kind):
+    return {
+        "alibi": lambda: opkit.masks.ALiBi(torch.rand(2, 4)),
+        "grid": lambda: opkit.masks.RelativePosition(numbers(2, 4, S, S // 2), numbers(1, 4, 1, 2)),
+        "tensors": lambda: [numbers(4, 1, S), numbers(S, 1), numbers(1, 4, S, S)],
+    }[kind]()
+
+
+def tensors_of(bias):
+    return bias if isinstance(bias, list) else [getattr(bias, field.name) for field in dataclasses.fields(bias)]
+
+
+@case
+def gradients_of_biases(mesh):
+    for kind, mask in (("alibi", Causal()), ("alibi", None), ("grid", ~Causal()), ("tensors", SlidingWindow(30, 9))):
+        bias, limits = biases(kind), {"rtol": 1e-5, "atol": 1e-5} if kind == "alibi" else {}
+        tensors = [x.requires_grad_() for x in tensors_of(bias)]
+        for method, balanced, keys in methods(mesh):
+            q, k, v, weights = (numbers(2, h, S, D) for h in (4, keys, keys, 4))
+            out = opkit.attention(q, k, v, mask=mask, bias=bias, softcap=3.0)
+            expected = torch.autograd.grad((out * weights).sum(), tensors)
+            with opkit.context_parallel(mesh, method=method, balanced=balanced) as parallel:
+                q, k, v, weights = (parallel.shard(x, 2) for x in (q, k, v, weights))
+                found = opkit.attention(q, k, v, mask=mask, bias=bias, softcap=3.0)
+                of_tensors = torch.autograd.grad((found * weights).sum(), tensors)
+            torch.testing.assert_close(parallel.unshard(found, 2), out, **limits)
+            for ours, theirs in zip(of_tensors, expected, strict=True):
+                dist.all_reduce(ours)
+                torch.testing.assert_close(ours, theirs, **limits)
+
+
+@case
+def alibi_of_more_keys_than_queries(mesh):
+    bias, n = opkit.masks.ALiBi(torch.tensor([0.5, 0.25])), 2 * mesh.size()
+    q, k = numbers(1, 2, 2 * n, D), numbers(1, 2, 3 * n, D)
+    for balanced in (False, True):
+        with opkit.context_parallel(mesh, method="ring", balanced=balanced) as parallel:
+            out = opkit.attention(parallel.shard(q, 2), *[parallel.shard(k, 2)] * 2, bias=bias)
+        torch.testing.assert_close(parallel.unshard(out, 2), opkit.attention(q, k, k, bias=bias))
+
+
+@case
+def dropout(mesh):
+    """The result for values that are a unit matrix shows what is retained, with which gradients are computed by torch."""
+    for method, balanced, keys in methods(mesh):
+        whole = [numbers(2, 4, S, D), numbers(2, keys, S, D), torch.eye(S, dtype=torch.float64).expand(2, keys, S, S)]
+        q, k, v = (x.clone().requires_grad_() for x in whole)
+        with opkit.context_parallel(mesh, method=method, balanced=balanced) as parallel:
+            own = [parallel.shard(x, 2).requires_grad_() for x in whole]
+            out = opkit.attention(*own, mask=Causal(), dropout_p=0.3)
+            retained = parallel.unshard(out, 2) != 0
+            weights = numbers(2, 4, S, S)
+            found = torch.autograd.grad((out * parallel.shard(weights, 2)).sum(), own)
+        logits = q @ k.repeat_interleave(4 // keys, 1).mT * D**-0.5
+        seen = torch.ones(S, S, dtype=torch.bool).tril()
+        probabilities = logits.masked_fill(~seen, -torch.inf).softmax(-1) * retained / 0.7
+        expected = probabilities @ v.repeat_interleave(4 // keys, 1)
+        torch.testing.assert_close(parallel.unshard(out, 2), expected)
+        theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+        for one, other in zip(found, theirs, strict=True):
+            torch.testing.assert_close(parallel.unshard(one, 2), other)
+        drawn = retained[..., seen].double()
+        assert abs(drawn.mean() - 0.7) < 0.03  # of 9408
+        assert (drawn.flatten(0, 1).corrcoef() - torch.eye(8)).abs().max() < 0.2  # heads differ
+        blocks = retained.unflatten(-1, (4, -1))[..., -S // 4 :, :3, :].movedim(-2, 0).flatten(1).double()
+        assert (blocks.corrcoef() - torch.eye(3)).abs().max() < 0.2  # and so do blocks
+    x, unit = (
+        distribute_tensor(each, mesh, [Shard(1)])
+        for each in (numbers(1, 4, S, D), torch.eye(S).double().expand(1, 4, S, S))
+    )
+    drawn = (opkit.attention(x, x, unit, dropout_p=0.3).full_tensor() != 0).flatten(0, 1).flatten(1).double()
+    assert abs(drawn.mean() - 0.7) < 0.03
+    assert (drawn.corrcoef() - torch.eye(4)).abs().max() < 0.2
+
+
 @case
 def autocast(mesh):
-    q, k, v = (numbers(1, 2, S, D, dtype=torch.float32) for _ in range(3))
+    q, k, v = (numbers(1, 4, S, D, dtype=torch.float32) for _ in range(3))
     for method in ("ring", "all_to_all"):
         with torch.autocast("cpu", torch.bfloat16), opkit.context_parallel(mesh, method=method) as parallel:
             out = opkit.attention(*(parallel.shard(x, 2) for x in (q, k, v)))
@@ -150,25 +226,70 @@ def distributed_tensors(mesh):
 
 
 @case
+def keys_divided_among_processes(mesh):
+    """As in decoding: every process has the queries, and a part of the keys, which may be empty."""
+    lengths = torch.tensor([40, 17, 30])
+    masks = (None, Causal("bottom-right"), Causal() & KeyPadding(lengths), ~KeyPadding(lengths))
+    for count, mask in itertools.product((S, S - 3, 1), masks):
+        (q, weights), (k, v), sinks = numbers(2, 3, 4, 5, D), numbers(2, 3, 2, count, D), numbers(4)
+        bias = [opkit.masks.ALiBi(torch.tensor([1.0, 0.5, 0.25, 0.125])), numbers(4, 5, count)]
+        results = []
+        for distributed in (False, True):
+            inputs = [q, k, v, sinks]
+            if distributed:
+                placements = (Replicate(), Shard(2), Shard(2), Replicate())
+                inputs = [distribute_tensor(x, mesh, [at]) for x, at in zip(inputs, placements, strict=True)]
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            out, lse = opkit.attention(*inputs[:3], sinks=inputs[3], mask=mask, bias=bias, return_lse=True)
+            factor = distribute_tensor(weights, mesh, [Replicate()]) if distributed else weights
+            results.append([out, lse, *torch.autograd.grad((out * factor).sum() + lse.sum(), inputs)])
+        for theirs, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+        assert results[1][0].placements == (Replicate(),)
+
+
+@case
+def pages_divided_among_processes(mesh):
+    size, rank = mesh.size(), mesh.get_rank()
+    pages, lengths = numbers(4 * size, 4, 2, D), torch.tensor([16 * size - 3, 7])
+    table, q = torch.arange(4 * size).expand(2, -1), numbers(2, 4, D)
+    own = (lengths - 16 * rank).clamp(0, 16)
+    part = opkit.paged_attention(q, pages, pages, table[:, 4 * rank : 4 * rank + 4], own, return_lse=True)
+    found = opkit.merge_attention([part], mesh=mesh)
+    expected = opkit.paged_attention(q, pages, pages, table, lengths, return_lse=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@case
 def bad_calls(mesh):
     x = numbers(1, 3, 8, D)
     with opkit.context_parallel(mesh, method="all_to_all"):
         with pytest.raises(ShapeError, match=r'3 heads of queries.*method="ring"'):
             opkit.attention(x, x, x)
-        with pytest.raises(ArgumentError, match="dropout within"):
-            opkit.attention(x, x, x, dropout_p=0.5)
-        with pytest.raises(ArgumentError, match="ALiBi cannot be divided"):
-            opkit.attention(x, x, x, bias=opkit.masks.ALiBi(torch.ones(3)))
         other = numbers(1, 3, 8 + mesh.get_rank(), D)
         with pytest.raises(ArgumentError, match=r"different calls\. rank 0: .* rank 1: "):
             opkit.attention(other, other, other)
         with pytest.raises(ArgumentError, match="got layout='thd'"):
             opkit.attention(x[0], x[0], x[0], layout="thd")
+    with opkit.context_parallel(mesh, method="ring"):
+        with pytest.raises(ArgumentError, match=r"dropout_p=1\.5 must be"):
+            opkit.attention(x, x, x, dropout_p=1.5)
+        with pytest.raises(ShapeError, match=r"RelativePosition with 16 columns .* parts of 8 keys"):
+            opkit.attention(x, x, x, bias=opkit.masks.RelativePosition(numbers(1, 3, 16, 1), numbers(1, 3, 16, 16)))
+        for wrong in ({"bias": numbers(9, 1)}, {"mask": Causal() & Dense(numbers(8, 16) > 0)}):
+            with pytest.raises(ShapeError, match=r"does not broadcast to .* = \(1, 3, 16, 16\)"):  # on both
+                opkit.attention(x, x, x, **wrong)
     with opkit.context_parallel(mesh, balanced=True) as parallel, pytest.raises(ShapeError, match="multiple of 4"):
         parallel.shard(numbers(1, 3, 6, D), 2)
     one, other = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(x, mesh, [Replicate()])
     with pytest.raises(ArgumentError, match="sharded by batch, heads or sequence alike"):
         opkit.attention(one, other, other)
+    for wrong in ({"bias": numbers(8, 5)}, {"mask": Dense(numbers(8, 5) > 0)}):
+        with pytest.raises(ShapeError, match=r"does not broadcast to .* = \(1, 3, 8, 8\)"):
+            opkit.attention(other, one, one, **wrong)
+    with pytest.raises(ArgumentTypeError, match=r"merge_attention: mesh must be .*, got str"):
+        opkit.merge_attention([(x, x[..., 0])], mesh="tp")
     with pytest.raises(ShapeError, match="3 heads of queries and 3 of keys cannot be divided among 2"):
         opkit.attention(*(distribute_tensor(x, mesh, [Shard(1)]) for _ in range(3)))
 

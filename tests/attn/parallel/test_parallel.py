@@ -13,8 +13,10 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 FILE = Path(__file__).with_name("cases.py")
 CASES = (
-    "masks", "options", "autocast", "values_that_no_query_sees", "keys_that_no_query_sees_are_not_sent",
-    "models_that_call_torchs_attention", "distributed_tensors", "bad_calls",
+    "masks", "options", "gradients_of_biases", "alibi_of_more_keys_than_queries", "dropout", "autocast",
+    "values_that_no_query_sees", "keys_that_no_query_sees_are_not_sent",
+    "models_that_call_torchs_attention", "distributed_tensors", "keys_divided_among_processes",
+    "pages_divided_among_processes", "bad_calls",
 )  # fmt: skip
 
 
