@@ -5,7 +5,8 @@
 
 Norms are an operator of opkit's, with a gradient that is derived; attention is ``opkit.attention`` within
 ``opkit.context_parallel``. Checkpoints are those of torch.distributed, which any number of processes can read: a run goes on
-where the last one ended. Losses are the same for every division, but for rounding.
+where the last one ended. With ``torchrun --max-restarts 3``, processes start again if one is killed, and go on from the last
+checkpoint. Losses are the same for every division, but for rounding.
 """
 
 from __future__ import annotations
@@ -180,7 +181,10 @@ def main(arguments: list[str] | None = None) -> dict[int, float]:
     if "RANK" in os.environ:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        store, rank, size = next(dist.rendezvous("env://"))
+        # after a restart, the store still has the addresses of the processes that were killed
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

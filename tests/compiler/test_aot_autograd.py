@@ -280,3 +280,17 @@ def test_log_softmax_in_steps_of_nothing_and_of_everything(monkeypatch):
         found = torch.compile(torch.log_softmax, backend=opkit_backend)(x, dim)
         torch.testing.assert_close(found, torch.log_softmax(x, dim))
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, torch.log_softmax(x, dim))))
+
+
+def test_a_backward_computes_with_what_inputs_were_before_the_forward_wrote_to_them():
+    def function(x, count):
+        found = x.sin() * (count.unsqueeze(0) + 1)
+        count.add_(1)
+        return found
+
+    counts = [torch.ones(()), torch.ones(())]
+    for _ in range(2):
+        x = torch.randn(3, requires_grad=True)
+        functions = function, torch.compile(function, backend="opkit", options={"strict": True})
+        expected, found = (torch.autograd.grad(f(x, n).sum(), x)[0] for f, n in zip(functions, counts, strict=True))
+        torch.testing.assert_close(found, expected)

@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 pytestmark = pytest.mark.distributed
 
 
-def started(processes, *arguments):
+def started(processes, *arguments, more=()):
     """The running example; its output is that of the first process."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *more]
     command = [sys.executable, *torchrun, EXAMPLE, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -35,6 +37,21 @@ def test_a_sequence_on_two_processes():
     found, expected = (losses(each) for each in both)
     assert found == pytest.approx(expected, abs=2e-6)
     assert [*found] == [0, 1]
+
+
+@pytest.mark.exhaustive
+def test_a_killed_process_is_restarted(tmp_path):
+    process = started(2, "--cp=2", "--steps=40", f"--checkpoint={tmp_path}", more=["--max-restarts=2"])
+    while not (tmp_path / "latest").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    found = losses(process)
+    assert min(found) > 0
+    assert max(found) == 39
+    expected = losses(started(1, "--steps=40"))
+    assert found == pytest.approx({step: expected[step] for step in found}, abs=2e-4)
 
 
 @pytest.mark.exhaustive

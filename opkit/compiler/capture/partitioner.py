@@ -42,7 +42,29 @@ def partition(joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> tupl
     share_random_states(forward, backward, rest["num_fwd_outputs"])
     _save_floats_as_tensors(forward, backward, rest["num_fwd_outputs"])
     _save_unconjugated(forward, backward, rest["num_fwd_outputs"])
+    _save_before_writes(forward, rest["num_fwd_outputs"])
     return forward, backward
+
+
+def _save_before_writes(forward: fx.GraphModule, results: int) -> None:
+    """Save copies of inputs that the forward writes to in the end: the backward computes with what they were before."""
+    writes = forward.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    written = {node.args[0] for node in writes}
+    returned = list(private.output_of(forward.graph))
+    for number, node in enumerate(returned[results:], results):
+        if _is_tensor(node) and _viewed(node) in written:
+            with forward.graph.inserting_before(writes[0]):
+                returned[number] = forward.graph.call_function(aten.clone.default, (node,))
+            returned[number].meta = dict(node.meta)
+    output = forward.graph.output_node()
+    output.args = (tuple(returned), *output.args[1:])
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the node of whose memory a node is a view, or itself."""
+    while getattr(node.target, "is_view", False):
+        node = node.args[0]  # pyright: ignore[reportAssignmentType]
+    return node
 
 
 def _narrow_positions(graph: fx.Graph) -> None:
