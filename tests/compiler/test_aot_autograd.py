@@ -282,6 +282,13 @@ def test_log_softmax_in_steps_of_nothing_and_of_everything(monkeypatch):
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, torch.log_softmax(x, dim))))
 
 
+def test_log_softmax_in_steps_is_row_major(monkeypatch):
+    monkeypatch.setattr(decompositions, "_is_on_gpu", lambda x: x.is_floating_point())
+    x = torch.randn(4, 3, 2).permute(2, 1, 0)
+    found, expected = torch.compile(torch.log_softmax, backend=opkit_backend)(x, -1), torch.log_softmax(x, -1)
+    torch.testing.assert_close(found, expected, check_stride=True)
+
+
 def test_a_backward_computes_with_what_inputs_were_before_the_forward_wrote_to_them():
     def function(x, count):
         found = x.sin() * (count.unsqueeze(0) + 1)

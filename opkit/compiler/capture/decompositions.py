@@ -88,7 +88,7 @@ def _laid_out_as_sum(op: Any, x: Tensor, y: Tensor) -> Any:
 # ---- cross-entropy in steps, on a GPU --------------------------------------------------------------------------------
 #
 # A backward then recomputes probabilities from the logits and two numbers for each row. Without these, torch's partitioner saves
-# the log-softmax, which is twice as large as logits of narrow floats.
+# the log-softmax, which is twice as large as logits of narrow floats. Kernels return row-major results whatever they are given.
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
@@ -96,7 +96,7 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
         return NotImplemented
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shifted = wide - wide.amax(dim, keepdim=True)
-    result = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    result = (shifted - shifted.exp().sum(dim, keepdim=True).log()).contiguous()
     return result if half_to_float else result.to(x.dtype)
 
 
@@ -105,7 +105,7 @@ def _log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype)
         return NotImplemented
     wide = torch.promote_types(y.dtype, torch.float32)
     grad, y = grad.to(wide), y.to(wide)
-    return (grad - y.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+    return (grad - y.exp() * grad.sum(dim, keepdim=True)).to(dtype).contiguous()
 
 
 def _nll_loss_backward(

@@ -227,6 +227,14 @@ def compare(function, *args, symbolic=None, target=GPU):
         same(x, y, **({} if y.dtype == F16 else narrow))
 
 
+@pytest.mark.parametrize("n", [3, 33, 60])
+def test_equal_numbers_have_no_variance(n):
+    """As in eager, whose algorithm is Welford's: what divides by a deviation of 0 is not finite."""
+    x = torch.linspace(0.1, 3, 50)[:, None].expand(50, n).contiguous()
+    for function, each in ((lambda x: x.std(1), x), (lambda x: x.std(0), x.t().contiguous())):
+        assert Run(*graph_of(function, each), [each]).results[0].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("name", ["softmax of special values", "both softmaxes", "log softmax of columns"])
 def test_long_rows_of_a_softmax_are_read_twice(name):
     function, *args = LONG[name]
