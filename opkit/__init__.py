@@ -42,12 +42,14 @@ if TYPE_CHECKING:
     from opkit.attn.paged.api import paged_attention as paged_attention
     from opkit.attn.parallel.api import context_parallel as context_parallel
     from opkit.compiler.explain import explain as explain
+    from opkit.compiler.layers import compile_layers as compile_layers
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.api", "batch_invariant"),
+    "compile_layers": ("opkit.compiler.layers", "compile_layers"),
     "context_parallel": ("opkit.attn.parallel.api", "context_parallel"),
     "explain": ("opkit.compiler.explain", "explain"),
     "masks": ("opkit.masks", None),

@@ -9,8 +9,8 @@ import opkit
 
 NAMES = {
     "opkit": """
-        CustomOp append_kv attention batch_invariant c_kernel check cpp_kernel cuda_kernel custom_op errors explain
-        from_library get masks merge_attention nn operators paged_attention register_transformers remove
+        CustomOp append_kv attention batch_invariant c_kernel check compile_layers cpp_kernel cuda_kernel custom_op errors
+        explain from_library get masks merge_attention nn operators paged_attention register_transformers remove
         runtime_library sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
     """,
     "opkit.testing": """
@@ -59,6 +59,7 @@ PARAMETERS = {
     "append_kv": "k v k_pages v_pages page_table lengths_before cu_seqlens k_scale v_scale",
     "merge_attention": "parts mesh",
     "explain": "model args kwargs",
+    "compile_layers": "model backend options",
     "use_kernel": "op name",
     "get": "name",
     "remove": "name",

@@ -20,7 +20,7 @@ from torch import fx
 
 from opkit import config
 from opkit.compiler import diagnostics, graph_cache
-from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner
+from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.capture.patterns.table import replace_patterns
@@ -60,11 +60,14 @@ class CompileOptions:
             operator as it is defined, and use its ``register_lowering`` rule if it has one.
         cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes; None: where it is also safe
             and faster; False: never. The log shows the reasons.
+        repeated_blocks: True: compile a block that the graph repeats with other parameters once, and call it; None: on CPUs only,
+            since a call is a CUDA graph of its own; False: never.
     """
 
     strict: bool = False
     inline: bool | None = None
     cuda_graphs: bool | None = None
+    repeated_blocks: bool | None = None
 
 
 _MODES = {"default": None, "reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False}
@@ -107,19 +110,46 @@ def opkit_backend(
         recording = graph_cache.Recording(None, example_inputs, is_saving=True)
         with private.without_autograd_cache():
             return SavedFunction(_compile_with_aot_autograd(module, example_inputs, chosen, recording), recording)
+    blocks = _cut(module, example_inputs, chosen)
+    if blocks is not None:
+        parts = [_compiled(part.module, part.inputs, chosen, part.count) for part in blocks.parts]
+        return blocks.function(parts)
+    return _compiled(module, example_inputs, chosen)
+
+
+def _cut(module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions) -> repeats.Cut | None:
+    """Return the graph cut at repeated blocks, or None."""
+    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
+    if options.repeated_blocks is False or (options.repeated_blocks is None and not on_cpu):
+        return None
+    if repeats.cut(module, inputs) is None:
+        return None
+    _rewrite(module)  # patterns may end in another part than they begin
+    return repeats.cut(module, inputs)
+
+
+def _compiled(
+    module: fx.GraphModule, example_inputs: Sequence[Any], chosen: CompileOptions, count: int = 1
+) -> Callable[..., Any]:
+    """Return the function of a graph that is called ``count`` times, from the cache on the disk if it has one."""
     entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
     cached = None if entry is None or _is_observed() else graph_cache.find(entry, chosen.cuda_graphs)
     return cached or _compile_with_aot_autograd(
-        module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs)
+        module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs), count
     )
 
 
 def _compile_with_aot_autograd(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, recording: graph_cache.Recording
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: CompileOptions,
+    recording: graph_cache.Recording,
+    count: int = 1,
 ) -> Callable[..., Any]:
     """Return a function that runs Dynamo's graph; AOTAutograd calls ``compile_fx_graph`` with the graphs that it makes of it."""
     compilers = {
-        kind: functools.partial(compile_fx_graph, kind=kind, options=options, recording=recording) for kind in _KINDS
+        kind: functools.partial(compile_fx_graph, kind=kind, options=options, recording=recording, count=count)
+        for kind in _KINDS
     }
     make = private.aot_autograd(
         fw_compiler=compilers["forward"],
@@ -161,15 +191,16 @@ def compile_fx_graph(
     kind: str,
     options: CompileOptions = CompileOptions(),
     recording: graph_cache.Recording | None = None,
+    count: int = 1,
 ) -> Boxed:
     """Return a function for a graph of AOTAutograd's: it takes a list of inputs, which it empties.
 
-    ``recording`` collects what the entry of the graph cache needs.
+    ``recording`` collects what the entry of the graph cache needs; ``count`` is how often the function is called in a step.
 
     Raises:
         CompileError: the compiler failed, and ``options.strict`` holds.
     """
-    graph, recording = _GraphCompilation(module, kind, options), recording or graph_cache.Recording(None, ())
+    graph, recording = _GraphCompilation(module, kind, options, count), recording or graph_cache.Recording(None, ())
     if kind == "forward":
         private.disable_donated_buffers()
     function = graph.attempt(lambda: graph.start(example_inputs, functools.partial(recording.add_graph, kind)))
@@ -189,8 +220,9 @@ class _GraphCompilation:
     The C compiler runs in the background while AOTAutograd continues: the last stages run at the first call.
     """
 
-    def __init__(self, module: fx.GraphModule, kind: str, options: CompileOptions) -> None:
+    def __init__(self, module: fx.GraphModule, kind: str, options: CompileOptions, count: int) -> None:
         self.module, self.kind, self.name, self.options = module, kind, graph_cache.next_name(kind), options
+        self.count = count
         self.save_memory = kind != "inference"  # what a forward saves adds to the backward's peak
         self.stages = Stages()
         self.user_results: int | None = None
@@ -218,7 +250,7 @@ class _GraphCompilation:
                 raise
             reason = f"{type(error).__name__}: {error}"
             diagnostics.report_failure(self.module, self.name, self.stages.now, error, self.options.strict)
-        _notify_observer(CompiledGraph(self.name, reason))
+        _notify_observer(CompiledGraph(self.name, reason, count=self.count))
         return eager(self.module)
 
     def start(
@@ -241,7 +273,7 @@ class _GraphCompilation:
             compiled = pipeline.compile_graph(
                 captured, target, self.stages, operators, self.options.strict, self.save_memory
             )
-            _notify_observer(compiled)
+            _notify_observer(dataclasses.replace(compiled, count=self.count))
             assert compiled.plan is not None
             plan, texts = compiled.plan, compiled.texts
         else:

@@ -34,7 +34,8 @@ from opkit.errors import CompileError, NoCompilerWarning
 class CompiledGraph:
     """A graph in each form of the compiler; if it runs in eager mode, the forms are None and ``reason`` says why.
 
-    ``texts`` are the C, or the module of its ``kernels`` in Triton.
+    ``texts`` are the C, or the module of its ``kernels`` in Triton. A block that a model repeats is a graph that is called
+    ``count`` times.
     """
 
     name: str
@@ -45,6 +46,7 @@ class CompiledGraph:
     plan: ExecutionPlan | None = None
     texts: tuple[str, ...] = ()
     kernels: tuple[TritonKernel, ...] = ()
+    count: int = 1
 
 
 class Stages:

@@ -75,7 +75,7 @@ class Explanation:
     @property
     def kernels(self) -> int:
         """The number of kernel launches of all graphs together."""
-        return sum(kernel.launches for graph in self.graphs for kernel in graph.kernels)
+        return sum(graph.launches * graph.count for graph in self.graphs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled model again, for example with other sizes, and add what is compiled for that call."""
@@ -141,15 +141,15 @@ _MAX_LINES = 12  # lines of a kind; after them the report says how many more the
 
 def title(graphs: Sequence[GraphExplanation]) -> str:
     """Return the numbers of graphs, kernels and calls."""
-    kernels = sum(graph.launches for graph in graphs)
-    calls = sum(len(graph.calls) for graph in graphs)
+    kernels = sum(graph.launches * graph.count for graph in graphs)
+    calls = sum(len(graph.calls) * graph.count for graph in graphs)
     return f"{_count(len(graphs), 'graph')}, {_count(kernels, 'kernel')}, {_count(calls, 'call')} of torch's operators"
 
 
 def row(graph: GraphExplanation) -> tuple[str, ...]:
     """Return a graph's row of the table."""
     numbers = (graph.nodes, graph.launches, len(graph.calls), len(graph.refusals))
-    return (graph.name, *map(str, numbers), f"{graph.arena:,} B")
+    return (graph.title, *map(str, numbers), f"{graph.arena:,} B")
 
 
 def report(
@@ -161,7 +161,7 @@ def report(
     """Return the whole report."""
     lines = [title(graphs), "", *_table_lines(graphs)]
     for graph in graphs:
-        lines += ["", graph.name, *(f"  {line}" for line in _graph_lines(graph))]
+        lines += ["", graph.title, *(f"  {line}" for line in _graph_lines(graph))]
     lines += ["", f"guards: {sum(map(len, guards))}"]
     lines += _list_lines("compiled again", recompiles) + _list_lines("graph breaks", breaks)
     return "\n".join(lines)
@@ -255,7 +255,7 @@ def _table_html(graphs: Sequence[GraphExplanation]) -> Iterator[str]:
 
 def _graph_html(number: int, graph: GraphExplanation) -> Iterator[str]:
     anchor = f"graph-{number}"
-    yield f'<section aria-labelledby="{anchor}">\n<h2 id="{anchor}">{escape(graph.name)}</h2>'
+    yield f'<section aria-labelledby="{anchor}">\n<h2 id="{anchor}">{escape(graph.title)}</h2>'
     if graph.reason:
         yield f'<p><span class="bad">runs in eager mode</span> {escape(graph.reason)}</p>'
     for kernel in graph.kernels:

@@ -81,6 +81,7 @@ class GraphExplanation:
         device: the device, such as "cpu" or "cuda:0".
         functions: the Triton kernels as they are compiled.
         bandwidth: the bytes a second that the memory of the GPU moves, if it is known.
+        count: how often it is called in a step: more than once if it is a block that the model repeats.
     """
 
     name: str
@@ -99,6 +100,12 @@ class GraphExplanation:
     device: str = "cpu"
     functions: tuple[TritonKernel, ...] = ()
     bandwidth: float | None = None
+    count: int = 1
+
+    @property
+    def title(self) -> str:
+        """The name, and how often the graph is called if that is more than once."""
+        return self.name if self.count == 1 else f"{self.name} ({self.count} times)"
 
     @property
     def launches(self) -> int:
@@ -115,7 +122,7 @@ def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
     """Return the forms of a graph as text."""
     captured, program, schedule, plan = compiled.captured, compiled.program, compiled.schedule, compiled.plan
     if captured is None or program is None or schedule is None or plan is None:
-        return GraphExplanation(compiled.name, compiled.reason)
+        return GraphExplanation(compiled.name, compiled.reason, count=compiled.count)
     nodes = captured.graph.nodes
     return GraphExplanation(
         compiled.name,
@@ -133,6 +140,7 @@ def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
         "\n".join(compiled.texts),
         plan.device,
         plan.kernels,
+        count=compiled.count,
     )
 
 

@@ -383,3 +383,15 @@ no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._D
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """Switch autograd's recording on or off."""
+
+
+def copy_placeholder(node: fx.Node, copy: fx.Node) -> None:
+    """Give the placeholder of a part of Dynamo's graph a node's type and source, which AOTAutograd reads."""
+    copy.meta = {**node.meta}
+    copy._dynamo_source = getattr(node, "_dynamo_source", None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def copy_sources(module: fx.GraphModule, part: fx.GraphModule) -> None:
+    """Give a part of Dynamo's graph what AOTAutograd reads of the whole."""
+    part.meta = {**module.meta}
+    part._param_name_to_source = getattr(module, "_param_name_to_source", {})  # pyright: ignore[reportArgumentType]

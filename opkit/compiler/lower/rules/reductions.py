@@ -18,6 +18,7 @@ from opkit.compiler.ir.index import Index, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, formal
 
 TABLE = Table()

@@ -1,0 +1,253 @@
+"""This module finds blocks that Dynamo's graph repeats with other parameters, as deep models do, and cuts the graph there.
+
+The time that AOTAutograd and lowering take grows with the number of nodes. One block is compiled once, and called for each
+repetition. Dynamo's ``nested_compile_region`` marks such blocks by hand; these are found in the graph: runs of equal nodes, whose
+arguments are connected in the same way. torch's DDPOptimizer cuts graphs for another reason, and compiles the parts as here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.cache_key import shared
+from opkit.compiler.capture.parts import Cut, assembled, attribute, is_graph, outside, used_outside
+
+MIN_BLOCKS = 4
+MIN_NODES = 8  # of a block: calls of smaller ones would take longer than their kernels
+_PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "conv1d", "conv2d", "addmm", "baddbmm", "einsum")
+_NEEDS_WHOLE = ("_functorch", "autograd", "_autograd", "distributed", "c10d", "_c10d_functional", "_dtensor")
+"""Where the functions are that need the whole graph: transforms and gradients in it, and collectives, which overlap."""
+
+
+def cut(module: fx.GraphModule, inputs: Sequence[Any]) -> Cut | None:
+    """Return the graph cut into what comes before the repeated blocks, the block, and what comes after; None if none repeat."""
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    if not _is_plain(module, inputs):
+        return None
+    found = _repeated(nodes)
+    if found is None:
+        return None
+    start, length, count = found
+    ranges = [(0, start), *((start + k * length, start + (k + 1) * length) for k in range(count))]
+    ranges = [each for each in [*ranges, (start + length * count, len(nodes))] if each[0] < each[1]]
+    pieces = [nodes[first:last] for first, last in ranges]
+    blocks = range(start > 0, (start > 0) + count)
+    if not all(_keeps_state(piece) for piece in pieces) or _writes_across(pieces):
+        return None
+    wanted = {n for k in blocks for n in used_outside(pieces[k])}  # the same results of each block
+    return assembled(module, inputs, pieces, blocks, sorted(wanted))
+
+
+# ---- what repeats ----------------------------------------------------------------------------------------------------
+
+
+def _repeated(nodes: Sequence[fx.Node]) -> tuple[int, int, int] | None:
+    """Return the first node, the nodes of a block and the number of blocks of the longest run of equal blocks, or None."""
+    numbers: dict[str, int] = {}
+    own = torch.tensor([numbers.setdefault(_text(node), len(numbers)) for node in nodes])
+    best, found = 0, None
+    for length in range(1, len(nodes) // MIN_BLOCKS + 1):
+        first, run = _longest_run(own[:-length] == own[length:])
+        count = run // length + 1
+        if (
+            count >= MIN_BLOCKS
+            and length * count > best
+            and sum(map(_size, nodes[first : first + length])) >= MIN_NODES
+        ):
+            best, found = length * count, (first, run, length)
+    if found is None:
+        return None
+    first, run, length = found
+    return _same(nodes, _start(nodes, first, run, length), first + run + length, length)
+
+
+def _size(node: fx.Node) -> int:
+    """Return how many nodes a node stands for: a checkpointed block is one, which holds a graph."""
+    return 1 + sum(len(attribute(each).graph.nodes) for each in node.all_input_nodes if is_graph(each))
+
+
+def _longest_run(equal: torch.Tensor) -> tuple[int, int]:
+    """Return where the longest run of True begins, and its length."""
+    ends = torch.cat([torch.tensor([-1]), (~equal).nonzero().flatten(), torch.tensor([len(equal)])])
+    gaps = ends.diff() - 1
+    at = int(gaps.argmax())
+    return int(ends[at]) + 1, int(gaps[at])
+
+
+def _start(nodes: Sequence[fx.Node], first: int, run: int, length: int) -> int:
+    """Return where the first block begins: where few values pass from block to block, best before a product.
+
+    A cut ends fusion, but what a product reads is stored anyway. One that leaves a block less must save a value.
+    """
+    numbers = {node: n for n, node in enumerate(nodes)}
+    choices = range(first, first + length)
+
+    def cost(at: int) -> tuple[float, int]:
+        border = at + length  # between two blocks
+        crossing = sum(any(numbers.get(user, -1) >= border for user in node.users) for node in nodes[at:border])
+        loses_block = (first + run + length - at) // length < run // length + 1
+        return crossing - _is_product(nodes[border]) + 0.5 * loses_block, at
+
+    return min(choices, key=cost)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return _name(node.target) in _PRODUCTS
+
+
+def _same(nodes: Sequence[fx.Node], start: int, end: int, length: int) -> tuple[int, int, int] | None:
+    """Return the longest run of blocks from ``start`` on that are connected in the same way, if each has parameters."""
+    starts = range(start, end - length + 1, length)
+    texts = [_connections(nodes[at : at + length]) for at in starts]
+    runs: list[list[int]] = []
+    for at, text in zip(starts, texts, strict=True):
+        if runs and text == texts[(runs[-1][0] - start) // length]:
+            runs[-1].append(at)
+        else:
+            runs.append([at])
+    longest = max(runs, key=len)
+    if len(longest) < MIN_BLOCKS or not _have_parameters(nodes, longest, length):
+        return None
+    return longest[0], length, len(longest)
+
+
+def _have_parameters(nodes: Sequence[fx.Node], starts: Sequence[int], length: int) -> bool:
+    """Return whether each block reads inputs of the graph that no other reads: a loop over time steps does not."""
+    blocks = [{n for n in outside(nodes[at : at + length]) if n.op == "placeholder"} for at in starts[:2]]
+    return bool(blocks[0] - blocks[1])
+
+
+def _connections(block: Sequence[fx.Node]) -> str:
+    """Return the text of what the arguments of a block's nodes are: numbers of nodes in it, or of values from outside."""
+    numbers = {node: f"%{n}" for n, node in enumerate(block)}
+    names = {**{node: f"in{n}" for n, node in enumerate(outside(block))}, **numbers}
+    inputs = [_type(node) for node in outside(block)]
+    return "\n".join([*inputs, *(_call(node, lambda each: names[each]) for node in block)])
+
+
+def _text(node: fx.Node) -> str:
+    """Return what a node does, without where its arguments come from."""
+    return f"{_call(node, lambda _: '%')} {_type(node)}"
+
+
+def _call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if is_graph(value):
+                return _graph(attribute(value))
+            return name(value)
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{key}: {text(each)}' for key, each in value.items())}}}"
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}({', '.join(map(text, value))})"
+        if isinstance(value, slice):
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+        return repr(value)
+
+    function = (
+        "" if node.op in ("placeholder", "get_attr") else node.target
+    )  # those have names of their own in each block
+    identity = id(function) if callable(function) else ""
+    return f"{node.op} {_name(function)} {identity} {text(node.args)} {text(node.kwargs)}"
+
+
+def _graph(module: fx.GraphModule) -> str:
+    """Return the text of a graph that a node holds, such as a checkpointed block."""
+    nodes = list(module.graph.nodes)
+    numbers = {node: f"%{n}" for n, node in enumerate(nodes)}
+    meta = {key: id(value) for key, value in module.meta.items()}  # such as a policy of what is recomputed
+    return f"{meta} " + "; ".join(f"{_call(node, numbers.__getitem__)} {_type(node)}" for node in nodes)
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _type(node: fx.Node) -> str:
+    """Return what decides how a compiled function treats a value: a tensor's type, or which size it is."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        layout = (value.dtype, tuple(value.shape), value.stride(), value.device, value.requires_grad, type(value))
+        return f"{layout} {isinstance(value, torch.nn.Parameter)} {sorted(map(str, node.meta.get('tensor_dict', {})))}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return repr(value)
+
+
+# ---- whether it may be cut -------------------------------------------------------------------------------------------
+
+
+def _is_plain(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether parts of a graph mean the same as the whole."""
+    nodes = module.graph.nodes
+    tensors = [
+        v for v in tree_leaves([*inputs, *(n.meta.get("example_value") for n in nodes)]) if isinstance(v, torch.Tensor)
+    ]
+    if any(t.layout is not torch.strided or private.is_wrapper_subclass(t) for t in tensors):
+        return False
+    if len(inputs) != len([node for node in nodes if node.op == "placeholder"]):
+        return False
+    if shared(inputs) and any(map(_may_write, nodes)):
+        return False
+    return not any(
+        callable(node.target) and any(word in _path(node.target).split(".") for word in _NEEDS_WHOLE) for node in nodes
+    )
+
+
+def _path(target: Any) -> str:
+    return f"{getattr(target, 'namespace', None) or getattr(target, '__module__', None) or ''}"
+
+
+def _keeps_state(piece: Sequence[fx.Node]) -> bool:
+    """Return whether autocast and the modes of autograd are after some nodes what they were before."""
+    entered: list[fx.Node] = []
+    grad = None
+    for node in piece:
+        name = _name(node.target)
+        if name.startswith("_enter_"):
+            entered.append(node)
+        elif name.startswith("_exit_"):
+            if not entered or node.args[0] is not entered.pop():
+                return False
+        elif name == "_set_grad_enabled":
+            grad = node.args[0]
+    return not entered and grad in (None, torch.is_grad_enabled())
+
+
+def _writes_across(pieces: Sequence[Sequence[fx.Node]]) -> bool:
+    """Return whether a piece writes to what it did not make and another one has, whose type may be that after the write."""
+    touched = [_storages([*outside(piece), *piece]) for piece in pieces]
+    for k, piece in enumerate(pieces):
+        targets = [node.all_input_nodes[0] for node in piece if _may_write(node) and node.all_input_nodes]
+        written = _storages(targets) & _storages(outside(piece))
+        if any(written & other for n, other in enumerate(touched) if n != k):
+            return True
+    return False
+
+
+def _storages(nodes: Sequence[fx.Node]) -> set[int]:
+    """Return the storages of tensors, of Dynamo's fake mode."""
+    values = [value for node in nodes for value in tree_leaves(node.meta.get("example_value"))]
+    return {private.storage_address(value) for value in values if isinstance(value, torch.Tensor)}
+
+
+_IN_PLACE = {
+    "setitem", "__setitem__", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+    "ilshift", "irshift",
+}  # fmt: skip
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if private.is_overload(node.target):
+        return private.schema(node.target).is_mutable
+    name = _name(node.target)
+    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or bool({"out", "inplace"} & {*node.kwargs})
