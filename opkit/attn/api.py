@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, float8, reference
+from opkit.attn import arguments, float8, parallel, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
 from opkit.attn.masks import biases
@@ -161,7 +161,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@torch_private.disable_dynamo  # the processes' messages are not traced
+@torch_private.traced_with_ranks
 def _in_parts(
     q: Any, k: Any, v: Any, mask: Any, bias: Any, scale: float | None, softcap: float | None, sinks: Tensor | None,
     dropout_p: float, descales: Any, return_lse: bool, layout: str, kernel: str | None,
@@ -171,15 +171,19 @@ def _in_parts(
     if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
     if torch_private.is_dtensor(q):
-        module = importlib.import_module(
-            "opkit.attn.parallel.dtensor"
-        )  # which imports torch.distributed.tensor, and this one
-        return module.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, return_lse, layout)
+        _import_dtensor()
+        module: Any = parallel
+        return module.dtensor.attention(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, return_lse, layout)
     q, k, v = as_bhsd(q, k, v, layout)
     _check_sizes(q, k, v, "bhsd")
     out, lse = context.attention(q, k, v, mask, bias, sinks, context.options(scale, softcap, dropout_p, q.device))
     out = from_bhsd(out, layout)
     return (out, lse) if return_lse else out
+
+
+@torch_private.while_tracing
+def _import_dtensor() -> None:
+    importlib.import_module("opkit.attn.parallel.dtensor")  # which imports torch.distributed.tensor, and this module
 
 
 def select(

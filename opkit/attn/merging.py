@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from opkit.attn.allocation import overwritten
 from opkit.attn.compat import torch_private
 from opkit.attn.gpu.blocks import tiles_in
 from opkit.attn.gpu.limits import device
+from opkit.attn.parallel.gather import gather_parts
+from opkit.attn.parallel.layout import group_of
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.kernels.triton.named import Named
 from opkit.op.definition import custom_op
@@ -77,16 +78,14 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], *, mesh: Any = None)
     _check(outs, lses)
     if mesh is not None:
         outs, lses = _of_all(outs, lses, mesh)
-    return merge_attention_operator()(outs, lses)
+    return _OPERATOR(outs, lses)
 
 
-@torch_private.disable_dynamo  # the processes' messages are not traced
+@torch_private.traced_with_ranks
 def _of_all(outs: list[Tensor], lses: list[Tensor], mesh: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parts of all processes, of which each sends one."""
-    gather = importlib.import_module("opkit.attn.parallel.gather")  # which imports torch.distributed
-    group = importlib.import_module("opkit.attn.parallel.layout").group_of(mesh, "opkit.merge_attention")
-    own = merge_attention_operator()(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
-    of_all, sums = (gather.Gather.apply(group, x) for x in own)
+    own = _OPERATOR(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+    of_all, sums = gather_parts(*own, group_of(mesh, "opkit.merge_attention").group_name)
     return [*of_all], [*sums]
 
 
@@ -159,3 +158,6 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
 
 def _padded(tensors: list[Tensor]) -> list[Tensor | None]:
     return [*tensors, *[None] * (MOST_PARTS - len(tensors))]
+
+
+_OPERATOR = merge_attention_operator()  # not at the first call, which compilers may trace

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import _C, _compile
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 sdpa: Callable[..., torch.Tensor] = _C._nn.scaled_dot_product_attention
@@ -21,6 +23,33 @@ sdpa: Callable[..., torch.Tensor] = _C._nn.scaled_dot_product_attention
 
 disable_dynamo: Callable[[Any], Any] = _compile._disable_dynamo
 """``torch.compiler.disable`` that imports Dynamo, which takes seconds, at the first call only."""
+
+_KNOWS_MESHES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+def while_tracing(function: Any) -> Any:
+    """Let Dynamo run a function of constants when it traces a call, as ``torch.compiler.assume_constant_result`` does."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def traced_with_ranks(function: Any) -> Any:
+    """Make calls of a function graph breaks where graphs cannot hold what it reads, process groups and this process's rank.
+
+    Dynamo knows meshes and groups from torch 2.14 on; with ``compile_on_one_rank`` other processes run the graph, too.
+    """
+    untraced = disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args) if not is_dynamo_compiling() or _holds_ranks() else untraced(*args)
+
+    return call
+
+
+def _holds_ranks() -> bool:
+    return _KNOWS_MESHES and not torch.compiler.config.compile_on_one_rank
+
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 """The module of torch.distributed's context parallelism, in torch 2.11 to 2.14."""
@@ -41,11 +70,18 @@ def is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def local_part(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this process's part of a ``DTensor``, and where it begins."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def process_group(name: str) -> Any:
+    """Return the process group with a name."""
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    return c10d._resolve_process_group(name)
 
-    return compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+
+def recording_again() -> Any:
+    """Return a context in which autograd records also within an operator's kernel, which runs below autograd."""
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradFunctionality", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(_C.DispatchKey, key))
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
 
 
 def is_wrapper(x: torch.Tensor) -> bool:

@@ -14,13 +14,14 @@ from opkit.attn import api
 from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
-from opkit.attn.parallel.all_to_all import Exchange
-from opkit.attn.parallel.blocks import check_divisible, check_whole, local_bias, local_mask
+from opkit.attn.parallel.all_to_all import exchange_heads
+from opkit.attn.parallel.blocks import check_whole, local_bias, local_mask
 from opkit.attn.parallel.layout import Layout, group_of
 from opkit.attn.parallel.options import Options
-from opkit.attn.parallel.ring import Ring, ring_attention
+from opkit.attn.parallel.ring import ring_attention
 from opkit.errors import ArgumentError, ShapeError
 
+_OPERATOR = attention_operator()
 Method = Literal["ring", "all_to_all"]
 
 
@@ -35,7 +36,6 @@ class ContextParallel:
     def __init__(self, layout: Layout, method: Method | None) -> None:
         self.layout = layout
         self.method: Method | None = method
-        self._agreed: set[str] = set()
 
     options = staticmethod(Options.drawn)
 
@@ -80,23 +80,9 @@ class ContextParallel:
         added = api.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
         hiding = tuple(each for each in parts if not (isinstance(each, Dense) and each.additive))
         mask = And(hiding) if hiding else None
-        shapes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
-        others = {
-            "mask": [type(each).__name__ for each in hiding],
-            "biases": [type(each).__name__ for each in added],
-            "scale": options.scale,
-            "softcap": options.softcap,
-            "dropout_p": options.dropout_p,
-        }
-        self._agree(f"{q.dtype} {shapes | others}, sinks: {sinks is not None}", q.device)
-        queries, keys = (x.shape[2] * self.layout.size for x in (q, k))
-        whole = CallSizes(q.shape[0], q.shape[1], queries, keys, q.device)
-        check_whole(mask, added, whole)
         method, _ = self.choose(q, k)
         if method == "ring":
-            for each in added:
-                check_divisible(each, k.shape[2] // self.layout.parts)
-            return ring_attention(Ring(self.layout, mask, options, q.shape[2], k.shape[2]), q, k, v, sinks, added)
+            return ring_attention(self.layout, mask, options, q, k, v, sinks, added)
         return self._by_heads(q, k, v, mask, added, sinks, options)
 
     def _by_heads(
@@ -109,30 +95,18 @@ class ContextParallel:
         sinks: Tensor | None,
         options: Options,
     ) -> tuple[Tensor, Tensor]:
-        layout, count = self.layout, q.shape[1] // self.layout.size
-        if q.shape[1] % layout.size or k.shape[1] % layout.size:
-            raise ShapeError(
-                f"opkit.attention: {q.shape[1]} heads of queries and {k.shape[1]} of keys cannot be divided among {layout.size} "
-                'processes. Use opkit.context_parallel(..., method="ring").'
-            )
+        layout = self.layout
+        call = f"sinks: {sinks is not None}, {options.described(mask, added)}"
+        q, k, v = exchange_heads([q, k, v], True, layout.name, layout.balanced, call)
+        count = q.shape[1]
+        check_whole(mask, added, CallSizes(q.shape[0], count * layout.size, q.shape[2], k.shape[2], q.device))
         heads = range(layout.rank * count, (layout.rank + 1) * count)
-        q, k, v = (Exchange.apply(layout, x, True) for x in (q, k, v))
         mask = None if mask is None else local_mask(mask, heads)
         sinks = None if sinks is None else sinks[heads.start : heads.stop]
         bias = [local_bias(each, heads) for each in added]
-        out, lse = attention_operator()(*options.call(q, k, v, mask, bias, sinks, (heads.start, 0)))
-        return Exchange.apply(layout, out, False), Exchange.apply(layout, lse.unsqueeze(-1), False).squeeze(-1)
-
-    def _agree(self, call: str, device: torch.device) -> None:
-        """Raise on every process if they make different calls. GPUs, which would have to wait, check the first call of a kind."""
-        if call in self._agreed and device.type != "cpu":
-            return
-        others: list[Any] = [None] * self.layout.size
-        dist.all_gather_object(others, call, group=self.layout.group)
-        if len({*others}) > 1:
-            listed = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(others))
-            raise ArgumentError(f"opkit.attention: the processes of context_parallel make different calls. {listed}")
-        self._agreed.add(call)
+        out, lse = _OPERATOR(*options.call(q, k, v, mask, bias, sinks, (heads.start, 0)))
+        out, lse = exchange_heads([out, lse.unsqueeze(-1)], False, layout.name, layout.balanced, "")
+        return out, lse.squeeze(-1)
 
 
 @contextlib.contextmanager
@@ -169,7 +143,7 @@ def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool 
     """
     if method not in (None, "ring", "all_to_all"):
         raise ArgumentError(f'opkit.context_parallel: method={method!r} must be "ring", "all_to_all" or None.')
-    active = ContextParallel(Layout(group_of(mesh, "opkit.context_parallel"), balanced), method)
+    active = ContextParallel(Layout.of(group_of(mesh, "opkit.context_parallel"), balanced), method)
     previous, api.context = api.context, active
     try:
         yield active

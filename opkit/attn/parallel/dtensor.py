@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from opkit.attn import api
-from opkit.attn.compat import torch_private
 from opkit.attn.masks.algebra import Dense, Mask, as_mask
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.merging import merge_attention
@@ -24,6 +22,7 @@ from opkit.attn.parallel.layout import Layout
 from opkit.attn.parallel.options import Options
 from opkit.errors import ArgumentError, ShapeError
 
+_OPERATOR = attention_operator()
 _DIMS = {"bhsd": {0: "batch", 1: "heads", 2: "sequence"}, "bshd": {0: "batch", 1: "sequence", 2: "heads"}}
 
 
@@ -41,10 +40,10 @@ def attention(
     sharded = [_sharded(number, (q, k, v), dims) for number in range(mesh.ndim)]
     if sharded.count("sequence") + sharded.count("keys") > 1:
         raise ArgumentError(f"opkit.attention: {_shown(q, k, v)}: the sequence is sharded along several dimensions.")
-    shape, offset = torch_private.local_part(q)
+    shape, offset = _local_part(q)
     at = {name: range(offset[dim], offset[dim] + shape[dim]) for dim, name in dims.items()}
     heads, batch = at["heads"], at["batch"]
-    ways = math.prod(mesh.size(number) for number, name in enumerate(sharded) if name == "heads")
+    ways = math.prod([mesh.size(number) for number, name in enumerate(sharded) if name == "heads"])
     of_all = {name: q.shape[dim] for dim, name in dims.items()}
     shared = k.shape[next(dim for dim, name in dims.items() if name == "heads")]
     if of_all["heads"] % ways or shared % ways:
@@ -59,14 +58,15 @@ def attention(
     own = api.as_bhsd(q.to_local(grad_placements=of_q), k.to_local(), v.to_local(), layout)
     options = Options.drawn(scale, softcap, dropout_p, own[0].device, (heads.start, batch.start))
     if "sequence" in sharded:
-        out, lse = _context(mesh.get_group(sharded.index("sequence"))).attention(*own, mask, bias, sinks, options)
+        context = ContextParallel(Layout.of(mesh.get_group(sharded.index("sequence")), False), None)
+        out, lse = context.attention(*own, mask, bias, sinks, options)
     elif "keys" in sharded:
         dim = next(dim for dim, name in dims.items() if name == "sequence")
-        begin, group = torch_private.local_part(k)[1][dim], mesh.get_group(sharded.index("keys"))
+        begin, group = _local_part(k)[1][dim], mesh.get_group(sharded.index("keys"))
         block = Block(range(q.shape[dim]), range(begin, begin + own[1].shape[2]), k.shape[dim] - q.shape[dim])
         out, lse = _by_keys(*own, mask, bias, sinks, options, block, group)
     else:
-        out, lse = attention_operator()(*options.call(*own, mask, bias, sinks, (0, 0)))
+        out, lse = _OPERATOR(*options.call(*own, mask, bias, sinks, (0, 0)))
     whole = _joined(api.from_bhsd(out, layout), mesh, q.placements, (*q.shape[:3], v.shape[3]))
     if not return_lse:
         return whole
@@ -89,15 +89,22 @@ def _by_keys(
         part = None if part else Dense(torch.zeros(1, 1, dtype=torch.bool, device=q.device))
     parts = [x for each in bias for x in bias_of(each, block)]
     of_first = sinks if dist.get_rank(group) == 0 else None
-    out, lse = attention_operator()(*options.call(q, k, v, part, parts, of_first, (0, block.keys.start)))
+    out, lse = _OPERATOR(*options.call(q, k, v, part, parts, of_first, (0, block.keys.start)))
     if sinks is not None and of_first is None:
         lse = lse + sinks[:0].sum().to(lse.dtype)  # zero: the other processes' gradients of sinks are zeros, not None
     return merge_attention([(out, lse)], mesh=group)
 
 
-@functools.lru_cache(16)
-def _context(group: Any) -> ContextParallel:
-    return ContextParallel(Layout(group, False), None)
+def _local_part(x: DTensor) -> tuple[list[int], list[int]]:
+    """Return the shape of this process's part, and where it begins."""
+    mesh, shape, offset = x.device_mesh, list(x.shape), [0] * x.dim()
+    for number, placement in enumerate(x.placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            each = -(-shape[dim] // mesh.size(number))
+            begin = min(each * mesh.get_local_rank(number), shape[dim])
+            shape[dim], offset[dim] = min(each, shape[dim] - begin), offset[dim] + begin
+    return shape, offset
 
 
 def _joined(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:

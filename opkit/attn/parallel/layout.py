@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opkit.attn.compat import torch_private
 from opkit.errors import ArgumentTypeError
 
 
 def group_of(mesh: Any, name: str) -> dist.ProcessGroup:
     """Return the process group of a mesh of one dimension, or a group itself; ``name`` is that of the function that got it."""
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    group = mesh if isinstance(mesh, dist.ProcessGroup) or not hasattr(mesh, "get_group") else mesh.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentTypeError(f"{name}: mesh must be a DeviceMesh or a process group, got {type(mesh).__name__}.")
     return group
@@ -25,21 +26,31 @@ class Layout:
     """The processes among which a sequence is divided.
 
     Attributes:
-        group: their process group.
+        name: that of their process group.
+        size: their number.
+        rank: that of this process among them.
         balanced: whether each holds two parts, one from the front and one from the back: rank ``r`` of ``n`` has the parts ``r``
             and ``2n - 1 - r`` of ``2n``. With a causal mask all have equal work then.
     """
 
-    group: Any
+    name: str
+    size: int
+    rank: int
     balanced: bool
 
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, balanced: bool) -> Layout:
+        """Return the layout of a process group."""
+        return cls(group.group_name, group.size(), group.rank(), balanced)
+
+    @classmethod
+    def named(cls, name: str, balanced: bool = False) -> Layout:
+        """Return the layout of the process group with a name."""
+        return cls.of(torch_private.process_group(name), balanced)
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
+    def group(self) -> dist.ProcessGroup:
+        return torch_private.process_group(self.name)
 
     @property
     def parts(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opkit.attn import api
 from opkit.attn.calls import AttentionCall
-from opkit.attn.masks.algebra import Mask
+from opkit.attn.masks.algebra import Mask, conjuncts
 
 _SPREAD = 0x9E3779B1  # odd: numbers of heads and sequences do not add up to those of positions
 
@@ -37,6 +37,12 @@ class Options(NamedTuple):
         if seed is not None and any(at):
             seed = seed + seed.new_tensor(at) * _SPREAD
         return cls(scale, softcap, dropout_p, seed)
+
+    def described(self, mask: Mask | None, biases: Sequence[Any]) -> str:
+        """Return what all processes must have in common, beyond the tensors."""
+        masks = [type(each).__name__ for each in ([] if mask is None else conjuncts(mask))]
+        names = f"mask: {masks}, biases: {[type(each).__name__ for each in biases]}"
+        return f"{names}, scale: {self.scale}, softcap: {self.softcap}, dropout_p: {self.dropout_p}"
 
     def call(
         self,

@@ -261,6 +261,124 @@ def pages_divided_among_processes(mesh):
         torch.testing.assert_close(ours, theirs)
 
 
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def as_one_graph(function, inputs, backend, **more):
+    """Compare the results and gradients of a function that is compiled as one graph with those of eager mode."""
+    strict = {"options": {"strict": True}} if backend == "opkit" else {}
+    torch._dynamo.reset()
+    found = []
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True, **strict, **more)):
+        torch.manual_seed(7)
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        results = call(*leaves)
+        loss = sum((x.exp() * x.sin()).sum() for x in results)  # the log-sum-exp may be minus infinity
+        wanted = [x for x in leaves if x.requires_grad]
+        found.append([*results, *torch.autograd.grad(loss, wanted)])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert getattr(ours, "placements", None) == getattr(theirs, "placements", None)
+        torch.testing.assert_close(*(whole(x) for x in (ours, theirs)))
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def in_parts(mesh, method, balanced, keys, backend, mask=None, batch=2, **more):
+    """A function of this process's part of a sequence, with biases and sinks whose gradients are computed."""
+    sizes = [(batch, heads, S, D) for heads in (4, keys, keys)]
+    with opkit.context_parallel(mesh, method=method, balanced=balanced) as parallel:
+        parts = [parallel.shard(numbers(*each), 2) for each in sizes]
+
+        def function(q, k, v, slopes, rows, sinks):
+            bias = [opkit.masks.ALiBi(slopes), rows]
+            return opkit.attention(q * 2, k, v, mask=mask, bias=bias, sinks=sinks, return_lse=True, **more)
+
+        as_one_graph(function, (*parts, torch.rand(4), numbers(S, 1), numbers(4)), backend)
+
+
+def of_distributed_tensors(mesh, backend, dim, layout="bhsd", replicated=False):
+    """A function of DTensors that are sharded along a dimension, or whose keys are."""
+    shape = (4, 4, S, D) if layout == "bhsd" else (4, S, 4, D)
+    placements = [Replicate() if replicated else Shard(dim), Shard(dim), Shard(dim), Replicate()]
+    inputs = [
+        distribute_tensor(x, mesh, [at])
+        for x, at in zip([*(numbers(*shape) for _ in range(3)), numbers(4)], placements, strict=True)
+    ]
+    mask = Causal() & KeyPadding(torch.tensor([40, 17, 30, 9])) & Dense(torch.rand(4, 4, 1, S) > 0.2)
+
+    def function(q, k, v, sinks):
+        return opkit.attention(q * 2, k, v, sinks=sinks, mask=mask, layout=layout, return_lse=True)
+
+    as_one_graph(function, inputs, backend)
+
+
+@case
+def compiled(mesh):
+    in_parts(mesh, "ring", True, 1, "opkit", Causal())
+    in_parts(mesh, "all_to_all", False, mesh.size(), "aot_eager", Causal())
+    of_distributed_tensors(mesh, "opkit", 1)
+    of_distributed_tensors(mesh, "aot_eager", 2)
+
+
+@case
+def compiled_masks(mesh):
+    for name, mask in MASKS.items():
+        for method, keys in (("ring", 1), ("all_to_all", mesh.size())):
+            in_parts(mesh, method, True, keys, "aot_eager", mask(), 1 if name == "packed" else 2)
+
+
+@case
+def compiled_distributed_tensors(mesh):
+    for layout, of_heads, of_sequence in (("bhsd", 1, 2), ("bshd", 2, 1)):
+        for dim in (0, of_heads, of_sequence):
+            of_distributed_tensors(mesh, "opkit", dim, layout)
+    of_distributed_tensors(mesh, "opkit", 2, replicated=True)
+
+
+@case
+def compiled_by_inductor(mesh):
+    for method, keys in (("ring", 1), ("all_to_all", mesh.size())):
+        in_parts(mesh, method, False, keys, "inductor", Causal(), softcap=3.0, scale=0.3)
+    of_distributed_tensors(mesh, "inductor", 1)
+    of_distributed_tensors(mesh, "inductor", 2, replicated=True)
+
+
+@case
+def compiled_dropout(mesh):
+    for method, balanced, keys in methods(mesh):
+        in_parts(mesh, method, balanced, keys, "aot_eager", Causal(), dropout_p=0.3)
+    x = distribute_tensor(numbers(2, 4, S, D), mesh, [Shard(1)])
+    as_one_graph(lambda x: [opkit.attention(x, x, x, dropout_p=0.3)], [x], "aot_eager")
+
+
+@case
+def compiled_contexts(mesh):
+    """The context is entered in what is compiled, or anew for each call; lengths change."""
+
+    def function(x):
+        with opkit.context_parallel(mesh, method="ring"):
+            return [opkit.attention(x, x, x, mask=Causal())]
+
+    as_one_graph(function, [numbers(1, 2, S, D)], "aot_eager")
+    for method in ("ring", "all_to_all"):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        call = torch.compile(lambda x: opkit.attention(x, x, x, mask=Causal()), backend=counter, fullgraph=True)
+        for length in (24, 40, 48, 64, 80, 96):
+            with opkit.context_parallel(mesh, method=method) as parallel:
+                x = parallel.shard(numbers(1, 2, length, D), 2)
+                torch.testing.assert_close(call(x), opkit.attention(x, x, x, mask=Causal()))
+        assert counter.frame_count == 2  # one length, and any other
+
+
+@case
+def compiled_pages(mesh):
+    part = numbers(2, 4, 1, D), numbers(2, 4, 1)
+    as_one_graph(lambda *part: opkit.merge_attention([part], mesh=mesh), part, "opkit")
+
+
 @case
 def bad_calls(mesh):
     x = numbers(1, 3, 8, D)

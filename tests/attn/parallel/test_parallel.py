@@ -4,6 +4,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import torch
 
 import opkit
 
@@ -18,6 +19,11 @@ CASES = (
     "models_that_call_torchs_attention", "distributed_tensors", "keys_divided_among_processes",
     "pages_divided_among_processes", "bad_calls",
 )  # fmt: skip
+COMPILED = (
+    "compiled_masks", "compiled_distributed_tensors", "compiled_by_inductor", "compiled_dropout", "compiled_contexts",
+    "compiled_pages",
+)  # fmt: skip
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +36,14 @@ def results(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes(name, results):
     assert results[name] == ["", ""], "\n".join(results[name])
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(OLD, reason="before torch 2.14 such calls are graph breaks")
+@pytest.mark.parametrize("name", ["compiled", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in COMPILED)])
+def test_compiled_as_one_graph(name, tmp_path):
+    (found,) = processes.results_of(FILE, 2, [name], tmp_path).values()
+    assert found == ["", ""], "\n".join(found)
 
 
 @pytest.mark.distributed

@@ -1,0 +1,84 @@
+"""Masks and biases as integers and tensors: operators that compilers call take no other objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, KeyPadding, Not, Or, Segments, VarLen
+from opkit.attn.masks.biases import ALiBi, RelativePosition
+from opkit.attn.masks.diagonals import ALIGNS, Causal, PrefixLM, SlidingWindow
+from opkit.errors import ArgumentError
+
+_NONE, _TENSOR, _NUMBER, _ALIGN, _TUPLE, _FIRST_KIND = range(6)
+_KINDS: tuple[type[Any], ...] = (
+    Causal, CausalOfTorch, SlidingWindow, PrefixLM, KeyPadding, Segments, VarLen, Dense, And, Or, Not, ALiBi, RelativePosition,
+)  # fmt: skip
+_FIELDS = tuple([tuple([field.name for field in dataclasses.fields(kind)]) for kind in _KINDS])
+
+
+def encoded(value: Any) -> tuple[list[int], list[Tensor]]:
+    """Return a mask, a bias, or a tuple of them, as integers and tensors.
+
+    Raises:
+        ArgumentError: it is of a class that opkit does not know.
+
+    >>> encoded(SlidingWindow(3))
+    ([7, 2, 3, 0, 3, 0], [])
+    """
+    words: list[int] = []
+    tensors: list[Tensor] = []
+    _encode(value, words, tensors)
+    return words, tensors
+
+
+def decoded(words: Sequence[int], tensors: Sequence[Tensor]) -> Any:
+    """Return what :func:`encoded` was given, with other tensors.
+
+    >>> decoded(*encoded((Causal(), None, Not(SlidingWindow(3)))))
+    (Causal(align='top-left'), None, Not(part=SlidingWindow(left=3, right=None, align='top-left')))
+    """
+    return _decode(iter(words), iter(tensors))
+
+
+def _encode(value: Any, words: list[int], tensors: list[Tensor]) -> None:
+    if value is None:
+        words.append(_NONE)
+    elif isinstance(value, Tensor):
+        words.append(_TENSOR)
+        tensors.append(value)
+    elif isinstance(value, str):
+        words += [_ALIGN, ALIGNS.index(value)]
+    elif isinstance(value, tuple):
+        words += [_TUPLE, len(value)]
+        for each in value:
+            _encode(each, words, tensors)
+    elif type(value) in _KINDS:
+        kind = _KINDS.index(type(value))
+        words.append(_FIRST_KIND + kind)
+        for name in _FIELDS[kind]:
+            _encode(getattr(value, name), words, tensors)
+    elif isinstance(value, (int, torch.SymInt)):
+        words += [_NUMBER, value]
+    else:
+        raise ArgumentError(f"opkit.attention: {value!r} cannot be divided among processes.")
+
+
+def _decode(words: Iterator[int], tensors: Iterator[Tensor]) -> Any:
+    word = next(words)
+    if word == _NONE:
+        return None
+    if word == _TENSOR:
+        return next(tensors)
+    if word == _NUMBER:
+        return next(words)
+    if word == _ALIGN:
+        return ALIGNS[next(words)]
+    if word == _TUPLE:
+        return tuple([_decode(words, tensors) for _ in range(next(words))])
+    kind = word - _FIRST_KIND
+    return _KINDS[kind](*[_decode(words, tensors) for _ in _FIELDS[kind]])
