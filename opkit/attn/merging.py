@@ -60,7 +60,8 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]], *, mesh: Any = None)
         padded rows), parts count alike.
 
     Raises:
-        ArgumentError: there are no parts.
+        ArgumentError: there are no parts; or, on every process of ``mesh``, their parts have different shapes or dtypes. GPUs
+            compare the first call of a kind only.
         ArgumentTypeError: ``mesh`` is neither a mesh nor a process group.
         ShapeError, DtypeError: the parts do not fit each other.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opkit.attn.parallel.agreement import agree
 from opkit.attn.parallel.layout import Layout
 from opkit.op.definition import custom_op
 
@@ -18,8 +19,12 @@ def gather_parts(out: Tensor, lse: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return the results and the log-sum-exps of all processes, (processes, ...).
 
     All processes compute the same from them, so their gradients are not sent.
+
+    Raises:
+        ArgumentError: on every process, if those have other shapes or dtypes.
     """
     layout = Layout.named(group)
+    agree("opkit.merge_attention", layout, (out, lse))
     return _gathered(layout, out), _gathered(layout, lse)
 
 

@@ -408,6 +408,12 @@ def bad_calls(mesh):
             opkit.attention(other, one, one, **wrong)
     with pytest.raises(ArgumentTypeError, match=r"merge_attention: mesh must be .*, got str"):
         opkit.merge_attention([(x, x[..., 0])], mesh="tp")
+    longer = numbers(1, 3, 8 + mesh.get_rank(), D)
+    for part in ((longer, longer[..., 0]), (x.to(torch.float64 if mesh.get_rank() else torch.float32), x[..., 0])):
+        with pytest.raises(
+            ArgumentError, match=r"merge_attention: the processes make different calls\. rank 0: .* rank 1"
+        ):
+            opkit.merge_attention([part], mesh=mesh)
     with pytest.raises(ShapeError, match="3 heads of queries and 3 of keys cannot be divided among 2"):
         opkit.attention(*(distribute_tensor(x, mesh, [Shard(1)]) for _ in range(3)))
 
