@@ -312,7 +312,30 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Register how the operator runs on DTensors, in place of what is derived; usable as a decorator.
 
         ``func`` takes the operator's arguments and returns ``[([output placements], [input placements]), ...]`` of one mesh
-        dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each.
+        dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each. Replicated arguments need
+        not be listed.
+
+        Raises:
+            RuleError: at a call, if ``func`` returned something else, or placements that do not fit the arguments.
+
+        >>> import opkit, torch
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> @opkit.custom_op("doc::ranks", mutates_args=(), opaque=True)
+        ... def ranks(x: torch.Tensor) -> torch.Tensor:
+        ...     return torch.from_numpy(x.numpy().argsort(-1).argsort(-1))
+        >>> @ranks.register_fake
+        ... def like_x(x):
+        ...     return torch.empty_like(x, dtype=torch.int64)
+        >>> @ranks.register_sharding
+        ... def by_rows(x):
+        ...     return [([Shard(0)], [Shard(0)])]
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        >>> rows = distribute_tensor(torch.tensor([[3.0, 1.0, 2.0]]), mesh, [Shard(0)])
+        >>> ranks(rows).to_local(), ranks(rows).placements
+        (tensor([[2, 0, 1]]), (Shard(dim=0),))
+        >>> dist.destroy_process_group()
         """
         return self._register_rule("sharding", func)
 
