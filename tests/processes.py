@@ -25,10 +25,10 @@ def case(function):
     return function
 
 
-def results_of(cases, world, names, folder):
-    """What came of each case of a file in each process."""
+def results_of(cases, world, names, folder, **variables):
+    """What came of each case of a file in each process, whose environment has these variables too."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | variables
     started = [[cases, str(rank), str(world), str(folder), *names] for rank in range(world)]
     children = [fresh_process.start(arguments, environment) for arguments in started]
     end = time.monotonic() + LIMIT

@@ -1,5 +1,7 @@
 """Run by ``test_processes.py`` in several processes: operators on DTensors against the same calls on whole tensors."""
 
+import contextlib
+
 import processes
 import torch
 import torch.distributed as dist
@@ -127,12 +129,16 @@ def results(op, tensors, parts):
     return [each.detach() for each in whole(found)]
 
 
-def check(op, sizes, placements, mesh):
+def check(op, sizes, placements, mesh, kernel=None):
+    """Compare a call on DTensors, by a kernel of this name, with that on whole tensors, then by the reference."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
-    wanted = results(op, tensors, tensors)
+    with opkit.use_kernel(op, "reference") if kernel else contextlib.nullcontext():
+        wanted = results(op, tensors, tensors)
     parts = [distribute_tensor(t, mesh, [p] * mesh.ndim) for t, p in zip(tensors, placements, strict=True)]
-    for got, want in zip(results(op, tensors, parts), wanted, strict=True):
+    with opkit.use_kernel(op, kernel) if kernel else contextlib.nullcontext():
+        found = results(op, tensors, parts)
+    for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, msg=f"{op.name} {placements} {mesh}: {got} is not {want}")
 
 

@@ -19,3 +19,11 @@ FILE = Path(__file__).with_name("ranks.py")
 def test_results_and_gradients_are_those_of_whole_tensors(tmp_path, world, cases):
     found = processes.results_of(FILE, world, cases, tmp_path)
     assert found == {name: [""] * world for name in cases}, str(found)
+
+
+@pytest.mark.distributed
+def test_a_triton_kernel(tmp_path):
+    pytest.importorskip("triton")
+    file = FILE.with_name("triton_ranks.py")
+    found = processes.results_of(file, 2, ["triton_kernel"], tmp_path, TRITON_INTERPRET="1")
+    assert found == {"triton_kernel": ["", ""]}, str(found)
