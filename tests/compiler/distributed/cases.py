@@ -67,10 +67,20 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
+class OwnAttention(Attention):
+    """The same by opkit's operator, whose arguments are DTensors where the layers' results are."""
+
+    def forward(self, x):
+        batch, length = x.shape[:2]
+        heads = [of(x).view(batch, length, 4, 2) for of in (self.query, self.key, self.value)]
+        mixed = opkit.attention(*heads, mask=opkit.masks.Causal(), layout="bshd")
+        return self.out(mixed.reshape(batch, length, 8))
+
+
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, attention=Attention):
         super().__init__()
-        self.norm, self.attention, self.norm2, self.mlp = nn.LayerNorm(8), Attention(), nn.LayerNorm(8), Mlp()
+        self.norm, self.attention, self.norm2, self.mlp = nn.LayerNorm(8), attention(), nn.LayerNorm(8), Mlp()
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
@@ -145,6 +155,31 @@ def mlp(mesh):
 @case
 def block(mesh):
     check(Block(), mesh, BLOCK_PLAN, torch.randn(2, 6, 8))
+
+
+@case
+def attention_of_distributed_tensors(mesh):
+    columns = {f"attention.{name}": ColwiseParallel(use_local_output=False) for name in ("query", "key", "value")}
+    found = check(Block(OwnAttention), mesh, BLOCK_PLAN | columns, torch.randn(2, 6, 8))
+    assert len(found) == 2, "a forward and a backward"
+    assert "opkit.attention" in str(found[0].plan)
+
+
+@case
+def attention_in_context_parallel(mesh):
+    """Each process has a part of the sequence; gradients of parameters are summed."""
+    model = Block(OwnAttention)
+    ours, x = copy.deepcopy(model), torch.randn(2, 6 * mesh.size(), 8)
+    y = model(x)
+    y.sin().sum().backward()
+    with graphs() as found, opkit.context_parallel(mesh, method="ring") as parallel:
+        part = compiled(ours, fullgraph=True)(parallel.shard(x, 1))
+        part.sin().sum().backward()
+    assert len(found) == 2
+    close(parallel.unshard(part, 1), y.detach())
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        dist.all_reduce(mine.grad)
+        close(mine.grad, theirs.grad)
 
 
 @case
