@@ -33,7 +33,8 @@ from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper.decode_cuda import MOST_ROWS
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
-from opkit.op.operator import CustomOp, use_kernel
+from opkit.op.forcing import use_kernel
+from opkit.op.operator import CustomOp
 
 CACHE = 512 << 20  # bytes of keys and values that calls rotate through
 PEERS = ("cuDNN", "flash", "FA4")

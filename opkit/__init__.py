@@ -14,9 +14,9 @@ from opkit.kernels.cc.native import cpp_kernel as cpp_kernel
 from opkit.kernels.cc.native import cuda_kernel as cuda_kernel
 from opkit.op import registry as _registry
 from opkit.op.definition import custom_op as custom_op
+from opkit.op.forcing import use_kernel as use_kernel
 from opkit.op.from_library import from_library as from_library
 from opkit.op.operator import CustomOp as CustomOp
-from opkit.op.operator import use_kernel as use_kernel
 from opkit.op.registry import get as get
 from opkit.op.registry import operators as operators
 from opkit.op.registry import remove as remove

@@ -24,7 +24,7 @@ from opkit.attn.paged.api import paged_attention_operator
 from opkit.op import torch_private as private
 from opkit.op.dispatch.fastcall import GuardedCache, GuardedResult, bind, no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = GuardedResult[tuple[Any, ...]]

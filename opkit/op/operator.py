@@ -19,14 +19,14 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from opkit.errors import KernelError, RuleError
+from opkit.errors import RuleError
 from opkit.op import kernel_kinds, torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.description import Description, describe
 from opkit.op.dispatch import planning
 from opkit.op.dispatch.dispatcher import Dispatcher
-from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, forced_kernels, predicate_names
+from opkit.op.dispatch.selection import RegisteredKernel, Selection, predicate_names
 from opkit.op.native.compiled import Bridged
 from opkit.op.rules.autograd import RegisteredRule
 from opkit.op.schema.schema_string import device_argument
@@ -312,29 +312,20 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Register how the operator runs on DTensors, in place of what is derived; usable as a decorator.
 
         ``func`` takes the operator's arguments and returns ``[([output placements], [input placements]), ...]`` of one mesh
-        dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each. Replicated arguments need
-        not be listed.
-
-        Raises:
-            RuleError: at a call, if ``func`` returned something else, or placements that do not fit the arguments.
+        dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each. Anything else is a
+        :class:`RuleError` at the call. Replicated arguments need not be listed.
 
         >>> import opkit, torch
         >>> import torch.distributed as dist
         >>> from torch.distributed.tensor import Shard, distribute_tensor
-        >>> @opkit.custom_op("doc::ranks", mutates_args=(), opaque=True)
-        ... def ranks(x: torch.Tensor) -> torch.Tensor:
-        ...     return torch.from_numpy(x.numpy().argsort(-1).argsort(-1))
-        >>> @ranks.register_fake
-        ... def like_x(x):
-        ...     return torch.empty_like(x, dtype=torch.int64)
-        >>> @ranks.register_sharding
-        ... def by_rows(x):
-        ...     return [([Shard(0)], [Shard(0)])]
+        >>> @opkit.custom_op("doc::double_rows", mutates_args=())
+        ... def double_rows(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> by_rows = double_rows.register_sharding(lambda x: [([Shard(0)], [Shard(0)])])
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        >>> rows = distribute_tensor(torch.tensor([[3.0, 1.0, 2.0]]), mesh, [Shard(0)])
-        >>> ranks(rows).to_local(), ranks(rows).placements
-        (tensor([[2, 0, 1]]), (Shard(dim=0),))
+        >>> double_rows(distribute_tensor(torch.eye(2), mesh, [Shard(0)])).placements
+        (Shard(dim=0),)
         >>> dist.destroy_process_group()
         """
         return self._register_rule("sharding", func)
@@ -399,24 +390,3 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
     def __deepcopy__(self, memo: Any) -> CustomOp[P, R]:
         return self
-
-
-@contextlib.contextmanager
-def use_kernel(op: CustomOp[Any, Any], name: str) -> Generator[None]:
-    """Force the kernel ``name`` of ``op``, or "reference", for calls within the context and thread.
-
-    Raises:
-        KernelError: there is no such kernel, or a call's device is not the kernel's.
-    """
-    if not isinstance(op, CustomOp):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")
-    operator = op._operator
-    if name != REFERENCE:
-        operator.kernels.named(name)
-    token = forced_kernels.set({**forced_kernels.get(), operator.name: name})
-    op._force(+1)
-    try:
-        yield
-    finally:
-        forced_kernels.reset(token)
-        op._force(-1)

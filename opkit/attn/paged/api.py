@@ -22,7 +22,8 @@ from opkit.attn.paged import cpu as paged_cpu
 from opkit.attn.paged import reference as paged_reference
 from opkit.errors import ArgumentError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
-from opkit.op.operator import CustomOp, use_kernel
+from opkit.op.forcing import use_kernel
+from opkit.op.operator import CustomOp
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from opkit.contract.prop import Property, Remark, Violation, drawn, needs_refere
 from opkit.contract.subject import CallRefused, Subject
 from opkit.errors import OpkitError
 from opkit.op.dispatch import planning
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 
 _SMALL = (0, 1, 2, 3, 4, 7, 8, 9, 17)
 _NONE = (0, 1, 3, 2)

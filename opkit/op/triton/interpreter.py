@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 import opkit.config
 from opkit.errors import ArgumentError, ArgumentTypeError, InterpreterError
 from opkit.op import registry
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 
 _SECONDS = 300.0
 _MARK = "OPKIT_INTERPRETER_OF"  # set in the child: what it imports must not start another

@@ -13,7 +13,7 @@ from opkit.attn import gradients
 from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
 from opkit.attn.operator import attention_operator
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 from opkit.testing import Interpreter
 
 OPERATORS = {

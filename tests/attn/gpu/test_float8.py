@@ -11,7 +11,7 @@ from opkit.attn.gpu.portable import forward
 from opkit.attn.masks import program
 from opkit.attn.masks.program import AND, BAND, BIAS_ALIBI, DENSE, LENGTH, OR, SEGMENTS
 from opkit.errors import KernelError
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 from opkit.testing import compile_launches
 
 FAR = program.UNLIMITED

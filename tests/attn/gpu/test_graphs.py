@@ -9,7 +9,7 @@ import opkit
 from opkit.attn import gradients
 from opkit.attn.operator import attention_operator
 from opkit.masks import Causal, Dense, KeyPadding, Segments, SlidingWindow
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from opkit.attn.paged.api import paged_attention_operator
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
 from opkit.masks import ALiBi, Causal, Dense, KeyPadding, Segments, SlidingWindow, VarLen
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 from opkit.op.triton.building import request_for
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches

@@ -5,7 +5,7 @@ import torch
 
 from opkit.attn import merging
 from opkit.attn.merging import merge_attention_operator, reference
-from opkit.op.operator import use_kernel
+from opkit.op.forcing import use_kernel
 from opkit.testing import compile_launches
 
 
