@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 import fresh_process
+import pytest
 
 LIMIT = 120  # seconds that all cases of one start may take
 SECONDS = 60  # that a collective waits for another process
@@ -49,10 +50,23 @@ def _errors_of(child, seconds):
         return late.stderr
 
 
-def chosen(request, name):
-    """The cases that this run has chosen of a test with the parameter ``name``."""
-    items = [item for item in request.session.items if item.originalname == name]
-    return [item.callspec.params["name"] for item in items if item.get_closest_marker("skip") is None]
+def need_gloo():
+    """Skip the module that is imported where torch has no gloo."""
+    dist = pytest.importorskip("torch.distributed")
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch has no gloo here", allow_module_level=True)
+
+
+def fixture(cases, test):
+    """A fixture: what came, in two processes, of the cases of a file that this run has chosen as ``name`` of a test."""
+
+    @pytest.fixture(scope="module")
+    def results(request, tmp_path_factory):
+        items = [item for item in request.session.items if item.originalname == test]
+        chosen = [item.callspec.params["name"] for item in items if item.get_closest_marker("skip") is None]
+        return results_of(cases, 2, chosen, tmp_path_factory.mktemp("processes"))
+
+    return results
 
 
 def main():

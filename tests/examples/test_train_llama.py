@@ -8,11 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import pytest
 
-dist = pytest.importorskip("torch.distributed")
-if not (dist.is_available() and dist.is_gloo_available()):
-    pytest.skip("torch has no gloo here", allow_module_level=True)
+processes.need_gloo()
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 pytestmark = pytest.mark.distributed

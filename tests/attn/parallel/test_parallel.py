@@ -8,9 +8,7 @@ import torch
 
 import opkit
 
-dist = pytest.importorskip("torch.distributed")
-if not (dist.is_available() and dist.is_gloo_available()):
-    pytest.skip("torch has no gloo here", allow_module_level=True)
+processes.need_gloo()
 
 FILE = Path(__file__).with_name("cases.py")
 CASES = (
@@ -26,10 +24,7 @@ COMPILED = (
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    chosen = processes.chosen(request, "test_two_processes")
-    return processes.results_of(FILE, 2, chosen, tmp_path_factory.mktemp("processes"))
+results = processes.fixture(FILE, "test_two_processes")
 
 
 @pytest.mark.distributed

@@ -5,9 +5,7 @@ from pathlib import Path
 import processes
 import pytest
 
-dist = pytest.importorskip("torch.distributed")
-if not (dist.is_available() and dist.is_gloo_available()):
-    pytest.skip("torch has no gloo here", allow_module_level=True)
+processes.need_gloo()
 
 FILE = Path(__file__).with_name("pipelining_cases.py")
 CASES = ("zero_bubble_compiled",)
@@ -17,11 +15,7 @@ MORE = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """The results of the cases that this run has chosen, with two processes."""
-    chosen = processes.chosen(request, "test_losses_and_gradients")
-    return processes.results_of(FILE, 2, chosen, tmp_path_factory.mktemp("processes"))
+results = processes.fixture(FILE, "test_losses_and_gradients")
 
 
 @pytest.mark.distributed

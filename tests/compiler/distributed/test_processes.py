@@ -6,13 +6,12 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 
 from opkit.compiler.run import cuda_graphs
 from opkit.compiler.run.plan import GraphConstants
 
-dist = pytest.importorskip("torch.distributed")
-if not (dist.is_available() and dist.is_gloo_available()):
-    pytest.skip("torch has no gloo here", allow_module_level=True)
+processes.need_gloo()
 
 FILE = Path(__file__).with_name("cases.py")
 CASES = (
@@ -30,11 +29,7 @@ CHECKPOINTED = pytest.param("checkpointed", marks=[FAILS] if OLD else [])
 MORE = ("block", "embedding", "sizes_that_change", "fsdp_offloaded", "ddp", "compiled_autograd")
 
 
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """The results of the cases that this run has chosen, with two processes."""
-    chosen = processes.chosen(request, "test_case")
-    return processes.results_of(FILE, 2, chosen, tmp_path_factory.mktemp("processes"))
+results = processes.fixture(FILE, "test_case")
 
 
 @pytest.mark.distributed
