@@ -133,10 +133,10 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         reads = [_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         after = frozenset().union(*(self._writers.get(each, ()) for each in reads))
-        op = _operation(func, args, kwargs, out, after)
-        if op is not None:
-            self.ops.append(op)
-            after = frozenset([len(self.ops) - 1])
+        found = _operations(func, args, kwargs, out, after)
+        if found:
+            self.ops += found
+            after = frozenset(range(len(self.ops) - len(found), len(self.ops)))
         written = [args[n] if n < len(args) else kwargs.get(name) for n, name in _written(func)]
         for x in tree_leaves([out, *written]):
             if isinstance(x, Tensor):
@@ -154,26 +154,37 @@ def _written(func: Any) -> list[tuple[int, str]]:
     return [(n, each.name) for n, each in enumerate(func._schema.arguments) if each.is_write or (first and n == 0)]
 
 
-def _operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, after: frozenset[int]) -> Op | None:
+def _operations(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, after: frozenset[int]) -> list[Op]:
     name, backward = func._schema.name, torch._C._current_graph_task_id() != -1
+    if name == "opkit::exchange_heads":
+        return [
+            Op("all_to_all", after, 0, _bytes(x), _ranks(args[2]), backward)
+            for x in args[0]
+            if len(_ranks(args[2])) > 1
+        ]
     if name in COLLECTIVES:
         kind, data, at = COLLECTIVES[name]
-        group = args[at]
-        if not isinstance(group, str):
-            group = dist.ProcessGroup.unbox(group).group_name
-        ranks = tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))
-        size = sum(x.numel() * x.element_size() for x in tree_leaves(args[data]))
-        if len(ranks) == 1:
-            return None
-        return Op(kind, after, 0, size, (ranks[args[2]],) if kind in ("send", "recv") else ranks, backward)
+        ranks = _ranks(args[at])
+        own = (ranks[args[2]],) if kind in ("send", "recv") else ranks
+        return [Op(kind, after, 0, sum(map(_bytes, tree_leaves(args[data]))), own, backward)] if len(ranks) > 1 else []
     if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(
         ("wait_tensor", "_wrap_tensor_autograd")
     ):
         raise NotImplementedError(f"distributed_cost: no cost is known for {name}")
     if name == "fsdp::split_with_sizes_copy":
-        return Op("copy_out", after, backward=backward)
+        return [Op("copy_out", after, backward=backward)]
     flops = _flops(func, name, args, kwargs, out)
-    return Op("compute", after, flops, backward=backward) if flops else None
+    return [Op("compute", after, flops, backward=backward)] if flops else []
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    """Return the ranks of a process group, or of one with a name."""
+    name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
+    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:

@@ -2,8 +2,8 @@
 
 A Llama-like model (RMS norms, rotary embedding, causal attention, SwiGLU), float32 on the CPU or bfloat16 on the GPU, in
 inference and training. Each row is a new process with empty caches. ``first`` is the
-processor time of the first call less that of a later one, with one thread, so that other processes do not count; ``step`` is
-the median of later calls by the clock. Ways::
+processor time of the first call less that of a later one, with one thread, without the C compilers' (which are processes of
+their own): what else runs does not count. ``step`` is the median of later calls by the clock. Ways::
 
     eager            no compiler
     Dynamo           Dynamo alone: a backend that runs its graph

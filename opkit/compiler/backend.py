@@ -104,6 +104,7 @@ def opkit_backend(
     """Compile a graph that Dynamo captured: Dynamo calls this function with each of them."""
     diagnostics.set_up_logs()
     chosen = compile_options(options, mode)
+    _rewrite(module)
     if private.is_saving():
         from opkit.compiler.saved_function import SavedFunction  # no other call needs it
 
@@ -122,10 +123,10 @@ def _cut(module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions)
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
     if options.repeated_blocks is False or (options.repeated_blocks is None and not on_cpu):
         return None
-    if repeats.cut(module, inputs) is None:
-        return None
-    _rewrite(module)  # patterns may end in another part than they begin
-    return repeats.cut(module, inputs)
+    found = repeats.cut(module, inputs)
+    if found is None and options.repeated_blocks:
+        diagnostics.log.info("No blocks are compiled once: none repeat, or parts of the graph would not mean the same.")
+    return found
 
 
 def _compiled(
@@ -160,7 +161,6 @@ def _compile_with_aot_autograd(
         decompositions=decompositions.DECOMPOSITIONS,
         keep_inference_input_mutations=True,
     )
-    _rewrite(module)
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
         with private.floats_as_arguments():

@@ -35,6 +35,7 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "opk
     Raises:
         ArgumentError: the model repeats no layer.
 
+    >>> import opkit
     >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
     >>> opkit.compile_layers(model)[:2]
     ['0', '1']

@@ -23,6 +23,9 @@ from opkit.op import registry
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _BY_NAME = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TORCHS = ("torch", "_operator", "math", "builtins")
+_PATTERNS = (
+    "opkit.compiler.capture.patterns."  # functions in the place of what models write; keys contain opkit's sources
+)
 _UNCACHEABLE_META = ("custom", "recompute", "ac_graph_id", "is_wrapped")  # keys of Node.meta that AOTAutograd reads
 
 
@@ -87,7 +90,7 @@ def _target(target: Any) -> str:
         module = target.__module__ or "torch"
         # most of torch's functions are methods of _VariableFunctionsClass; some of functional's are made by a function
         names = (target.__qualname__.removeprefix("_VariableFunctionsClass."), target.__name__)
-        for name in names if module.split(".")[0] in _TORCHS else ():
+        for name in names if module.split(".")[0] in _TORCHS or module.startswith(_PATTERNS) else ():
             if _lookup(module, name) == target:
                 return f"{module}.{name}"
     raise NotCacheable(

@@ -38,7 +38,8 @@ def cut(module: fx.GraphModule, inputs: Sequence[Any]) -> Cut | None:
     ranges = [each for each in [*ranges, (start + length * count, len(nodes))] if each[0] < each[1]]
     pieces = [nodes[first:last] for first, last in ranges]
     blocks = range(start > 0, (start > 0) + count)
-    if not all(_keeps_state(piece) for piece in pieces) or _writes_across(pieces):
+    passed = [n for piece in pieces for n in outside(piece) if n.op != "placeholder" and not is_graph(n)]
+    if not all(map(_can_pass, passed)) or not all(map(_keeps_state, pieces)) or _writes_across(pieces):
         return None
     wanted = {n for k in blocks for n in used_outside(pieces[k])}  # the same results of each block
     return assembled(module, inputs, pieces, blocks, sorted(wanted))
@@ -90,11 +91,17 @@ def _start(nodes: Sequence[fx.Node], first: int, run: int, length: int) -> int:
 
     def cost(at: int) -> tuple[float, int]:
         border = at + length  # between two blocks
-        crossing = sum(any(numbers.get(user, -1) >= border for user in node.users) for node in nodes[at:border])
+        crossing = [n for n in nodes[at:border] if any(numbers.get(user, -1) >= border for user in n.users)]
         loses_block = (first + run + length - at) // length < run // length + 1
-        return crossing - _is_product(nodes[border]) + 0.5 * loses_block, at
+        others = len(nodes) * sum(not _can_pass(node) for node in crossing)
+        return len(crossing) + others - _is_product(nodes[border]) + 0.5 * loses_block, at
 
     return min(choices, key=cost)
+
+
+def _can_pass(node: fx.Node) -> bool:
+    """Return whether a value can be a result of a part: a tensor or a size, not a tuple of them or a context."""
+    return isinstance(node.meta.get("example_value"), torch.Tensor | torch.SymInt)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -150,9 +157,8 @@ def _call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
             return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
         return repr(value)
 
-    function = (
-        "" if node.op in ("placeholder", "get_attr") else node.target
-    )  # those have names of their own in each block
+    # placeholders and attributes have names of their own in each block
+    function = "" if node.op in ("placeholder", "get_attr") else node.target
     identity = id(function) if callable(function) else ""
     return f"{node.op} {_name(function)} {identity} {text(node.args)} {text(node.kwargs)}"
 
@@ -186,9 +192,8 @@ def _type(node: fx.Node) -> str:
 def _is_plain(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Return whether parts of a graph mean the same as the whole."""
     nodes = module.graph.nodes
-    tensors = [
-        v for v in tree_leaves([*inputs, *(n.meta.get("example_value") for n in nodes)]) if isinstance(v, torch.Tensor)
-    ]
+    values = tree_leaves([*inputs, *(node.meta.get("example_value") for node in nodes)])
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or private.is_wrapper_subclass(t) for t in tensors):
         return False
     if len(inputs) != len([node for node in nodes if node.op == "placeholder"]):

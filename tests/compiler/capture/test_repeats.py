@@ -121,6 +121,15 @@ def constant(model, x):
     return model.last(x)
 
 
+def tuples(model, x):
+    """A tuple passes from layer to layer: the graph is cut where a tensor does."""
+    parts = x.split(D // 4, 1)
+    for layer in model.layers:
+        x = layer(torch.cat([part * (n + 1) for n, part in enumerate(parts)], 1).tanh())
+        parts = x.sin().chunk(4, 1)
+    return model.last(torch.cat(parts, 1))
+
+
 def sharing(model, x):
     for layer in model.layers:
         x = layer(x * model.scales[0]) + model.scales[1]
@@ -138,6 +147,7 @@ CASES = {
     "in place in a block": (lambda: Model(forward=in_place), [1, LAYERS, 1]),
     "checkpoints": (lambda: Model(forward=with_checkpoints), [1, LAYERS, 1]),
     "running statistics": (lambda: Model(*[Block(norm=nn.BatchNorm1d) for _ in range(LAYERS)]), [1, LAYERS, 1]),
+    "tuples": (lambda: Model(*[Block() for _ in range(LAYERS + 1)], forward=tuples), [1, LAYERS, 1]),
     "a weight of two blocks": (tied, [1, LAYERS, 1]),
 }
 FURTHER = {
@@ -174,6 +184,12 @@ def test_each_block_drops_other_elements():
     dropped = [(y == x) for x, y in itertools.pairwise(states)]
     assert all(0 < each.double().mean() < 1 for each in dropped)
     assert all(not torch.equal(dropped[0], each) for each in dropped[1:])
+
+
+def test_a_graph_that_is_not_cut_says_so(caplog):
+    with caplog.at_level("INFO", "opkit.compiler"):
+        compiled(lambda x: x + 1, repeated_blocks=True)(R(3))
+    assert "No blocks are compiled once" in caplog.text
 
 
 @pytest.mark.exhaustive
