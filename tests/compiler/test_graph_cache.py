@@ -260,8 +260,8 @@ with torch.no_grad():
 
 
 @pytest.mark.exhaustive
-def test_another_process(cache):
-    environment = os.environ | {"OPKIT_CACHE_DIR": str(cache)}
+def test_another_process(tmp_path):
+    environment = os.environ | {"OPKIT_CACHE_DIR": str(tmp_path)}
     said = [fresh_process.run(["-c", PROGRAM, how], environment).stdout for how in ("cold", "warm")]
     assert said[0] == said[1] != ""
 
