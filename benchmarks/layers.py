@@ -54,6 +54,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True)
+        y = opkit.checkpoint_name(y, "attention")  # for layer_memory.py
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.after(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))

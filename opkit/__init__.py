@@ -42,21 +42,35 @@ if TYPE_CHECKING:
     from opkit.attn.paged.api import paged_attention as paged_attention
     from opkit.attn.parallel.api import context_parallel as context_parallel
     from opkit.compiler.explain import explain as explain
-    from opkit.compiler.layers import compile_layers as compile_layers
+    from opkit.layers.checkpoints import checkpoint as checkpoint
+    from opkit.layers.fitting import fit as fit
+    from opkit.layers.modules import checkpoint_layers as checkpoint_layers
+    from opkit.layers.modules import compile_layers as compile_layers
+    from opkit.layers.modules import scan_layers as scan_layers
+    from opkit.layers.names import checkpoint_name as checkpoint_name
+    from opkit.layers.policies import keep as keep
+    from opkit.layers.policies import offload as offload
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.api", "batch_invariant"),
-    "compile_layers": ("opkit.compiler.layers", "compile_layers"),
+    "checkpoint": ("opkit.layers.checkpoints", "checkpoint"),
+    "checkpoint_layers": ("opkit.layers.modules", "checkpoint_layers"),
+    "checkpoint_name": ("opkit.layers.names", "checkpoint_name"),
+    "compile_layers": ("opkit.layers.modules", "compile_layers"),
     "context_parallel": ("opkit.attn.parallel.api", "context_parallel"),
     "explain": ("opkit.compiler.explain", "explain"),
+    "fit": ("opkit.layers.fitting", "fit"),
+    "keep": ("opkit.layers.policies", "keep"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "nn": ("opkit.nn", None),
+    "offload": ("opkit.layers.policies", "offload"),
     "paged_attention": ("opkit.attn.paged.api", "paged_attention"),
     "register_transformers": ("opkit.attn.compat.hugging_face", "register_transformers"),
+    "scan_layers": ("opkit.layers.modules", "scan_layers"),
     "sdpa_override": ("opkit.attn.compat.sdpa", "sdpa_override"),
     "set_sdpa_override": ("opkit.attn.compat.sdpa", "set_sdpa_override"),
 }

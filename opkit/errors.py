@@ -97,6 +97,10 @@ class ContractError(OpkitError, AssertionError):
     """An operator breaks its contract; the message is the whole report of :func:`opkit.check`."""
 
 
+class CheckpointError(OpkitError, RuntimeError):
+    """A value that a layer's forward kept for its backward was written to."""
+
+
 class SanitizerError(KernelError):
     """A kernel built with ``debug=True`` read or wrote memory that is not its own, or did something undefined."""
 

@@ -22,6 +22,7 @@ from opkit import config
 from opkit.compiler import diagnostics, graph_cache
 from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.checkpoint_names import remove_names
 from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.capture.patterns.table import replace_patterns
 from opkit.compiler.diagnostics import CompiledGraph, Stages
@@ -180,6 +181,7 @@ def _rewrite(module: fx.GraphModule) -> None:
         if collected is not None:
             collected += notes
         attention_masks.remove_constant_masks(part)
+    remove_names(module)
 
 
 # ---- one graph -------------------------------------------------------------------------------------------------------

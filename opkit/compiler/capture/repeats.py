@@ -7,6 +7,7 @@ arguments are connected in the same way. torch's DDPOptimizer cuts graphs for an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -167,8 +168,13 @@ def _graph(module: fx.GraphModule) -> str:
     """Return the text of a graph that a node holds, such as a checkpointed block."""
     nodes = list(module.graph.nodes)
     numbers = {node: f"%{n}" for n, node in enumerate(nodes)}
-    meta = {key: id(value) for key, value in module.meta.items()}  # such as a policy of what is recomputed
+    meta = {key: _policy(value) for key, value in module.meta.items()}
     return f"{meta} " + "; ".join(f"{_call(node, numbers.__getitem__)} {_type(node)}" for node in nodes)
+
+
+def _policy(value: Any) -> Any:
+    """Return what tells a policy of what is recomputed from others: Dynamo makes a new ``partial`` of each."""
+    return (id(value.func), value.args, value.keywords) if isinstance(value, functools.partial) else id(value)
 
 
 def _name(target: Any) -> str:

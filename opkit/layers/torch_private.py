@@ -1,0 +1,118 @@
+"""Every private torch name that ``opkit.layers`` relies on, as of torch 2.14.1; 2.11 has them too."""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import _compile, fx
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+
+def is_ignored(function: Any) -> bool:
+    """Return whether a recomputation may call an operator more or less often than the forward: ``detach``, queries of sizes."""
+    return function in SAC_IGNORED_OPS
+
+
+def traced_graph() -> fx.Graph | None:
+    """Return the graph that AOTAutograd is tracing, or None."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer.graph  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return a number that tensors share while they share a storage, also while AOTAutograd traces."""
+    if isinstance(tensor, FunctionalTensor):
+        tensor = tensor.elem
+    return tensor.untyped_storage()._cdata
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its history and with its version counter, within a dispatch mode too."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors that a call of an operator writes to."""
+    schema = getattr(function, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**{a.name: v for a, v in zip(schema.arguments, args, strict=False)}, **kwargs}
+    writes = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_iter(writes) if isinstance(t, torch.Tensor)]
+
+
+def draws(function: Any) -> bool:
+    """Return whether an operator draws from a generator of random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+
+
+def random_state(results: Any) -> tuple[torch.Tensor, torch.device]:
+    """Return the state of the default generator of some results' device, and the device."""
+    device = next(t.device for t in tree_iter(results) if isinstance(t, torch.Tensor))
+    return (
+        torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    ), device
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the state of a device's default generator."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def storage_weakref(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a reference to a tensor's storage that does not keep it alive; ``expired()`` says whether it lives."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of no subclass and of no transform such as ``vmap``, and has memory."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and not _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@contextlib.contextmanager
+def plainly() -> Generator[None]:
+    """Run operators without gradients and dispatch modes."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+untraced: Callable[..., Any] = _compile._disable_dynamo
+"""``torch.compiler.disable`` that imports Dynamo at the first call only."""
+
+
+def graph_break(function: Any) -> Any:
+    """Return a function at whose calls Dynamo ends a graph; what the function calls is captured."""
+    return untraced(function, recursive=False)
+
+
+def while_tracing(function: Callable[..., None]) -> Callable[..., None]:
+    """Let Dynamo run a function of constants and modules when it traces a call; before torch 2.14, leave the call out."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+    return lambda *args: None if torch.compiler.is_compiling() else function(*args)
+
+
+same_version: Any = torch.autograd._unsafe_preserve_version_counter
+"""A context in which writes to a tensor do not count: it has the same values in the end."""
