@@ -71,6 +71,14 @@ def test_bodies_are_compiled_for_every_size(function, eager, trained, seen):
     assert sum(graph.name.startswith("body") and bool(graph.texts) for graph in seen) >= 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch refuses a scan of no rows")
+def test_a_scan_of_no_rows():
+    w, x = torch.ones(4), torch.ones(0, 4)
+    carried, made = torch.compile(recurrence, backend="opkit", fullgraph=True, options=STRICT)(x, w)
+    torch.testing.assert_close(carried, w)
+    assert made.shape == (0,)
+
+
 @pytest.mark.exhaustive
 def test_what_is_left_to_torch_is_logged_and_refused_in_strict_mode(caplog):
     def attend(q):

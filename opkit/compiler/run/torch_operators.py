@@ -138,6 +138,9 @@ def map_impl(body: Body, xs: Sequence[torch.Tensor], additional: Sequence[Any] =
 
 def scan(body: Body, init: Sequence[Any], xs: Sequence[torch.Tensor], additional: Sequence[Any] = ()) -> Sequence[Any]:
     """Return what a body carries from row to row of tensors, and the other results of each call, stacked."""
+    if xs[0].shape[0] == 0:  # one call for the shapes, as in torch's own implementation
+        results = as_tuple(body([*init, *(x.new_zeros(x.shape[1:]) for x in xs), *additional]))
+        return [*_copied(init), *(_stack(each, 0) for each in results[len(init) :])]
     carried: Sequence[Any] = init
     rows: list[list[torch.Tensor] | None] = []
     stacked: list[torch.Tensor | None] = []
