@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from opkit.layers.names import checkpoint_name as checkpoint_name
     from opkit.layers.policies import keep as keep
     from opkit.layers.policies import offload as offload
+    from opkit.layers.scan import scan as scan
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
@@ -71,6 +72,7 @@ _LAZY = {
     "paged_attention": ("opkit.attn.paged.api", "paged_attention"),
     "register_transformers": ("opkit.attn.compat.hugging_face", "register_transformers"),
     "scan_layers": ("opkit.layers.modules", "scan_layers"),
+    "scan": ("opkit.layers.scan", "scan"),
     "sdpa_override": ("opkit.attn.compat.sdpa", "sdpa_override"),
     "set_sdpa_override": ("opkit.attn.compat.sdpa", "set_sdpa_override"),
 }

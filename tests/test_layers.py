@@ -19,7 +19,7 @@ _ROWS = (
     ("op",),
     ("sharding",),
     ("compiler", "contract"),
-    ("attn", "lowering"),
+    ("attn", "lowering", "layers"),
     ("testing", "masks"),
     ("nn",),
     ("opkit",),

@@ -11,7 +11,7 @@ NAMES = {
     "opkit": """
         CustomOp append_kv attention batch_invariant c_kernel check compile_layers cpp_kernel cuda_kernel custom_op errors
         explain from_library get masks merge_attention nn operators paged_attention register_transformers remove
-        runtime_library sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
+        runtime_library scan sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
     """,
     "opkit.testing": """
         Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
@@ -64,6 +64,7 @@ PARAMETERS = {
     "get": "name",
     "remove": "name",
     "runtime_library": "",
+    "scan": "fn init xs length reverse",
     "sdpa_override": "",
     "set_sdpa_override": "enabled",
     "tensor_descriptor": "tensor block shape layout padding",

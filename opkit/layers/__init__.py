@@ -1,0 +1,1 @@
+"""Control flow for models whose steps or layers repeat."""

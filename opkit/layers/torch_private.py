@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import _compile, fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._higher_order_ops.scan import scan as captured_scan
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from opkit.op.torch_private import functorch_level
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "captured_scan", "is_transformed"]
 
 
 def is_ignored(function: Any) -> bool:
@@ -116,3 +121,12 @@ def while_tracing(function: Callable[..., None]) -> Callable[..., None]:
 
 same_version: Any = torch.autograd._unsafe_preserve_version_counter
 """A context in which writes to a tensor do not count: it has the same values in the end."""
+
+
+def _is_transformed() -> bool:
+    return functorch_level() is not None
+
+
+is_transformed: Any = _is_transformed
+"""Return whether a transform of torch.func is running; Dynamo calls it while it traces, and guards on transforms itself."""
+is_transformed._dynamo_marked_constant = True
