@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.checkpoint import checkpoint
 
 import opkit
 from opkit.errors import ArgumentError, ArgumentTypeError, OutputError, ShapeError
@@ -78,12 +79,23 @@ def test_scan_is_the_loop(way, reverse, scaled):
 
         def forward(self, h, x):
             h = torch.tanh(self.linear(scaled(h, x)))
-            heads = h.view(1, 1, BATCH, WIDTH)
-            return h, (opkit.attention(heads, heads, heads, mask=Causal()), h)
+            return h, (h.exp(), h)
 
     cell, x, h = Cell(), torch.randn(ROWS, BATCH, WIDTH, dtype=F64), torch.randn(BATCH, WIDTH, dtype=F64)
     found = with_gradients(run(lambda h, x: opkit.scan(cell, h, x, reverse=reverse), way), h, x)
     assert_same(found, with_gradients(lambda h, x: loop(cell, h, x, reverse=reverse), h, x))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
+def test_attention_in_the_body(way):
+    def step(h, x):
+        h = opkit.attention(h, x, x, mask=Causal())
+        return h, h.tanh()
+
+    tensors = torch.randn(1, 2, 5, 8, dtype=F64), torch.randn(ROWS, 1, 2, 5, 8, dtype=F64)
+    expected = with_gradients(lambda h, x: loop(step, h, x), *tensors)
+    assert_same(with_gradients(run(lambda h, x: opkit.scan(step, h, x), way), *tensors), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -108,7 +120,7 @@ def test_leaves_of_all_kinds(way):
     w, n = torch.randn(2, dtype=F64), torch.tensor([big - step for step in range(ROWS)])
     tensors = [torch.randn(shape, dtype=F64) for shape in ((4, 4), (ROWS, 4, 4), (ROWS, 4))]
     compiled = run(scanned, way)
-    carry, ys = compiled(*tensors)
+    carry, ys = compiled(*(tensor.clone().requires_grad_() for tensor in tensors))
     assert tree_structure(carry) == tree_structure({"h": (h := carry["h"][0], None), "n": h})
     assert ys["none"] is None
     assert ys["empty"] == ()
@@ -150,6 +162,20 @@ def test_dropout_draws_a_mask_a_step_and_the_backward_uses_it(way):
     _, ys = run(lambda x: opkit.scan(lambda c, x: (c, F.dropout(x * w, 0.5)), (), x), way)(torch.ones(4, 64, dtype=F64))
     assert len({tuple(mask) for mask in (ys != 0).tolist()}) == 4
     torch.testing.assert_close(torch.autograd.grad(ys.sum(), w)[0], ys.detach().sum(0))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_in_the_body(way):
+    def step(h, x):
+        return torch.tanh(h * x), h.sin()
+
+    def checkpointed(h, x):
+        return opkit.scan(lambda h, x: checkpoint(step, h, x, use_reentrant=False), h, x)
+
+    tensors = torch.randn(WIDTH, dtype=F64), torch.randn(ROWS, WIDTH, dtype=F64)
+    expected = with_gradients(lambda h, x: loop(step, h, x), *tensors)
+    assert_same(with_gradients(run(checkpointed, way), *tensors), expected)
 
 
 def test_the_body_is_compiled_once():
