@@ -17,8 +17,10 @@ def path(name: str, spec: Any, number: int) -> str:
 
 def described(value: Any) -> str:
     """Return the dtype, the shape and the device of a tensor, or the type of another value."""
+    if value is None or isinstance(value, tuple | list | dict):
+        return "None" if value is None else f"a {type(value).__name__}"
     if not isinstance(value, Tensor):
-        return "None" if value is None else f"{type(value).__name__}: {value!r}"
+        return f"{type(value).__name__}: {value!r}"
     device = "" if value.device.type == "cpu" else f" on {value.device}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
 

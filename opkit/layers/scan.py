@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opkit.errors import ArgumentError, ArgumentTypeError, OutputError, ShapeError
+from opkit.layers.checkpoints import checkpoint
 from opkit.layers.leaves import described, path
+from opkit.layers.policies import Policy, policy_of
 from opkit.layers.torch_private import FakeTensorMode, captured_scan, is_transformed
 
 
@@ -25,6 +27,7 @@ def scan(
     length: int | None = None,
     *,
     reverse: bool = False,
+    policy: str | Policy = "save_all",
 ) -> tuple[Any, Any]:
     """Call a function for each row of tensors, pass its first result on to the next call, and stack its second results.
 
@@ -51,13 +54,16 @@ def scan(
         xs: tensors (length, ...) in a pytree. None among them stays None in each row.
         length: the number of calls. Required if ``xs`` has no tensors: then ``fn`` gets ``xs`` as it is.
         reverse: begin at the last row. ``ys`` has the order of ``xs`` either way.
+        policy: what each call keeps for the backward, as in :func:`opkit.checkpoint`. In ``torch.compile``, a graph ends at each
+            call with :func:`opkit.offload`, so that the loop is unrolled.
 
     Returns:
         The last carry, and ``y`` of all calls: a pytree whose tensors are (length, ...), and None where ``y`` is None. For
         length 0, the carry is ``init``; ``fn`` runs on fake tensors to find the shapes (length, ...).
 
     Raises:
-        ArgumentError: ``xs`` has no tensors and there is no ``length``, or ``length`` is another number than that of rows.
+        ArgumentError: ``xs`` has no tensors and there is no ``length``, ``length`` is another number than that of rows, or there
+            is no such policy.
         ArgumentTypeError: a leaf of ``init`` or ``xs``, or ``length``, is of another type.
         ShapeError: the tensors in ``xs`` have no rows, or not all the same number.
         OutputError: ``fn`` does not return a pair, changes the carry's structure, a shape, dtype or device in it, or returns
@@ -77,10 +83,11 @@ def scan(
     leaves = [_as_tensor(leaf, "init", spec, number) for number, leaf in enumerate(leaves)]
     columns, xs_spec = pytree.tree_flatten(xs)
     count = _count(columns, xs_spec, length)
-    step = functools.partial(_step, fn, spec, xs_spec)
+    chosen = policy_of(policy)
+    step = functools.partial(_step, checkpoint(fn, chosen), spec, xs_spec)
     if count == 0:
         ys = _ys_of_no_rows(step, leaves, columns)
-    elif is_dynamo_compiling() and _can_capture(fn, [*leaves, *columns]):
+    elif is_dynamo_compiling() and not chosen.moved and _can_capture(fn, [*leaves, *columns]):
         leaves, ys = _captured(step, leaves, columns, count, reverse)
     else:
         leaves, ys = _loop(step, leaves, columns, count, reverse)

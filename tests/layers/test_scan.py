@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_structure
-from torch.utils.checkpoint import checkpoint
 
 import opkit
 from opkit.errors import ArgumentError, ArgumentTypeError, OutputError, ShapeError
@@ -164,18 +163,21 @@ def test_dropout_draws_a_mask_a_step_and_the_backward_uses_it(way):
     torch.testing.assert_close(torch.autograd.grad(ys.sum(), w)[0], ys.detach().sum(0))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_in_the_body(way):
+@pytest.mark.parametrize("policy", ["recompute_cheap", opkit.keep("square"), opkit.offload("recompute_all")], ids=str)
+def test_policies(way, policy):
     def step(h, x):
-        return torch.tanh(h * x), h.sin()
+        h = opkit.checkpoint_name(h @ h.mT, "square").tanh() @ x
+        return h, h.sin()
 
-    def checkpointed(h, x):
-        return opkit.scan(lambda h, x: checkpoint(step, h, x, use_reentrant=False), h, x)
+    def scanned(h, x):
+        return opkit.scan(step, h, x, policy=policy)
 
-    tensors = torch.randn(WIDTH, dtype=F64), torch.randn(ROWS, WIDTH, dtype=F64)
+    tensors = torch.randn(BATCH, BATCH, dtype=F64), torch.randn(ROWS, BATCH, BATCH, dtype=F64)
     expected = with_gradients(lambda h, x: loop(step, h, x), *tensors)
-    assert_same(with_gradients(run(checkpointed, way), *tensors), expected)
+    ends_graphs = way != "eager" and str(policy).startswith("offload")
+    function = torch.compile(scanned, backend=way) if ends_graphs else run(scanned, way)
+    assert_same(with_gradients(function, *tensors), expected)
 
 
 def test_the_body_is_compiled_once():
