@@ -17,7 +17,7 @@ from opkit.errors import ArgumentError, ArgumentTypeError, OutputError, ShapeErr
 from opkit.layers.checkpoints import checkpoint
 from opkit.layers.leaves import described, path
 from opkit.layers.policies import Policy, policy_of
-from opkit.layers.torch_private import FakeTensorMode, captured_scan, is_transformed
+from opkit.layers.torch_private import SCAN_HAS_GRADIENTS, FakeTensorMode, captured_scan, is_transformed
 
 
 def scan(
@@ -43,8 +43,8 @@ def scan(
     the body once instead of ``length`` times, so that the time to compile does not depend on ``length``. There ``fn`` must not
     write to tensors that it did not make while gradients are recorded, or torch raises an error: put them into the carry, or
     write the loop in Python, which Dynamo unrolls. Unrolled as well are loops whose ``fn`` is a module with running statistics
-    in training mode or a method of one, loops within transforms of ``torch.func``, and loops over complex numbers with
-    gradients.
+    in training mode or a method of one, loops within transforms of ``torch.func``, and, with gradients, loops over complex
+    numbers and all loops before torch 2.13.
 
     Args:
         fn: takes the carry and a row of each tensor in ``xs``, and returns the next carry and ``y``. It may be a module, and may
@@ -101,10 +101,12 @@ _Step = Callable[[_Leaves, _Leaves], tuple[list[Tensor | None], Any]]
 def _can_capture(fn: Any, tensors: _Leaves) -> bool:
     """Return whether torch's operator can hold the loop; if not, Dynamo unrolls it.
 
-    It has no derivatives of complex numbers, does not know torch.func's transforms, and refuses to write to buffers.
+    It has no derivatives of complex numbers, before torch 2.13 none of some functions either, does not know torch.func's
+    transforms, and refuses to write to buffers.
     """
-    is_complex = torch.is_grad_enabled() and any(leaf is not None and leaf.is_complex() for leaf in tensors)
-    return not is_complex and not is_transformed() and not _tracks_statistics(fn)
+    is_complex = any(leaf is not None and leaf.is_complex() for leaf in tensors)
+    lacks_gradients = torch.is_grad_enabled() and (is_complex or not SCAN_HAS_GRADIENTS)
+    return not lacks_gradients and not is_transformed() and not _tracks_statistics(fn)
 
 
 def _tracks_statistics(fn: Any) -> bool:

@@ -21,7 +21,12 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from opkit.op.torch_private import functorch_level
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "captured_scan", "is_transformed"]
+__all__ = ["SCAN_HAS_GRADIENTS", "FakeTensorMode", "TorchDispatchMode", "captured_scan", "is_transformed"]
+
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+SCAN_HAS_GRADIENTS = _VERSION >= (2, 13)
+"""Whether torch's ``scan`` has gradients of all functions: 2.11 refuses some because their results "might be aliasing"."""
 
 
 def is_ignored(function: Any) -> bool:
@@ -113,7 +118,7 @@ def graph_break(function: Any) -> Any:
 
 def while_tracing(function: Callable[..., None]) -> Callable[..., None]:
     """Let Dynamo run a function of constants and modules when it traces a call; before torch 2.14, leave the call out."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+    if _VERSION >= (2, 14):
         function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
         return function
     return lambda *args: None if torch.compiler.is_compiling() else function(*args)
