@@ -8,7 +8,7 @@ of "save_all" to the bit, and ``gradient`` the same of the embedding's gradient,
 
 With ``--longest``, the longest sequence is found for each policy: the peak grows linearly with the sequence, so that two
 lengths predict it, and a step of 0.95 times that length and one of 1.1 times show whether it is right. Lengths above
-``MAX_RUN`` tokens are not run: their attention takes minutes.
+``MAX_RUN`` tokens are not run: their attention takes minutes. The host's memory may hold fewer.
 
 Run it with ``python benchmarks/layer_memory.py [--depth 32] [--width 4096] [--tokens 8192] [--policies "save_all;offload()"]``.
 """
@@ -210,10 +210,9 @@ def longest(model: nn.Module, ways: list[str], tokens: int) -> None:
             except torch.OutOfMemoryError:
                 outcomes.append(f"{length} does not fit")
             gc.collect()
-        print(
-            f"{way:28} {slope / 2**20:6.3f} MiB a token, predicted {predicted} tokens; {', '.join(outcomes) or 'not run'}",
-            flush=True,
-        )
+        on_host = moved(function, model, inputs(model, tokens)) / tokens
+        memory = f"{slope / 2**20:.3f} MiB a token, {on_host / 2**20:.3f} on the host"
+        print(f"{way:28} {memory}: predicted {predicted} tokens; {', '.join(outcomes) or 'not run'}", flush=True)
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ import opkit
 
 NAMES = {
     "opkit": """
-        CustomOp append_kv attention batch_invariant c_kernel check compile_layers cpp_kernel cuda_kernel custom_op errors
-        explain from_library get masks merge_attention nn operators paged_attention register_transformers remove
-        runtime_library scan sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
+        CustomOp append_kv attention batch_invariant c_kernel check checkpoint checkpoint_layers checkpoint_name
+        compile_layers cpp_kernel cuda_kernel custom_op errors explain from_library get masks merge_attention nn
+        operators paged_attention register_transformers remove fit keep offload runtime_library scan scan_layers
+        sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
     """,
     "opkit.testing": """
         Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
@@ -59,12 +60,19 @@ PARAMETERS = {
     "append_kv": "k v k_pages v_pages page_table lengths_before cu_seqlens k_scale v_scale",
     "merge_attention": "parts mesh",
     "explain": "model args kwargs",
+    "checkpoint": "function policy",
+    "checkpoint_layers": "model policy",
+    "checkpoint_name": "x name",
     "compile_layers": "model backend options",
+    "fit": "model budget args policies options",
+    "keep": "names",
+    "offload": "policy",
+    "scan_layers": "layers x shared policy options",
     "use_kernel": "op name",
     "get": "name",
     "remove": "name",
     "runtime_library": "",
-    "scan": "fn init xs length reverse",
+    "scan": "fn init xs length reverse policy",
     "sdpa_override": "",
     "set_sdpa_override": "enabled",
     "tensor_descriptor": "tensor block shape layout padding",

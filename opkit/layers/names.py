@@ -9,7 +9,7 @@ import torch
 
 
 class _Naming(threading.local):
-    """The modes of a thread that are told the names of values, from the outermost to the innermost."""
+    """The modes of a thread that get the names of values, from the outermost to the innermost."""
 
     def __init__(self) -> None:
         self.modes: list[Any] = []
