@@ -10,8 +10,10 @@ their own): what else runs does not count. ``step`` is the median of later calls
     opkit            torch.compile(model, backend="opkit"): repeated blocks are compiled once
     opkit, whole     the same with options={"repeated_blocks": False}
     opkit, layers    opkit.compile_layers(model)
+    opkit, regions   torch.compile(model, backend="opkit") with nested_compile_region around the forward of layers
     Inductor         torch.compile(model)
     Inductor, layers opkit.compile_layers(model, backend="inductor")
+    Inductor, regions  the same with regions
 
 Run it with ``python benchmarks/layers.py [--depths 8,16,32] [--ways "opkit;Inductor"] [--modes training] [--device cuda]``.
 """
@@ -35,7 +37,10 @@ from torch import Tensor, nn
 
 import opkit
 
-WAYS = ("eager", "Dynamo", "opkit", "opkit, whole", "opkit, layers", "Inductor", "Inductor, layers")
+WAYS = (
+    "eager", "Dynamo", "opkit", "opkit, whole", "opkit, layers", "opkit, regions",
+    "Inductor", "Inductor, layers", "Inductor, regions",
+)  # fmt: skip
 SIZES = {"cpu": (128, 4, 2, 128), "cuda": (1024, 16, 4, 1024)}  # width, heads, batch, tokens
 STEPS = 9
 
@@ -87,6 +92,8 @@ def compiled(model: nn.Module, way: str) -> Callable[..., Any]:
     if what == "layers":
         opkit.compile_layers(model, backend=backend)
         return model
+    if what == "regions":
+        Layer.forward = torch.compiler.nested_compile_region(Layer.forward)
     options = {"strict": True, "repeated_blocks": what != "whole"} if name == "opkit" else None
     return torch.compile(model, backend=backend, options=options) if backend else model
 
@@ -99,7 +106,7 @@ def measure(way: str, mode: str, depth: int, device: str) -> dict[str, Any]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = Llama(depth, width, heads).to(device, dtype)
     given = torch.randint(0, 1000, (batch, tokens), device=device)
-    cos, sin = torch.randn(2, tokens, width // heads // 2, device=device, dtype=dtype)
+    cos, sin = (torch.randn(tokens, width // heads // 2, device=device, dtype=dtype) for _ in range(2))
     function = compiled(model, way)
 
     def step() -> None:
@@ -154,7 +161,7 @@ def main() -> None:
             for depth in map(int, options.depths.split(",")):
                 row = _row(way, mode, depth, options.device)
                 figures = row.get("error") or f"first {row['first']:7.2f} s, step {row['step'] * 1e3:8.2f} ms"
-                print(f"{mode:9} {way:16} {depth:4} layers: {figures}", flush=True)
+                print(f"{mode:9} {way:17} {depth:4} layers: {figures}", flush=True)
 
 
 if __name__ == "__main__":
