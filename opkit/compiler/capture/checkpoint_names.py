@@ -13,7 +13,9 @@ def remove_names(module: fx.GraphModule) -> None:
     if any("_checkpoint_context_fn" in part.meta for part in parts):
         parts = [module]  # a region may hold others
     for part in parts:
-        for node in [node for node in part.graph.nodes if str(node.target) == _NAME]:
+        named = [node for node in part.graph.nodes if str(node.target) == _NAME]
+        for node in named:
             node.replace_all_uses_with(node.args[0])  # pyright: ignore[reportArgumentType]
             part.graph.erase_node(node)
-        part.recompile()
+        if named:
+            part.recompile()

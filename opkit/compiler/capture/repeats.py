@@ -8,6 +8,7 @@ arguments are connected in the same way. torch's DDPOptimizer cuts graphs for an
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from opkit.compiler.capture.cache_key import shared
 from opkit.compiler.capture.parts import Cut, assembled, attribute, is_graph, outside, used_outside
 
 MIN_BLOCKS = 4
+_MAX_EQUAL = 8  # nodes of a block that do the same
 MIN_NODES = 8  # of a block: calls of smaller ones would take longer than their kernels
 _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "conv1d", "conv2d", "addmm", "baddbmm", "einsum")
 _NEEDS_WHOLE = ("_functorch", "autograd", "_autograd", "distributed", "c10d", "_c10d_functional", "_dtensor")
@@ -52,9 +54,10 @@ def cut(module: fx.GraphModule, inputs: Sequence[Any]) -> Cut | None:
 def _repeated(nodes: Sequence[fx.Node]) -> tuple[int, int, int] | None:
     """Return the first node, the nodes of a block and the number of blocks of the longest run of equal blocks, or None."""
     numbers: dict[str, int] = {}
-    own = torch.tensor([numbers.setdefault(_text(node), len(numbers)) for node in nodes])
+    described = [_described(node) for node in nodes]
+    own = torch.tensor([numbers.setdefault(text, len(numbers)) for text, _ in described])
     best, found = 0, None
-    for length in range(1, len(nodes) // MIN_BLOCKS + 1):
+    for length in _distances(own.tolist()):
         first, run = _longest_run(own[:-length] == own[length:])
         count = run // length + 1
         if (
@@ -66,7 +69,22 @@ def _repeated(nodes: Sequence[fx.Node]) -> tuple[int, int, int] | None:
     if found is None:
         return None
     first, run, length = found
-    return _same(nodes, _start(nodes, first, run, length), first + run + length, length)
+    start = _start(nodes, first, run, length)
+    return _same(nodes, [used for _, used in described], start, first + run + length, length)
+
+
+def _distances(numbers: Sequence[int]) -> list[int]:
+    """Return how far equal nodes are from each other, in increasing order, if several are as far: the lengths of blocks.
+
+    A node has at most ``_MAX_EQUAL`` equal ones in its block: one of the next is the same node of the next block.
+    """
+    places: dict[int, list[int]] = {}
+    counts = Counter[int]()
+    for place, number in enumerate(numbers):
+        before = places.setdefault(number, [])
+        counts.update(place - each for each in before[-_MAX_EQUAL:])
+        before.append(place)
+    return sorted(distance for distance, count in counts.items() if count >= MIN_BLOCKS - 1)
 
 
 def _size(node: fx.Node) -> int:
@@ -109,13 +127,15 @@ def _is_product(node: fx.Node) -> bool:
     return _name(node.target) in _PRODUCTS
 
 
-def _same(nodes: Sequence[fx.Node], start: int, end: int, length: int) -> tuple[int, int, int] | None:
+def _same(
+    nodes: Sequence[fx.Node], used: Sequence[Sequence[fx.Node]], start: int, end: int, length: int
+) -> tuple[int, int, int] | None:
     """Return the longest run of blocks from ``start`` on that are connected in the same way, if each has parameters."""
     starts = range(start, end - length + 1, length)
-    texts = [_connections(nodes[at : at + length]) for at in starts]
+    connections = [_connections(nodes[at : at + length], used[at : at + length]) for at in starts]
     runs: list[list[int]] = []
-    for at, text in zip(starts, texts, strict=True):
-        if runs and text == texts[(runs[-1][0] - start) // length]:
+    for at, each in zip(starts, connections, strict=True):
+        if runs and each == connections[(runs[-1][0] - start) // length]:
             runs[-1].append(at)
         else:
             runs.append([at])
@@ -131,29 +151,27 @@ def _have_parameters(nodes: Sequence[fx.Node], starts: Sequence[int], length: in
     return bool(blocks[0] - blocks[1])
 
 
-def _connections(block: Sequence[fx.Node]) -> str:
-    """Return the text of what the arguments of a block's nodes are: numbers of nodes in it, or of values from outside."""
-    numbers = {node: f"%{n}" for n, node in enumerate(block)}
-    names = {**{node: f"in{n}" for n, node in enumerate(outside(block))}, **numbers}
-    inputs = [_type(node) for node in outside(block)]
-    return "\n".join([*inputs, *(_call(node, lambda each: names[each]) for node in block)])
+def _connections(block: Sequence[fx.Node], used: Sequence[Sequence[fx.Node]]) -> tuple[Any, ...]:
+    """Return what the arguments of a block's nodes are: numbers of values from outside, whose types come first, or of nodes."""
+    inputs = outside(block)
+    numbers = {node: number for number, node in enumerate([*inputs, *block])}
+    return (*map(_type, inputs), *(numbers[each] for nodes in used for each in nodes))
 
 
-def _text(node: fx.Node) -> str:
-    """Return what a node does, without where its arguments come from."""
-    return f"{_call(node, lambda _: '%')} {_type(node)}"
+def _described(node: fx.Node) -> tuple[str, list[fx.Node]]:
+    """Return what a node does, without where its arguments come from, and the nodes that these are."""
+    used: list[fx.Node] = []
+    return f"{_call(node, lambda each: used.append(each) or '%')} {_type(node)}", used
 
 
 def _call(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            if is_graph(value):
-                return _graph(attribute(value))
-            return name(value)
-        if isinstance(value, Mapping):
-            return f"{{{', '.join(f'{key}: {text(each)}' for key, each in value.items())}}}"
+            return _graph(attribute(value)) if is_graph(value) else name(value)
         if isinstance(value, list | tuple):
             return f"{type(value).__name__}({', '.join(map(text, value))})"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{key}: {text(each)}' for key, each in value.items())}}}"
         if isinstance(value, slice):
             return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
         return repr(value)
