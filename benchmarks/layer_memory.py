@@ -10,6 +10,8 @@ With ``--longest``, the longest sequence is found for each policy: the peak grow
 lengths predict it, and a step of 0.95 times that length and one of 1.1 times show whether it is right. Lengths above
 ``MAX_RUN`` tokens are not run: their attention takes minutes. The host's memory may hold fewer.
 
+With ``--budgets``, ``opkit.fit`` chooses the policies.
+
 Run it with ``python benchmarks/layer_memory.py [--depth 32] [--width 4096] [--tokens 8192] [--policies "save_all;offload()"]``.
 """
 
@@ -215,6 +217,27 @@ def longest(model: nn.Module, ways: list[str], tokens: int) -> None:
         print(f"{way:28} {memory}: predicted {predicted} tokens; {', '.join(outcomes) or 'not run'}", flush=True)
 
 
+def fitted(model: nn.Module, budgets: list[float], tokens: int) -> None:
+    """Print what opkit.fit chooses for each budget, and the peak and the time of a step with it."""
+    given = inputs(model, tokens)
+    for budget in budgets:
+        start = time.perf_counter()
+        found = opkit.fit(model, int(budget * 2**30), *given)
+        chosen = time.perf_counter() - start
+        above = peak(model, model, given)
+        times = []
+        for _ in range(STEPS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(model, model, given)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        print(
+            f"{found}\nchosen in {chosen:.1f} s, peak {above / 2**30:.2f} GiB, step {statistics.median(times) * 1e3:.1f} ms\n",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Print a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,6 +246,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--policies", default=";".join(WAYS), help="with semicolons between them")
     parser.add_argument("--longest", action="store_true")
+    parser.add_argument("--budgets", help="GiB for opkit.fit, with commas between them")
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -230,7 +254,10 @@ def main() -> None:
         model = Llama(options.depth, options.width, options.width // 128)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    (longest if options.longest else compare)(model, options.policies.split(";"), options.tokens)
+    if options.budgets:
+        fitted(model, [float(each) for each in options.budgets.split(",")], options.tokens)
+    else:
+        (longest if options.longest else compare)(model, options.policies.split(";"), options.tokens)
 
 
 if __name__ == "__main__":
