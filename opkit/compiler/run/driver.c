@@ -181,9 +181,9 @@ static const int64_t *allocate(struct frame *f, const int64_t *w) {  // slot, en
   return w + 5 + 2 * n;
 }
 
-static const int64_t *segment(struct frame *f, const int64_t *w) {  // address of the function, number
+static const int64_t *segment(struct frame *f, const int64_t *w) {  // function's address, step of the plan, first entry
   int64_t (*run)(void *const *, const int64_t *, void *) = (void *)w[1];
-  return run(f->pointers, f->sizes, f->runtime) ? 0 : w + 3;
+  return run(f->pointers + w[3], f->sizes, f->runtime) ? 0 : w + 4;
 }
 
 // number, function, programs, threads, shared memory, count; of each parameter its entry of the table, or -1 and its value

@@ -80,11 +80,13 @@ class _ProgramWriter:
         self.code = DriverProgram()
         self.names = self.code.names
         self.lines: list[str] = []
-        self.position = {name: number for number, name in enumerate(plan.table)}
+        self.positions: dict[str, list[int]] = {}
+        for number, name in enumerate(plan.table):
+            self.positions.setdefault(name, []).append(number)
         self.slots: dict[str, int] = {}  # of buffers
         self.views: dict[str, dict[Strided, int]] = {}  # slots of tensors that are parts of a buffer, by the buffer
         self.last = self._last_uses()
-        self.unaligned = _unaligned(plan)
+        self.alignments = alignments(plan)
 
     def _last_uses(self) -> dict[int, list[str]]:
         """Return the buffers that are not needed after a step, by the step's number."""
@@ -100,7 +102,7 @@ class _ProgramWriter:
         self._take_inputs()
         for number, step in enumerate(self.plan.steps):
             if isinstance(step, Segment):
-                self._segment(step)
+                self._segment(number, step)
             elif isinstance(step, GpuLaunch):
                 self._launch(number, step)
             else:
@@ -156,13 +158,12 @@ class _ProgramWriter:
         return len(of.shape), list(map(self.names.word, of.shape)), list(map(self.names.word, of.strides))
 
     def _point(self, buffer: str) -> None:
-        if buffer in self.position:
-            if self.plan.device != "cpu" and self.plan.buffers[buffer].role == "number":
-                self._step("value", self.slots[buffer], self.position[buffer])
-                return
-            if self.plan.device != "cpu" and buffer not in self.unaligned:
-                self._step("align", self.slots[buffer], self._function_number("aligned"))
-            self._step("point", self.slots[buffer], self.position[buffer])
+        positions, is_gpu = self.positions.get(buffer, ()), self.plan.device != "cpu"
+        is_number = is_gpu and self.plan.buffers[buffer].role == "number"
+        if positions and is_gpu and not is_number and True in self.alignments[buffer]:
+            self._step("align", self.slots[buffer], self._function_number("aligned"))
+        for position in positions:
+            self._step("value" if is_number else "point", self.slots[buffer], position)
 
     def _allocate(self, buffer: str) -> None:
         """Add a step that allocates a buffer outside of the arena, before the first step that writes to it."""
@@ -170,7 +171,10 @@ class _ProgramWriter:
             return
         layout_of = self.plan.buffers[buffer]
         dtype = DTYPES[layout_of.dtype].torch
-        self._step("allocate", self._buffer(buffer), self.position.get(buffer, -1), dtype, *self._layout(layout_of))
+        first, *others = self.positions.get(buffer, (-1,))
+        self._step("allocate", self._buffer(buffer), first, dtype, *self._layout(layout_of))
+        for position in others:
+            self._step("point", self.slots[buffer], position)
         numbers = ", ".join(map(self.names.numbers_text, (layout_of.shape, layout_of.strides)))
         self.lines.append(f"{self.names.variable(buffer)} = empty_strided({numbers}, dtype={dtype})")
 
@@ -232,10 +236,10 @@ class _ProgramWriter:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _segment(self, step: Segment) -> None:
+    def _segment(self, number: int, step: Segment) -> None:
         for buffer in step.buffers:
             self._allocate(buffer)
-        self._step("segment", f"segment{step.number}", step.number)
+        self._step("segment", f"segment{step.number}", number, step.first)
         self.lines.append(f"segment{step.number}()")
 
     def _launch(self, number: int, step: GpuLaunch) -> None:
@@ -243,7 +247,7 @@ class _ProgramWriter:
             self._allocate(buffer)
         programs = self.names.word(step.programs)
         # of each parameter: its place in the table, or -1 and its value; the last two are memory that Triton may ask for
-        pointers = [word for buffer in step.buffers for word in (self.position[buffer], 0)]
+        pointers = [word for buffer in step.buffers for word in (self.positions[buffer][0], 0)]
         numbers = [word for size in step.sizes for word in (-1, self.names.word(size))]
         count = len(step.buffers) + len(step.sizes) + 2
         n = step.kernel
@@ -331,15 +335,15 @@ class _ProgramWriter:
         return [f"[{', '.join(map(self.names.tensor, used))}] = tensors"] if used else []
 
 
-def _unaligned(plan: ExecutionPlan) -> set[str]:
-    """Return the buffers whose addresses no kernel takes for multiples of 16."""
-    launches = [step for step in plan.steps if isinstance(step, GpuLaunch)]
-    pairs = (
-        (plan.kernels[step.kernel], p, buffer)
-        for step in launches
-        for (p, _), buffer in zip(plan.kernels[step.kernel].parameters, step.buffers, strict=False)
-    )
-    return {buffer for kernel, p, buffer in pairs if p in kernel.unaligned}
+def alignments(plan: ExecutionPlan) -> dict[str, set[bool]]:
+    """Return of each buffer whether kernels of a GPU take its address for a multiple of 16: all of them, none, or some."""
+    found: dict[str, set[bool]] = {}
+    for step in plan.steps:
+        if isinstance(step, GpuLaunch):
+            kernel = plan.kernels[step.kernel]
+            for (parameter, _), buffer in zip(kernel.parameters, step.buffers, strict=False):
+                found.setdefault(buffer, set()).add(parameter not in kernel.unaligned)
+    return found
 
 
 def _is_product(step: Extern, plan: ExecutionPlan) -> bool:

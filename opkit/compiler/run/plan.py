@@ -25,11 +25,13 @@ class Segment:
         number: the number of the function.
         buffers: the buffers that its kernels take, each once.
         origins: the operators of each launch, for messages.
+        first: where the table of pointers that it takes begins in the plan's.
     """
 
     number: int
     buffers: tuple[str, ...]
     origins: tuple[str, ...] = ()
+    first: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,8 @@ class ExecutionPlan:
         buffers: the buffers, by name.
         steps: the steps, in order.
         places, arena: as in a Schedule.
-        table: the buffers in the order of the table of pointers that segments take.
+        table: the buffers in the order of the table of pointers that segments take; in a plan of several, a buffer may be in the
+            tables of more than one.
         sizes: the names of the sizes in the order of the table of sizes.
         functions: the library functions that kernels call, in the order of their table.
         device: the device that it runs on, such as "cuda:0".

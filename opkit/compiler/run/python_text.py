@@ -32,6 +32,7 @@ class PythonNames:
         self.opaques: dict[str, str] = {}
         self.of_slots: dict[int, str] = {}
         self._variables: dict[str, str] = {}
+        self._taken: set[str] = set()
         self._known: dict[Any, str] = {}
 
     def variable(self, buffer: str) -> str:
@@ -39,8 +40,9 @@ class PythonNames:
         known = self._variables.get(buffer)
         if known is None:
             plain = "b_" + re.sub(r"\W", "_", buffer)
-            known = plain if plain not in self._variables.values() else f"{plain}_{len(self._variables)}"
+            known = plain if plain not in self._taken else f"{plain}_{len(self._variables)}"
             self._variables[buffer] = known
+            self._taken.add(known)
         return known
 
     def view(self, tensor: Strided) -> int:

@@ -234,8 +234,9 @@ def _raise_failure(words: list[int], runtime: library.Runtime, plan: ExecutionPl
     """
     step, graph = driver_program.STEPS[words[at]], plan.name
     if step == "segment":
-        origins = [each.origins for each in plan.steps if isinstance(each, Segment)]
-        library.raise_error(runtime, origins[words[at + 2]], graph)
+        segment = plan.steps[words[at + 2]]
+        assert isinstance(segment, Segment)
+        library.raise_error(runtime, segment.origins, graph)
     if step == "launch":
         torch.cuda.synchronize(plan.device)  # an earlier kernel's error is raised as torch raises it
         launch = plan.steps[words[at + 1]]
