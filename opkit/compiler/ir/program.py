@@ -243,3 +243,16 @@ def _buffers(argument: Any) -> list[str]:
     if isinstance(argument, dict):
         argument = list(argument.values())
     return [name for a in argument for name in _buffers(a)] if isinstance(argument, list | tuple) else []
+
+
+def renamed_argument(argument: Any, names: Mapping[str, str]) -> Any:
+    """Return an argument of a call, or several, with the buffers renamed that have a new name."""
+    if isinstance(argument, Strided | ScalarItem):
+        return dataclasses.replace(argument, buffer=names.get(argument.buffer, argument.buffer))
+    if isinstance(argument, dict):
+        return {key: renamed_argument(a, names) for key, a in argument.items()}
+    if isinstance(argument, Formula):
+        return argument._replace(operands=renamed_argument(argument.operands, names))
+    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
+        return type(argument)(renamed_argument(a, names) for a in argument)
+    return argument

@@ -18,7 +18,7 @@ from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.ir.expr import Expr, const, make, rewrite
 from opkit.compiler.ir.index import Index, Value, product, value
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.program import Compute, Extern, Formula, Program, ScalarItem, Step, Strided, reads, writes
+from opkit.compiler.ir.program import Compute, Extern, Program, Step, Strided, reads, renamed_argument, writes
 from opkit.compiler.lower.overlap import overlapped
 
 _FREE = frozenset({"const", "index", "load", "cast", "var", "bitcast", "neg"})  # a sign goes into the sum or product
@@ -250,7 +250,7 @@ def renamed(step: Step, names: dict[str, str]) -> Step:
     if not any(name in names for name in reads(step)):
         return step
     if isinstance(step, Extern):
-        args, kwargs = _renamed_argument(step.args, names), _renamed_argument(step.kwargs, names)
+        args, kwargs = renamed_argument(step.args, names), renamed_argument(step.kwargs, names)
         return dataclasses.replace(step, args=args, kwargs=kwargs)
     target = tuple(_renamed_index(at, names) for at in step.target)
     return dataclasses.replace(step, body=renamed_loads(step.body, names), target=target)
@@ -287,19 +287,6 @@ def _renamed_atom(atom: Any, names: dict[str, str]) -> Any:
     if hasattr(atom, "dividend"):
         return type(atom)(_renamed_index(atom.dividend, names), _renamed_index(atom.divisor, names))
     return atom
-
-
-def _renamed_argument(argument: Any, names: dict[str, str]) -> Any:
-    if isinstance(argument, Strided | ScalarItem):
-        name = names.get(argument.buffer, argument.buffer)
-        return dataclasses.replace(argument, buffer=name)
-    if isinstance(argument, dict):
-        return {key: _renamed_argument(a, names) for key, a in argument.items()}
-    if isinstance(argument, Formula):
-        return argument._replace(operands=_renamed_argument(argument.operands, names))
-    if isinstance(argument, list | tuple) and not hasattr(argument, "_fields"):
-        return type(argument)(_renamed_argument(a, names) for a in argument)
-    return argument
 
 
 # ---- dead code -------------------------------------------------------------------------------------------------------
