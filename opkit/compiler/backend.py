@@ -19,18 +19,19 @@ import torch
 from torch import fx
 
 from opkit import config
-from opkit.compiler import diagnostics, graph_cache
+from opkit.compiler import diagnostics, graph_cache, joined
 from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.checkpoint_names import remove_names
 from opkit.compiler.capture.conversion import Captured, Unsupported
+from opkit.compiler.capture.parts import Part
 from opkit.compiler.capture.patterns.table import replace_patterns
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import GPU, LoweringTarget
 from opkit.compiler.run import cuda_graphs, plan_cache
 from opkit.compiler.run.cuda_graphs import RecordedRunner
-from opkit.compiler.run.plan import ExecutionPlan, GraphConstants
+from opkit.compiler.run.plan import GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
 from opkit.errors import ArgumentError, CompileError, ToolchainError
 from opkit.kernels.cc import isa
@@ -61,8 +62,8 @@ class CompileOptions:
             operator as it is defined, and use its ``register_lowering`` rule if it has one.
         cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes; None: where it is also safe
             and faster; False: never. The log shows the reasons.
-        repeated_blocks: True: compile a block that the graph repeats with other parameters once, and call it; None: on CPUs only,
-            since a call is a CUDA graph of its own; False: never.
+        repeated_blocks: True: compile a block that the graph repeats with other parameters once; None: do so on CPUs; False:
+            never.
     """
 
     strict: bool = False
@@ -114,15 +115,19 @@ def opkit_backend(
             return SavedFunction(_compile_with_aot_autograd(module, example_inputs, chosen, recording), recording)
     blocks = _cut(module, example_inputs, chosen)
     if blocks is not None:
-        parts = [_compiled(part.module, part.inputs, chosen, part.count) for part in blocks.parts]
-        return blocks.function(parts)
-    return _compiled(module, example_inputs, chosen)
+        parts = [_compiled_part(part, chosen) for part in blocks.parts]
+        return joined.function(blocks, parts, chosen.strict, chosen.cuda_graphs)
+    entry = _entry(module, example_inputs, chosen)
+    found = _found(entry)
+    if found is not None:
+        return found.function(chosen.cuda_graphs)
+    return _compile_with_aot_autograd(module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs))
 
 
 def _cut(module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions) -> repeats.Cut | None:
     """Return the graph cut at repeated blocks, or None."""
-    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
-    if options.repeated_blocks is False or (options.repeated_blocks is None and not on_cpu):
+    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
+    if options.repeated_blocks is False or (options.repeated_blocks is None and not devices <= repeats.DEFAULT_DEVICES):
         return None
     found = repeats.cut(module, inputs)
     if found is None and options.repeated_blocks:
@@ -130,15 +135,25 @@ def _cut(module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions)
     return found
 
 
-def _compiled(
-    module: fx.GraphModule, example_inputs: Sequence[Any], chosen: CompileOptions, count: int = 1
-) -> Callable[..., Any]:
-    """Return the function of a graph that is called ``count`` times, from the cache on the disk if it has one."""
-    entry = graph_cache.key(module, example_inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
-    cached = None if entry is None or _is_observed() else graph_cache.find(entry, chosen.cuda_graphs)
-    return cached or _compile_with_aot_autograd(
-        module, example_inputs, chosen, graph_cache.Recording(entry, example_inputs), count
-    )
+def _compiled_part(part: Part, chosen: CompileOptions) -> joined.CompiledPart:
+    """Compile a part of a graph, also its backward."""
+    entry = _entry(part.module, part.inputs, chosen)
+    found = _found(entry)
+    if found is not None:
+        return joined.CompiledPart(found, lambda: found.function(chosen.cuda_graphs))
+    recording = graph_cache.Recording(entry, part.inputs, is_part=True)
+    with private.backwards_at_once():
+        function = _compile_with_aot_autograd(part.module, part.inputs, chosen, recording, part.count)
+    return joined.CompiledPart(recording.plain, lambda: function, recording.refusal)
+
+
+def _entry(module: fx.GraphModule, inputs: Sequence[Any], chosen: CompileOptions) -> str | None:
+    """Return the key of the graph in the cache on the disk, or None if it cannot be there."""
+    return graph_cache.key(module, inputs, f"{chosen} {_target()} {sorted(isa.cpu_features())}")
+
+
+def _found(entry: str | None) -> graph_cache.PlainGraph | None:
+    return None if entry is None or _is_observed() else graph_cache.find(entry)
 
 
 def _compile_with_aot_autograd(
@@ -255,9 +270,7 @@ class _GraphCompilation:
         _notify_observer(CompiledGraph(self.name, reason, count=self.count))
         return eager(self.module)
 
-    def start(
-        self, inputs: Sequence[Any], add_graph: Callable[[str, ExecutionPlan, Sequence[str], GraphConstants], None]
-    ) -> Boxed:
+    def start(self, inputs: Sequence[Any], add_graph: Callable[[str, graph_cache.PlanBuild], None]) -> Boxed:
         """Run all stages but the last, and return a function that finishes the graph when it is first called."""
         # imported here because a process that finds all its graphs in the cache lowers nothing
         from opkit.compiler import pipeline, user_lowerings
@@ -281,12 +294,12 @@ class _GraphCompilation:
         else:
             plan, texts = cached
         constants = run("bodies", self._graph_constants, captured)
-        build = run("build", graph_cache.build, plan, texts, self.name)
+        store = functools.partial(plan_cache.store, plan_key, plan, texts) if cached is None else None
+        build = run("build", graph_cache.build, plan, constants, texts, self.name, store)
         if not is_body:
             private.report_strides(map(_strides, plan.outputs))
-        add_graph(plan_key, plan, texts, constants)
-        store = functools.partial(plan_cache.store, plan_key, plan, texts) if cached is None else None
-        return _LazyFunction(lambda: self.attempt(lambda: self.finish(build, constants, store)))
+        add_graph(plan_key, build)
+        return _LazyFunction(lambda: self.attempt(lambda: self.finish(build)))
 
     def _log_uncompiled_parts(self, captured: Captured) -> None:
         """Log the parts of the graph that torch runs.
@@ -306,13 +319,9 @@ class _GraphCompilation:
             captured.constants, captured.targets, {**captured.opaques, **bodies}, captured.computed, captured.resolved
         )
 
-    def finish(
-        self, build: graph_cache.PlanBuild, constants: GraphConstants, store: Callable[[], None] | None
-    ) -> Boxed:
-        """Wait for the C compiler and return the function of the plan; ``store`` then writes the plan to the disk."""
-        runner = self.stages.run("build", build.load, constants)
-        if store is not None:
-            store()
+    def finish(self, build: graph_cache.PlanBuild) -> Boxed:
+        """Wait for the C compiler and return the function of the plan."""
+        runner = self.stages.run("build", lambda: build.runner)
         wanted = self.options.cuda_graphs
         return _with_negative_fallback(cuda_graphs.recorded(runner, wanted, self.kind, self.user_results), self.module)
 

@@ -12,7 +12,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -24,12 +24,9 @@ from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
 from opkit.compiler.run.autograd import Wiring
 from opkit.compiler.run.cuda_graphs import recorded
-from opkit.compiler.run.library import flags
+from opkit.compiler.run.library import LoadedSegments, flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
-
-if TYPE_CHECKING:
-    from opkit.compiler.run.gpu_kernels import GpuKernelsBuild
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}
@@ -58,17 +55,118 @@ def key(module: fx.GraphModule, inputs: Sequence[Any], about: str) -> str | None
         return None
 
 
+# ---- plain graphs ----------------------------------------------------------------------------------------------------
+
+
+class Build(Protocol):
+    """Code that is being compiled."""
+
+    def wait(self) -> LoadedSegments:
+        """Wait for the compiler, and return what it made."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanBuild:
+    """A plan whose C or Triton is being compiled.
+
+    Attributes:
+        plan, constants: the plan and its torch objects.
+        texts: the C or Triton.
+        segments: the code.
+        store: writes the plan to the disk, once its code is compiled; None if it is there.
+    """
+
+    plan: ExecutionPlan
+    constants: GraphConstants
+    texts: Sequence[str]
+    segments: Build
+    store: Callable[[], None] | None = None
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        """The function that runs the plan.
+
+        Raises:
+            ToolchainError, CompileError: the code cannot be compiled.
+        """
+        runner = assemble(self.plan, self.constants, self.segments.wait())
+        if self.store is not None:
+            self.store()
+        diagnostics.output_code_log.debug(
+            "%s\n%s\n%s", self.plan.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
+        )
+        return runner
+
+
+def build(
+    plan: ExecutionPlan,
+    constants: GraphConstants,
+    texts: Sequence[str],
+    name: str,
+    store: Callable[[], None] | None = None,
+) -> PlanBuild:
+    """Start to compile a plan's C or Triton; the plan gets this name, since it may have been stored for an equal graph."""
+    if plan.device == "cpu":
+        segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
+    else:
+        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
+
+        segments = GpuKernelsBuild(plan.kernels, texts[0], torch.device(plan.device))
+    return PlanBuild(dataclasses.replace(plan, name=name), constants, texts, segments, store)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainGraph:
+    """A graph of Dynamo's that runs without AOTAutograd.
+
+    Attributes:
+        wiring: the calling convention.
+        builds: the graph for inference, or the forward and the backward.
+    """
+
+    wiring: Wiring
+    builds: Sequence[PlanBuild]
+
+    def function(self, cuda_graphs: bool | None = False) -> Callable[..., Any]:
+        """Return the function that runs it, once its code is compiled; ``cuda_graphs`` is as in CompileOptions.
+
+        Raises:
+            ToolchainError, CompileError: the code cannot be compiled.
+        """
+        record = functools.partial(recorded, wanted=cuda_graphs, user_results=len(self.wiring.results))
+        runners = [
+            _refusing_negative_sizes(each.runner) if each.plan.sizes else record(each.runner, kind=kind)
+            for each, kind in zip(self.builds, _GRAPHS[len(self.builds)], strict=True)
+        ]
+        of = autograd.inference if len(runners) == 1 else autograd.training
+        return torch.compiler.disable(of(self.wiring, *runners))
+
+
+def _refusing_negative_sizes(runner: Runner) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that refuses negative integers, which are no sizes: the graph that takes them was not saved."""
+
+    def run(inputs: list[Any]) -> list[Any]:
+        if min(runner.sizes(inputs)) < 0:
+            raise ValueError(
+                f"A saved function takes no negative integers, got {runner.sizes(inputs)} in {runner.plan.name}."
+            )
+        return runner(inputs)
+
+    return run
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def find(entry: str, cuda_graphs: bool | None) -> Callable[..., Any] | None:
-    """Return a function that runs Dynamo's graph, or None if no usable entry exists; ``cuda_graphs`` is as in CompileOptions."""
+def find(entry: str) -> PlainGraph | None:
+    """Return Dynamo's graph with its code loaded, or None if no usable entry exists."""
     content = plan_cache.read(entry)
     if content is None:
         return None
     try:
         with _no_garbage_collection():
-            return function(content, cuda_graphs)
+            return loaded(content)
     except Exception as error:
         diagnostics.log.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
         return None
@@ -91,70 +189,25 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def function(content: Mapping[str, Any], cuda_graphs: bool | None = False) -> Callable[..., Any]:
-    """Return the function of an entry's content, or of ``Recording.saved``.
+def loaded(content: Mapping[str, Any]) -> PlainGraph:
+    """Return the graph of an entry's content, or of ``Recording.saved``, with its code loaded.
 
     Raises:
         LookupError: one of its plans is missing.
+        ToolchainError, CompileError: the code cannot be compiled.
     """
-    graphs, graph_wiring = content["graphs"], plan_cache.decode(content["wiring"])
-    record = functools.partial(recorded, wanted=cuda_graphs, user_results=len(graph_wiring.results))
-    runners = [_runner(each, kind, record) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
-    run = autograd.inference(graph_wiring, *runners) if len(runners) == 1 else autograd.training(graph_wiring, *runners)
-    return torch.compiler.disable(run)
+    graphs = content["graphs"]
+    builds = [_build(each, kind) for each, kind in zip(graphs, _GRAPHS[len(graphs)], strict=True)]
+    for each in builds:
+        _ = each.runner
+    return PlainGraph(plan_cache.decode(content["wiring"]), builds)
 
 
-def _runner(content: Mapping[str, Any], kind: str, record: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
+def _build(content: Mapping[str, Any], kind: str) -> PlanBuild:
     plan, texts = plan_cache.from_json(content.get("content")) or plan_cache.find(content["plan"]) or (None, ())
     if plan is None:
         raise LookupError(f"there is no plan {content['plan']}")
-    runner = build(plan, texts, next_name(kind)).load(constants_from_json(content["constants"]))
-    return _refusing_negative_sizes(runner) if plan.sizes else record(runner, kind=kind)
-
-
-def _refusing_negative_sizes(runner: Runner) -> Callable[[list[Any]], list[Any]]:
-    """Return a function that refuses negative integers, which are no sizes: the graph that takes them was not saved."""
-
-    def run(inputs: list[Any]) -> list[Any]:
-        if min(runner.sizes(inputs)) < 0:
-            raise ValueError(
-                f"A saved function takes no negative integers, got {runner.sizes(inputs)} in {runner.plan.name}."
-            )
-        return runner(inputs)
-
-    return run
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanBuild:
-    """A plan whose C is being compiled."""
-
-    plan: ExecutionPlan
-    texts: Sequence[str]
-    segments: library.SegmentsBuild | GpuKernelsBuild
-
-    def load(self, constants: GraphConstants) -> Runner:
-        """Wait for the compiled C, and return the function that runs the plan.
-
-        Raises:
-            ToolchainError, CompileError: the C cannot be compiled.
-        """
-        runner = assemble(self.plan, constants, self.segments.wait())
-        diagnostics.output_code_log.debug(
-            "%s\n%s\n%s", self.plan.name, "\n".join(self.texts), f"{runner.code.python}\n{runner.code.text}"
-        )
-        return runner
-
-
-def build(plan: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
-    """Start to compile a plan's C or Triton; the plan gets this name, since it may have been stored for an equal graph."""
-    if plan.device == "cpu":
-        segments = library.SegmentsBuild(texts, plan.segments, f"torch.compile: {name}", flags())
-    else:
-        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
-
-        segments = GpuKernelsBuild(plan.kernels, texts[0], torch.device(plan.device))
-    return PlanBuild(dataclasses.replace(plan, name=name), texts, segments)
+    return build(plan, constants_from_json(content["constants"]), texts, next_name(kind))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -163,22 +216,35 @@ def build(plan: ExecutionPlan, texts: Sequence[str], name: str) -> PlanBuild:
 class Recording:
     """The compiled graphs of one graph of Dynamo's, collected until its cache entry is complete.
 
-    Attributes:
+    Args:
         entry: the key; None if no entry is written.
+        inputs: what the graph will be called with, or tensors like that.
+        is_saving: whether it will be saved.
+        is_part: whether it is part of a graph, and joined with others if it is plain.
+
+    Attributes:
         saved: the content of a saved function as JSON; None until it is complete.
-        refusal: the reason why it cannot be saved.
+        refusal: the reason why it cannot be saved, or is not plain.
+        plain: the graph; None until it is complete.
     """
 
-    def __init__(self, entry: str | None, inputs: Sequence[Any], is_saving: bool = False) -> None:
+    def __init__(
+        self, entry: str | None, inputs: Sequence[Any], is_saving: bool = False, is_part: bool = False
+    ) -> None:
         self.entry, self.is_saving = entry, is_saving
         self.saved: dict[str, Any] | None = None
         self.refusal = ""
+        self.plain: PlainGraph | None = None
+        self._is_part = is_part and not (private.modes() or private.compiles_backwards())
         self._inputs = len(inputs)
-        self._shares_memory = (entry is not None or is_saving) and bool(cache_key.shared(inputs))
+        self._shares_memory = self._is_active() and bool(cache_key.shared(inputs))
         self._autocast = private.autocasts()
         self._wiring: Wiring | None = None
-        self._graphs: dict[str, dict[str, Any]] = {}
+        self._builds: dict[str, tuple[str, PlanBuild]] = {}
         self._functions: dict[str, Callable[[list[Any]], Any]] = {}
+
+    def _is_active(self) -> bool:
+        return self.entry is not None or self.is_saving or self._is_part
 
     def set_function(self, kind: str, function: Callable[[list[Any]], Any]) -> None:
         """Store the function of a graph of AOTAutograd's."""
@@ -186,13 +252,13 @@ class Recording:
 
     def without_aot_autograd(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, AOTAutograd's, wrapped: a training bypasses AOTAutograd once its backward is compiled."""
-        if self.entry is None or tuple(self._graphs) != ("forward",):
+        if self.entry is None or tuple(self._builds) != ("forward",):
             return function
         own: list[Callable[..., Any]] = []
 
         def run(*inputs: Any) -> Any:
             if not own:
-                if self.entry is None or not tuple(self._graphs) == tuple(self._functions) == _GRAPHS[2]:
+                if self.entry is None or not tuple(self._builds) == tuple(self._functions) == _GRAPHS[2]:
                     return function(*inputs)
                 assert self._wiring is not None
                 own.append(autograd.training(self._wiring, self._functions["forward"], self._functions["backward"]))
@@ -200,38 +266,38 @@ class Recording:
 
         return run
 
-    def add_graph(
-        self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
-    ) -> None:
+    def add_graph(self, kind: str, plan_key: str, graph: PlanBuild) -> None:
         """Add a compiled graph of AOTAutograd's. The last one writes the entry, which may be much later than the first."""
-        if self.refusal or (self.entry is None and not self.is_saving):
+        if self.refusal or not self._is_active():
             return
         try:
-            self._add_graph(kind, plan_key, plan, texts, constants)
+            self._add_graph(kind, plan_key, graph)
         except Exception as why:
-            diagnostics.log.debug("Dynamo's graph of %s is not cached: %s.", plan.name, why)
+            diagnostics.log.debug("Dynamo's graph of %s is not cached: %s.", graph.plan.name, why)
             self.entry, self.refusal = None, str(why)
 
-    def _add_graph(
-        self, kind: str, plan_key: str, plan: ExecutionPlan, texts: Sequence[str], constants: GraphConstants
-    ) -> None:
-        if (plan.sizes and not self.is_saving) or kind in self._graphs:
+    def _add_graph(self, kind: str, plan_key: str, graph: PlanBuild) -> None:
+        if (graph.plan.sizes and not self.is_saving) or kind in self._builds:
             raise NotCacheable("its sizes may change")
-        self._graphs[kind] = {"plan": plan_key, "constants": constants_to_json(constants)}
-        if self.is_saving:
-            self._graphs[kind]["content"] = plan_cache.to_json(plan, texts)
+        self._builds[kind] = plan_key, graph
         if kind != "backward":
             metadata = private.forward_metadata()
             self._wiring = autograd.wiring_of(
                 metadata, self._inputs, self._shares_memory, self._autocast, self.is_saving
             )
         elif self._wiring is not None:
-            self._wiring = autograd.connected(self._wiring, plan.outputs)
-        if tuple(self._graphs) in _GRAPHS.values() and self._wiring is not None:
+            self._wiring = autograd.connected(self._wiring, graph.plan.outputs)
+        if tuple(self._builds) in _GRAPHS.values() and self._wiring is not None:
+            self.plain = PlainGraph(self._wiring, [each for _, each in self._builds.values()])
             self._write(self._wiring)
 
     def _write(self, graph_wiring: Wiring) -> None:
-        content = {"wiring": plan_cache.encode(graph_wiring), "graphs": [*self._graphs.values()]}
+        graphs = [
+            {"plan": plan_key, "constants": constants_to_json(each.constants)}
+            | ({"content": plan_cache.to_json(each.plan, each.texts)} if self.is_saving else {})
+            for plan_key, each in self._builds.values()
+        ]
+        content = {"wiring": plan_cache.encode(graph_wiring), "graphs": graphs}
         if self.is_saving:
             self.saved = content
         elif self.entry is not None:

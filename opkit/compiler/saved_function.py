@@ -62,4 +62,4 @@ class SavedFunction(private.SerializableCallable):
                 f"This function was saved by torch {content['torch']} and another version of opkit than this one, or by "
                 f"another torch than {torch.__version__}. Compile and save it again."
             )
-        return cls(graph_cache.function(content))
+        return cls(graph_cache.loaded(content).function())

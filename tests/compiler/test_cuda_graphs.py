@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -75,6 +76,22 @@ def test_training(replays):
             close(p, q)
     assert {name.split()[0] for name in replays} == {"forward", "backward"}
     assert len(replays) > 8
+
+
+def test_joined_parts_are_one_recording_for_each_direction(replays):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    model = nn.Sequential(*layers, nn.Linear(64, 10)).cuda()
+    other = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="opkit", options={"strict": True, "repeated_blocks": True})
+    for _ in range(10):
+        x = r(32, 64)
+        for each in (compiled, other):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            close(p.grad, q.grad)
+    assert sorted(name.split()[0] for name in {*replays}) == ["backward", "forward"]
 
 
 def test_calls_that_wait_for_their_kernels_are_not_recorded(replays, monkeypatch, caplog):

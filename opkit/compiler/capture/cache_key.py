@@ -123,7 +123,7 @@ def _text(value: Any, numbers: dict[fx.Node, int]) -> str:
 
 
 def _input(node: fx.Node, value: Any) -> str:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, private.FakeTensor):
         raise NotCacheable(f"the input {node.name} is a {type(value).__name__}")
     sizes = tuple(node.meta.get("example_value", value).shape)
     if value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):

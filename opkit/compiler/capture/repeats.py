@@ -20,6 +20,7 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import shared
 from opkit.compiler.capture.parts import Cut, assembled, attribute, is_graph, outside, used_outside
 
+DEFAULT_DEVICES = frozenset({"cpu"})  # where graphs are cut without a request
 MIN_BLOCKS = 4
 _MAX_EQUAL = 8  # nodes of a block that do the same
 MIN_NODES = 8  # of a block: calls of smaller ones would take longer than their kernels

@@ -26,7 +26,7 @@ from torch._functorch._aot_autograd import graph_compile as _graph_compile
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
-from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.compiler import config as _compiler_config
 from torch.fx.node import has_side_effect as _has_side_effect
 from torch.utils import _python_dispatch
@@ -102,10 +102,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return where the memory of a tensor begins; 0 for one without elements, and for a fake tensor another number."""
     storage = tensor.untyped_storage()
-    return storage._cdata if isinstance(tensor, _FakeTensor) else storage.data_ptr()
-
-
-_WHILE_SAVING = ("bundled_autograd_cache", "force_autograd_cache", "strict_autograd_cache")
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
 
 
 def is_saving() -> bool:
@@ -113,9 +110,14 @@ def is_saving() -> bool:
     return bool(getattr(_functorch_config, "bundled_autograd_cache", False))
 
 
+def backwards_at_once(**settings: Any) -> contextlib.AbstractContextManager[None]:
+    """Make AOTAutograd compile backwards together with their forwards, with other settings of its too."""
+    return _functorch_config.patch(**settings, force_non_lazy_backward_lowering=True)
+
+
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """Prevent AOTAutograd from pickling its graphs, and make it compile backwards at once."""
-    return _functorch_config.patch(**dict.fromkeys(_WHILE_SAVING, False), force_non_lazy_backward_lowering=True)
+    return backwards_at_once(bundled_autograd_cache=False, force_autograd_cache=False, strict_autograd_cache=False)
 
 
 def expression(number: Any) -> Any:
