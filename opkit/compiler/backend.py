@@ -62,8 +62,8 @@ class CompileOptions:
             operator as it is defined, and use its ``register_lowering`` rule if it has one.
         cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes; None: where it is also safe
             and faster; False: never. The log shows the reasons.
-        repeated_blocks: True: compile a block that the graph repeats with other parameters once; None: do so on CPUs; False:
-            never.
+        repeated_blocks: True: compile a block that the graph repeats with other parameters once; None: do so on CPUs, and on
+            GPUs if there are many; False: never.
     """
 
     strict: bool = False
@@ -106,6 +106,11 @@ def opkit_backend(
     """Compile a graph that Dynamo captured: Dynamo calls this function with each of them."""
     diagnostics.set_up_logs()
     chosen = compile_options(options, mode)
+    with graph_cache.no_garbage_collection():
+        return _compiled(module, example_inputs, chosen)
+
+
+def _compiled(module: fx.GraphModule, example_inputs: Sequence[Any], chosen: CompileOptions) -> Callable[..., Any]:
     _rewrite(module)
     if private.is_saving():
         from opkit.compiler.saved_function import SavedFunction  # no other call needs it
@@ -116,7 +121,10 @@ def opkit_backend(
     blocks = _cut(module, example_inputs, chosen)
     if blocks is not None:
         parts = [_compiled_part(part, chosen) for part in blocks.parts]
-        return joined.function(blocks, parts, chosen.strict, chosen.cuda_graphs)
+        whole = dataclasses.replace(chosen, repeated_blocks=False)
+        one_by_one = chosen.repeated_blocks or _on_cpu(example_inputs)
+        otherwise = None if one_by_one else functools.partial(_compiled, module, example_inputs, whole)
+        return joined.function(blocks, parts, chosen.strict, chosen.cuda_graphs, otherwise)
     entry = _entry(module, example_inputs, chosen)
     found = _found(entry)
     if found is not None:
@@ -126,13 +134,17 @@ def opkit_backend(
 
 def _cut(module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions) -> repeats.Cut | None:
     """Return the graph cut at repeated blocks, or None."""
-    devices = {value.device.type for value in inputs if isinstance(value, torch.Tensor)}
-    if options.repeated_blocks is False or (options.repeated_blocks is None and not devices <= repeats.DEFAULT_DEVICES):
+    if options.repeated_blocks is False:
         return None
-    found = repeats.cut(module, inputs)
+    requested = options.repeated_blocks or _on_cpu(inputs)
+    found = repeats.cut(module, inputs, repeats.MIN_BLOCKS if requested else repeats.MIN_BLOCKS_ON_GPUS)
     if found is None and options.repeated_blocks:
         diagnostics.log.info("No blocks are compiled once: none repeat, or parts of the graph would not mean the same.")
     return found
+
+
+def _on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(value.device.type == "cpu" for value in inputs if isinstance(value, torch.Tensor))
 
 
 def _compiled_part(part: Part, chosen: CompileOptions) -> joined.CompiledPart:

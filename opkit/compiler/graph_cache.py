@@ -165,7 +165,7 @@ def find(entry: str) -> PlainGraph | None:
     if content is None:
         return None
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             return loaded(content)
     except Exception as error:
         diagnostics.log.debug("The entry of Dynamo's graph %s is not used.", entry, exc_info=error)
@@ -173,11 +173,11 @@ def find(entry: str) -> PlainGraph | None:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Switch the garbage collector off.
 
-    Reading an entry makes thousands of small objects that all stay alive; a collection, which also goes through Dynamo's objects,
-    takes longer than making them.
+    Compiling, and reading an entry, make thousands of small objects that stay alive; a collection, which also goes through
+    Dynamo's objects, takes longer than making them.
     """
     if not gc.isenabled():
         yield

@@ -32,17 +32,29 @@ class CompiledPart:
     refusal: str = ""
 
 
-def function(cut: Cut, parts: Sequence[CompiledPart], strict: bool, cuda_graphs: bool | None) -> Callable[..., Any]:
-    """Return the function of a graph that was cut; the parts are called one by one if they cannot be joined.
+def function(
+    cut: Cut,
+    parts: Sequence[CompiledPart],
+    strict: bool,
+    cuda_graphs: bool | None,
+    otherwise: Callable[[], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Return the function of a graph that was cut.
 
     Args:
         cut: the graph.
         parts: its parts, compiled.
         strict: raise an error if joining them fails, apart from reasons that are known.
         cuda_graphs: as in CompileOptions.
+        otherwise: returns the function if the parts cannot be joined; None: they are called one by one.
     """
     try:
         return _JoinedFunction(cut, parts, strict, cuda_graphs)
+    except NotJoinable as reason:
+        if otherwise is None:
+            return _one_by_one(cut, parts, reason, strict)
+        diagnostics.log.info("A graph with repeated blocks is compiled as a whole: %s.", reason)
+        return otherwise()
     except Exception as reason:
         return _one_by_one(cut, parts, reason, strict)
 
