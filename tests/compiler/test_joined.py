@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from warm_calls import cold_and_warm, trained
 
 from opkit import errors
-from opkit.compiler import diagnostics
+from opkit.compiler import backend, diagnostics
 
 D, LAYERS = 16, 4
 R = torch.randn
@@ -186,6 +187,20 @@ def test_parts_that_are_not_joined_say_so_and_run(caplog):
     assert "called one by one: its sizes may change" in caplog.text
     assert functions(found) == LAYERS + 2
     torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [20, 28])
+def test_graphs_for_gpus_are_whole_where_parts_are_few_or_cannot_be_joined(blocks, caplog, monkeypatch):
+    monkeypatch.setattr(backend, "_on_cpu", lambda inputs: False)
+    torch._dynamo.reset()
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), *[nn.Tanh()] * 8) for _ in range(blocks)])
+    graphs, x = [], R(3, 4)
+    token = backend.observer.set(graphs.append)
+    with caplog.at_level(logging.INFO, diagnostics.log.name):
+        torch.testing.assert_close(torch.compile(layers, backend="opkit", dynamic=True)(x), layers(x))
+    backend.observer.reset(token)
+    assert graphs[-1].count == 1
+    assert ("is compiled as a whole" in caplog.text) == (blocks == 28)
 
 
 def test_parts_run_in_eager_mode_without_a_compiler(settings, tmp_path):
