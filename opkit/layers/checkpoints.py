@@ -18,9 +18,10 @@ from opkit.layers.recomputation import contexts
 def checkpoint(function: Callable[..., Any], policy: str | Policy = "recompute_all") -> Callable[..., Any]:
     """Return a function that computes the same, and keeps for its backward what a policy says.
 
-    The other values are computed again in the backward, from the arguments: with the same random numbers, and, under
-    ``torch.compile``, only those that it needs. In eager mode the function is called a second time, and operators whose results
-    were kept do not run; it must do the same then. Policies nest: the inner one decides.
+    The other values are computed again in the backward, from the arguments: with the same random numbers (but those of a
+    ``torch.Generator`` that is passed to operators), and, under ``torch.compile``, only those that it needs. In eager mode the
+    function is called a second time, and operators whose results were kept do not run; it must do the same then. A module's
+    buffers change once, but the second call reads what the first one left there. Policies nest: the inner one decides.
 
     Args:
         function: a function or module of any arguments, whose results are tensors or tuples, lists and dicts of them.

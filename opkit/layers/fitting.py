@@ -196,13 +196,8 @@ class _Allocations(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
-        new = new_storages(results, args, kwargs)
-        for tensor in tree_iter(results) if new else ():
-            if isinstance(tensor, torch.Tensor):
-                self.made[private.storage_address(tensor)] = (
-                    private.storage_weakref(tensor),
-                    tensor.untyped_storage().nbytes(),
-                )
+        for address, tensor in new_storages(results, args, kwargs).items():
+            self.made[address] = private.storage_weakref(tensor), tensor.untyped_storage().nbytes()
         return results
 
     def alive(self) -> int:

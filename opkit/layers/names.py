@@ -18,17 +18,17 @@ class _Naming(threading.local):
 naming = _Naming()
 
 
-@torch.library.custom_op("opkit::checkpoint_name", mutates_args=())
-def _name(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Give a value a name in a captured graph."""
-    return x.clone()
+def _report(x: torch.Tensor, name: str) -> torch.Tensor:
+    for mode in naming.modes:
+        mode.name(x, name)
+    return x
 
 
-_name.register_fake(lambda x, name: torch.empty_like(x))
-_name.register_autograd(lambda context, gradient: (gradient, None))
-_name.register_vmap(lambda info, dims, x, name: (_name(x, name), dims[0]))
-NAME = torch.ops.opkit.checkpoint_name.default
-"""In graphs outside of regions that are recomputed, a copy, which ``backend="opkit"`` leaves out; else the value itself."""
+_library = torch.library.Library("opkit", "FRAGMENT")
+_library.define("checkpoint_name(Tensor(a) x, str name) -> Tensor(a)")
+_library.impl("checkpoint_name", _report, "CompositeImplicitAutograd")
+_captured = torch.ops.opkit.checkpoint_name.default
+"""What Dynamo's graphs call. AOTAutograd's have the value itself, for transforms of torch.func and writes in place as well."""
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -41,7 +41,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
         name: the name.
 
     Returns:
-        ``x`` itself in eager mode.
+        ``x`` itself.
 
     This is JAX's ``checkpoint_name``.
 
@@ -53,8 +53,4 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     >>> opkit.checkpoint(layer, opkit.keep("hidden"))(x, weight).shape  # the backward computes sin again, and no product
     torch.Size([2, 3])
     """
-    if torch.compiler.is_compiling():
-        return NAME(x, name)
-    for mode in naming.modes:
-        mode.name(x, name)
-    return x
+    return (_captured if torch.compiler.is_compiling() else _report)(x, name)

@@ -24,29 +24,16 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from opkit.errors import CheckpointError
 from opkit.layers import offloading
 from opkit.layers import torch_private as private
-from opkit.layers.names import NAME, naming
+from opkit.layers.names import naming
 
-_PRODUCTS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "linear",
-    "convolution",
-    "_grouped_mm",
-    "_scaled_mm",
-    "_int_mm",
-    "_addmm_activation",
-)
+_PRODUCTS = ("mm", "mv", "dot", "linear", "_addmm_activation")  # ends of names
 
 
 def is_expensive(function: Any) -> bool:
     """Return whether an operator takes more than a few passes over its results: products, attention, and operators of others."""
     name = getattr(function, "_opname", "")
-    own = getattr(function, "namespace", "") in ("aten", "prims", "prim")
-    return (
-        name in _PRODUCTS or name.startswith("_scaled_dot_product_") or "conv" in name or "attention" in name or not own
-    )
+    is_product = name.endswith(_PRODUCTS) or name.startswith("_scaled_dot_product_") or "conv" in name
+    return is_product or "attention" in name or not private.is_torchs(function)
 
 
 def contexts(recomputed: str, names: tuple[str, ...], module: nn.Module | None = None) -> tuple[Any, Any]:
@@ -60,7 +47,9 @@ def contexts(recomputed: str, names: tuple[str, ...], module: nn.Module | None =
     cheap = recomputed == "cheap"
     if private.traced_graph() is not None:
         forward, again = create_selective_checkpoint_contexts(_save_expensive if cheap else _save_nothing)
-        return _TaggingMode(forward, names), _WithoutNames(again)
+        return _TaggingMode(forward, names), again
+    if private.is_functionalizing():  # AOTAutograd looks at the results only
+        return contextlib.nullcontext(), contextlib.nullcontext()
     kept: dict[_Call, _Kept] = {}
     keeps = cheap or bool(names)
     forward = _KeepingMode(kept, cheap, names) if keeps else contextlib.nullcontext()
@@ -70,7 +59,7 @@ def contexts(recomputed: str, names: tuple[str, ...], module: nn.Module | None =
 
 # ---- eager mode ------------------------------------------------------------------------------------------------------
 
-_Call = tuple[Any, int]  # an operator, and which of its calls
+_Call = tuple[Any, Any, int]  # an operator, the types of its arguments, and which of its calls with such
 
 
 @dataclasses.dataclass
@@ -83,6 +72,25 @@ class _Kept:
     """
 
     results: Any
+    random_state: tuple[torch.Tensor, torch.device] | None
+
+
+@dataclasses.dataclass
+class _Made:
+    """A call that made storages.
+
+    Attributes:
+        call: the call.
+        storages: references to the storages by address, so that no other storage gets one of these addresses.
+        results: the results, which must live until one of them gets a name; None of a call with a single one.
+        layout: the layout of a single result.
+        random_state: as in :class:`_Kept`.
+    """
+
+    call: _Call
+    storages: dict[int, Any]
+    results: Any
+    layout: Any
     random_state: tuple[torch.Tensor, torch.device] | None
 
 
@@ -106,7 +114,11 @@ def _hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class _CountingMode(private.TorchDispatchMode):
-    """Knows which call of the recomputation is which call of the forward."""
+    """Knows which call of the recomputation is which call of the forward.
+
+    Calls with arguments of other types are counted apart, since a function may compute a table in its first call only. For the
+    same reason autocast caches no copies of parameters.
+    """
 
     supports_higher_order_operators = True
 
@@ -116,16 +128,20 @@ class _CountingMode(private.TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self.counts.clear()
+        self.autocast_caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_autocast_cache_enabled(self.autocast_caches)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if private.is_ignored(function):
             return function(*args, **(kwargs or {}))
-        if function is NAME:
-            self.name(*args)
-            return args[0]
-        self.counts[function] += 1
-        return self.called((function, self.counts[function]), args, kwargs or {})
+        key = function, _types(args)
+        self.counts[key] += 1
+        return self.called((*key, self.counts[key]), args, kwargs or {})
 
     def name(self, value: torch.Tensor, name: str) -> None:
         """Give a value a name."""
@@ -135,15 +151,20 @@ class _CountingMode(private.TorchDispatchMode):
         raise NotImplementedError
 
 
+def _types(value: Any) -> Any:
+    """Return what tells calls apart, of the tensors in some arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    return tuple(map(_types, value)) if isinstance(value, list | tuple) else None
+
+
 class _KeepingMode(_CountingMode):
     """Runs operators, and keeps results."""
 
     def __init__(self, kept: dict[_Call, _Kept], keeps_expensive: bool, names: tuple[str, ...]) -> None:
         super().__init__(kept)
         self.keeps_expensive, self.names = keeps_expensive, names
-        self.made: dict[
-            int, tuple[_Call, Any, Any]
-        ] = {}  # by storage: the call that made it, its results, random state
+        self.made: dict[int, _Made] = {}  # by the address of a storage
 
     def __enter__(self) -> Any:
         naming.modes.append(self)
@@ -158,30 +179,37 @@ class _KeepingMode(_CountingMode):
         function = call[0]
         results = function(*args, **kwargs)
         for tensor in private.written(function, args, kwargs):
-            self._forget(private.storage_address(tensor))
-        addresses = new_storages(results, args, kwargs)
-        if addresses:
+            self._forget(tensor)
+        new = new_storages(results, args, kwargs)
+        if new:
+            storages = {address: private.storage_weakref(tensor) for address, tensor in new.items()}
+            single = isinstance(results, torch.Tensor)
             state = private.random_state(results) if private.draws(function) else None
-            # the other results of a call must live until one of them gets a name
-            self.made |= dict.fromkeys(addresses, (call, results if len(addresses) > 1 else None, state))
+            layout = private.layout(results) if single else None
+            made = _Made(call, storages, None if single or not self.names else results, layout, state)
+            self.made |= dict.fromkeys(storages, made)
             if self.keeps_expensive and is_expensive(function):
-                self._keep(call, results, state)
+                self._keep(made, results)
         return results
 
-    def _keep(self, call: _Call, results: Any, state: Any) -> None:
-        self.kept[call] = _Kept(tree_map_only(torch.Tensor, _hold, results), state)
+    def _keep(self, made: _Made, results: Any) -> None:
+        self.kept[made.call] = _Kept(tree_map_only(torch.Tensor, _hold, results), made.random_state)
 
-    def _forget(self, address: int) -> None:
-        """Compute again what is written to."""
-        if address in self.made:
-            self.kept.pop(self.made.pop(address)[0], None)
+    def _forget(self, tensor: torch.Tensor) -> None:
+        """Compute again what is written to, and what the same call returned."""
+        if (made := self.made.get(private.storage_address(tensor))) is not None:
+            self.kept.pop(made.call, None)
+            for address in made.storages:
+                self.made.pop(address, None)
 
     def name(self, value: torch.Tensor, name: str) -> None:
-        if name in self.names and (found := self.made.get(private.storage_address(value))) is not None:
-            call, results, state = found
-            whole = value if value._base is None else value._base
-            if call not in self.kept:
-                self._keep(call, whole if results is None else results, state)
+        value = private.without_transforms(value)
+        made = self.made.get(private.storage_address(value))
+        if name not in self.names or made is None or made.call in self.kept:
+            return
+        results = private.with_layout(value, made.layout) if made.results is None else made.results
+        if results is not None:
+            self._keep(made, results)
 
 
 class _ReturningMode(_CountingMode):
@@ -196,12 +224,16 @@ class _ReturningMode(_CountingMode):
         return tree_map(lambda get: get() if callable(get) else get, kept.results)
 
 
-def new_storages(results: Any, *given: Any) -> set[int]:
-    """Return the storages that a call made; none if it returned views or wrote to what it was given."""
+def new_storages(results: Any, *given: Any) -> dict[int, torch.Tensor]:
+    """Return a tensor in each storage that a call made, by address.
+
+    There are none if it returned views or wrote to what it was given, or if a tensor has no storage, such as sparse ones.
+    """
     made, old = (
-        {private.storage_address(t) for t in tree_iter(v) if isinstance(t, torch.Tensor)} for v in (results, given)
+        {private.storage_address(t): t for t in tree_iter(v) if isinstance(t, torch.Tensor)} for v in (results, given)
     )
-    return set() if made & old else made
+    known = None not in made and None not in old and not made.keys() & old.keys()
+    return made if known else {}  # pyright: ignore[reportReturnType]
 
 
 class WithBuffers:
@@ -212,7 +244,7 @@ class WithBuffers:
 
     def __enter__(self) -> None:
         self.before = [
-            (part, name, buffer, buffer.clone())
+            (part, name, buffer, None if private.overlaps_itself(buffer) else buffer.clone())
             for part in self.module.modules()
             for name, buffer in part._buffers.items()
             if buffer is not None
@@ -223,8 +255,9 @@ class WithBuffers:
         self.context.__exit__(*error)
         for part, name, buffer, value in self.before:
             part._buffers[name] = buffer
-            with torch.no_grad(), private.same_version(buffer):
-                buffer.copy_(value)
+            if value is not None:  # torch refuses to write to expanded tensors
+                with torch.no_grad(), private.same_version(buffer):
+                    buffer.copy_(value)
         self.before.clear()
 
 
@@ -239,37 +272,18 @@ def _save_expensive(context: Any, function: Any, *args: Any, **kwargs: Any) -> C
     return CheckpointPolicy.MUST_SAVE if is_expensive(function) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _WithoutNames(private.TorchDispatchMode):
-    """A mode of torch's in which the operator that gives names returns its argument, so that no graph has it."""
+class _TaggingMode(private.TorchDispatchMode):
+    """A mode of torch's, and tags for the nodes whose results have names to be kept."""
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, names: tuple[str, ...]) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode, self.names = mode, names
+        self.made: dict[Any, tuple[list[fx.Node], Any]] = {}  # by storage: the nodes that made it, and a reference
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True, as torch's modes of selective checkpointing do."""
         return True
-
-    def __enter__(self) -> Any:
-        self.mode.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.mode.__exit__(*error)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function is NAME else function(*args, **(kwargs or {}))
-
-
-class _TaggingMode(_WithoutNames):
-    """Tags the nodes whose results have names to be kept."""
-
-    def __init__(self, mode: Any, names: tuple[str, ...]) -> None:
-        super().__init__(mode)
-        self.names = names
-        self.made: dict[int, list[fx.Node]] = {}  # by storage: the nodes of the call that made it
 
     @property
     def ac_graph_id(self) -> Any:
@@ -280,16 +294,29 @@ class _TaggingMode(_WithoutNames):
     def ac_graph_id(self, number: Any) -> None:
         self.mode.ac_graph_id = number
 
+    def __enter__(self) -> Any:
+        self.mode.__enter__()
+        naming.modes.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        naming.modes.remove(self)
+        self.mode.__exit__(*error)
+
+    def name(self, value: torch.Tensor, name: str) -> None:
+        """Give a value a name."""
+        address = private.storage_address(private.without_transforms(value))
+        nodes, _ = self.made.get(address, ((), None))
+        for node in nodes if name in self.names else ():
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is NAME:
-            found = self.made.get(private.storage_address(args[0]), []) if args[1] in self.names else []
-            for node in found:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            return args[0]
         graph = private.traced_graph()
         before = 0 if graph is None else len(graph.nodes)
         results = function(*args, **(kwargs or {}))
         if graph is not None:
-            new = [*itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)]
-            self.made |= dict.fromkeys(new_storages(results, args, kwargs), new)
+            nodes = [*itertools.islice(reversed(graph.nodes), len(graph.nodes) - before)]
+            for address, tensor in new_storages(results, args, kwargs).items():
+                self.made[address] = nodes, private.storage_weakref(tensor)  # no other storage gets the address
         return results

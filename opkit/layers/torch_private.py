@@ -40,11 +40,38 @@ def traced_graph() -> fx.Graph | None:
     return None if mode is None else mode.tracer.graph  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share while they share a storage, also while AOTAutograd traces."""
+def is_functionalizing() -> bool:
+    """Return whether AOTAutograd runs a function, to trace it or before."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def storage_address(tensor: torch.Tensor) -> int | None:
+    """Return a number that tensors share while they share a storage, also while AOTAutograd traces; None if they have none."""
     if isinstance(tensor, FunctionalTensor):
         tensor = tensor.elem
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of all examples that a tensor within ``vmap`` stands for, and the like."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return how a tensor lies in its storage."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def with_layout(tensor: torch.Tensor, wanted: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the tensor of a layout of which a tensor is a view; None if that is not known."""
+    whole = tensor if tensor._base is None else tensor._base
+    if layout(whole) == wanted:
+        return whole
+    with plainly():  # views made without gradients have no base
+        return detached(whole).as_strided(*wanted[0]) if layout(whole)[1:] == wanted[1:] else None
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,9 +90,19 @@ def written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in tree_iter(writes) if isinstance(t, torch.Tensor)]
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as those of an expanded one."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def is_torchs(function: Any) -> bool:
+    """Return whether an operator is torch's own."""
+    return getattr(function, "namespace", "") in ("aten", "prims", "prim")
+
+
 def draws(function: Any) -> bool:
-    """Return whether an operator draws from a generator of random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+    """Return whether an operator may draw from a generator of random numbers; those of others do not always say so."""
+    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()) or not is_torchs(function)
 
 
 def random_state(results: Any) -> tuple[torch.Tensor, torch.device]:

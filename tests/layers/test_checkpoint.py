@@ -164,15 +164,122 @@ def test_values_that_are_written_to():
             other.sum().backward()
 
 
+def writes_to_another_result(x, weight):
+    largest, places = (x @ weight).topk(3)
+    largest.mul_(2)
+    opkit.checkpoint_name(places, "y")
+    return largest.sin()
+
+
+def names_a_view_without_history(x, weight):
+    y = x @ weight
+    opkit.checkpoint_name(y.t().detach(), "y")
+    return y.sin()
+
+
+def reuses_memory(x, weight):
+    y = x @ weight
+    result = y.sin()
+    del y
+    return result * opkit.checkpoint_name(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4, dtype=torch.float64), "y")
+
+
+def returns_a_list(x, weight):
+    (y,) = torch._foreach_mul([x @ weight], 2.0)
+    return opkit.checkpoint_name(y, "y").sin()
+
+
+def is_sparse(x, weight):
+    return torch.sparse.mm(opkit.checkpoint_name(x.relu().to_sparse(), "y"), weight).sin()
+
+
+def maps(x, weight):
+    return torch.vmap(lambda row: opkit.checkpoint_name(row.sin() @ weight, "y").cos())(x)
+
+
+@pytest.mark.parametrize("policy", ["recompute_cheap", opkit.keep("y")], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [writes_to_another_result, names_a_view_without_history, reuses_memory, returns_a_list, is_sparse, maps],
+)
+def test_which_call_made_a_value(function, policy):
+    given = tensors((4, 4), (4, 4))
+    expected, _ = gradients(function, given)
+    torch.testing.assert_close(gradients(opkit.checkpoint(function, policy), given)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["opkit", "aot_eager"])
+def test_named_values_are_the_values_in_compiled_code_too(backend):
+    torch._dynamo.reset()
+
+    def writes(x, weight):
+        y = opkit.checkpoint_name(x.sin() @ weight, "y")
+        y.mul_(2)
+        opkit.checkpoint_name(y.detach().t(), "y")
+        return y.sin()
+
+    def tangent(x, weight):
+        return torch.func.jvp(lambda x: opkit.checkpoint_name(x @ weight, "y").sin(), (x,), (x,))[1]
+
+    given = tensors((5, 4), (4, 4))
+    for function in (opkit.checkpoint(writes, opkit.keep("y")), writes, tangent):
+        expected, plain = gradients(function, given)
+        found, calls = gradients(torch.compile(function, backend=backend, dynamic=True), given)
+        torch.testing.assert_close(found, expected)
+        assert calls["clone"] <= plain["clone"]
+
+
+def test_autocast_casts_a_parameter_again():
+    """It has cached the weight before the region, but not before the region is computed again."""
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def region(x):
+        y = opkit.checkpoint_name((x.sin() @ weight).float().cos().bfloat16(), "y")
+        return (y @ weight).float()
+
+    def run(function):
+        with torch.autocast("cpu", torch.bfloat16):
+            x @ weight
+            return torch.autograd.grad(function(x).sum(), (x, weight))
+
+    torch.testing.assert_close(run(opkit.checkpoint(region, opkit.keep("y"))), run(region), rtol=0.02, atol=0.02)
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_tables_of_the_first_call():
+    """A product that only the first call computes is not the one that the backward needs."""
+    table = []
+
+    def rotates(x, weight):
+        table[:] = table or [torch.ones(4, 4, dtype=x.dtype) @ torch.ones(4, 4, dtype=x.dtype)]
+        return ((x @ weight) * table[0]).sin()
+
+    given = tensors((4, 4), (4, 4))
+    expected, _ = gradients(rotates, given)
+    table.clear()
+    torch.testing.assert_close(gradients(opkit.checkpoint(rotates, "recompute_cheap"), given)[0], expected)
+
+
+@torch.library.custom_op("checkpoint_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Return x with noise; nothing says that it draws."""
+    return x + torch.rand_like(x)
+
+
+noise.register_autograd(lambda context, gradient: gradient)
+
+
 def test_random_numbers_after_a_kept_random_operator():
     def noisy(x, weight):
         x = opkit.checkpoint_name(F.dropout(x @ weight, 0.5), "noise")
         return F.dropout(x.sin(), 0.5)
 
     given = tensors((8, 8), (8, 8))
-    expected, _ = gradients(noisy, given)
-    for policy in (opkit.keep("noise"), "recompute_all"):
-        torch.testing.assert_close(gradients(opkit.checkpoint(noisy, policy), given)[0], expected, rtol=0, atol=0)
+    for function in (noisy, lambda x, weight: F.dropout(noise(x @ weight).sin(), 0.5)):
+        expected, _ = gradients(function, given)
+        for policy in (opkit.keep("noise"), "recompute_cheap", "recompute_all"):
+            found, _ = gradients(opkit.checkpoint(function, policy), given)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", "recompute_cheap"])
@@ -189,6 +296,14 @@ def test_buffers_change_once(policy, compiled):
         function(x).square().sum().backward()
     torch.testing.assert_close(dict(other.named_buffers()), dict(model.named_buffers()))
     torch.testing.assert_close([p.grad for p in other.parameters()], [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", opkit.keep("y")], ids=str)
+def test_expanded_buffers(policy):
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("mask", torch.ones(1, 1).expand(4, 4))
+    opkit.checkpoint(layer, policy)(torch.ones(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @opkit.custom_op("checkpoint_tests::scaled")
