@@ -52,7 +52,8 @@ class Fit:
     Attributes:
         layers: the names of the layers.
         costs: what each layer's policy costs.
-        working: the bytes that the backward of one layer needs for what it computes again.
+        working: the bytes that the backward of one layer needs for what it computes again or gets back from the host, and those
+            that the next one gets meanwhile.
         budget: the bytes that were given.
     """
 
@@ -90,7 +91,7 @@ def fit(
 
     One layer of each kind runs forward and backward with each policy, which measures what it keeps and how long it takes. Then
     the policies that cost the least time for the bytes that they save are chosen, from the first layer on, until the budget
-    holds what the layers keep, and what the backward of one of them computes again. They are applied as by
+    holds what the layers keep, and what the backward of one of them needs besides. They are applied as by
     :func:`checkpoint_layers`; compile the model afterwards.
 
     Args:
@@ -120,11 +121,13 @@ def fit(
     """
     layers = repeated(model, "fit", "Choose policies for parts of other models with opkit.checkpoint.")
     with WithBuffers(model, contextlib.nullcontext()), torch.random.fork_rng(devices=_devices(model)):
-        calls, names = _calls(model, layers, args, options)
-        kinds = dict(calls.values())
-        chosen = [policy_of(each) for each in policies] if policies is not None else _candidates(names, args, model)
+        calls, kinds, names = _calls(model, layers, args, options)
+        chosen = [policy_of(each) for each in policies] if policies is not None else _candidates(names, model)
+        if not chosen:
+            raise ArgumentError("opkit.fit: there are no policies to choose from. Leave the argument out to try all.")
         costs = {kind: _costs(*call, chosen) for kind, call in kinds.items()}
-    found = _choose({name: costs[calls[name][0]] for name in layers}, budget)
+    working = max(cost.kept + cost.moved for each in costs.values() for cost in each)
+    found = _choose({name: _added([costs[kind] for kind in calls[name]]) for name in layers}, working, budget)
     checkpoint_layers(model, found.policies)
     return found
 
@@ -136,18 +139,20 @@ _LayerCall = tuple[nn.Module, Any, Any]  # the layer, its arguments and its keyw
 
 def _calls(
     model: nn.Module, layers: dict[str, nn.Module], args: Any, options: Any
-) -> tuple[dict[str, tuple[str, _LayerCall]], list[str]]:
-    """Run the model; return the kind and a call of each layer, equal ones once, and the names of values."""
+) -> tuple[dict[str, list[str]], dict[str, _LayerCall], list[str]]:
+    """Run the model; return the kinds of the calls of each layer, a call of each kind, and the names of values."""
     first: dict[str, _LayerCall] = {}
-    kinds: dict[str, str] = {}
+    kinds: dict[str, list[str]] = {name: [] for name in layers}
     names: dict[str, None] = {}
 
     def seen(name: str, layer: nn.Module, given: Any, keywords: Any) -> None:
         leaves = [
             described(each) if isinstance(each, torch.Tensor) else repr(each) for each in tree_iter((given, keywords))
         ]
-        kinds[name] = repr((structure(layer), leaves))
-        first.setdefault(kinds[name], (layer, given, keywords))
+        trained = [parameter.requires_grad for parameter in layer.parameters()]
+        kind = repr((structure(layer), str(layer), trained, leaves))
+        kinds[name].append(kind)
+        first.setdefault(kind, (layer, given, keywords))
 
     class Names:
         def name(self, _: torch.Tensor, name: str) -> None:
@@ -169,13 +174,13 @@ def _calls(
         naming.modes.remove(recorder)
         for hook in hooks:
             hook.remove()
-    for name in layers:
-        if name not in kinds:
+    for name, called in kinds.items():
+        if not called:
             raise ArgumentError(f"opkit.fit: the model does not call its layer {name} with these arguments.")
-    return {name: (kind, first[kind]) for name, kind in kinds.items()}, list(names)
+    return kinds, first, list(names)
 
 
-def _candidates(names: Sequence[str], args: Any, model: nn.Module) -> list[Policy]:
+def _candidates(names: Sequence[str], model: nn.Module) -> list[Policy]:
     kept = [keep(name) for name in names] + ([keep(*names)] if len(names) > 1 else [])
     found = [policy_of("save_all"), policy_of("recompute_cheap"), *kept, policy_of("recompute_all")]
     on_gpu = bool(_devices(model))
@@ -206,11 +211,13 @@ class _Allocations(private.TorchDispatchMode):
 
 
 def _costs(layer: nn.Module, args: Any, kwargs: Any, policies: Sequence[Policy]) -> list[LayerCost]:
-    """Return what policies cost for a layer."""
+    """Return what policies cost for a call of a layer."""
     args, kwargs = tree_map_only(torch.Tensor, _with_gradient, (args, kwargs))
     leaves = [
         t for t in (*tree_iter((args, kwargs)), *layer.parameters()) if isinstance(t, torch.Tensor) and t.requires_grad
     ]
+    if not leaves:
+        return [LayerCost(each, 0, 0, 0.0) for each in policies]
     device = next(t.device for t in leaves)
     plain = {each: dataclasses.replace(each, moved=False) for each in [policy_of("save_all"), *policies]}
     seconds = _seconds({each: checkpoint(layer, each) for each in plain.values()}, args, kwargs, leaves)
@@ -218,21 +225,33 @@ def _costs(layer: nn.Module, args: Any, kwargs: Any, policies: Sequence[Policy])
     bandwidth = _bandwidth(device) if any(each.moved for each in policies) else 1.0
     found: list[LayerCost] = []
     for policy in policies:
-        kept, moved = _kept(checkpoint(layer, policy), args, kwargs)
+        kept, moved = _kept(layer, policy, args, kwargs)
         again = 0.0 if policy.recomputed == "nothing" else max(_LEAST, seconds[plain[policy]][1] - step)
         found.append(LayerCost(policy, kept, moved, again + 2 * max(0.0, moved / bandwidth - forward)))
     return found
 
 
+def _added(calls: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
+    """Return what policies cost for all calls of a layer."""
+    return [
+        LayerCost(
+            each[0].policy, *(sum(getattr(cost, field) for cost in each) for field in ("kept", "moved", "seconds"))
+        )
+        for each in zip(*calls, strict=True)
+    ]
+
+
 def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+    """Return a tensor as another layer returns it: a leaf would stay on the GPU, and not be written to."""
+    with torch.enable_grad():
+        return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def _kept(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, int]:
+def _kept(layer: nn.Module, policy: Policy, args: Any, kwargs: Any) -> tuple[int, int]:
     """Return the bytes that a call keeps on its device, and in host memory."""
     with _Allocations() as allocations, torch.enable_grad():
-        results = function(*args, **kwargs)
-    region = offloading.last()
+        results = checkpoint(layer, policy)(*args, **kwargs)
+    region = offloading.last() if policy.moved else None
     moved = 0 if region is None else region.nbytes
     kept = (
         allocations.alive() - moved
@@ -279,15 +298,15 @@ def _bandwidth(device: torch.device) -> float:
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def _choose(options: dict[str, list[LayerCost]], budget: int) -> Fit:
-    """Return the policies that take the least time within a budget: always the next one that costs the least for each byte."""
+def _choose(options: dict[str, list[LayerCost]], working: int, budget: int) -> Fit:
+    """Return policies within a budget: always the next that costs the least for each byte, then faster ones if bytes are left."""
     hulls = {name: _hull(costs) for name, costs in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
 
     def made() -> Fit:
-        computes = any(cost.policy.recomputed != "nothing" for cost in chosen.values())
-        working = max(max(each.kept + each.moved for each in costs) for costs in options.values()) if computes else 0
-        return Fit(tuple(options), tuple(chosen.values()), working, budget)
+        costs = tuple(chosen.values())
+        again = working if any(cost.policy != Policy("nothing") for cost in costs) else 0
+        return Fit(tuple(options), costs, again + max(cost.moved for cost in costs), budget)
 
     while made().nbytes > budget:
         steps = [(_slope(hull, chosen[name]), name) for name, hull in hulls.items() if chosen[name] is not hull[-1]]
@@ -298,6 +317,13 @@ def _choose(options: dict[str, list[LayerCost]], budget: int) -> Fit:
             )
         name = min(steps, key=lambda step: step[0])[1]  # of equal ones the first
         chosen[name] = hulls[name][hulls[name].index(chosen[name]) + 1]
+    for name, costs in reversed(options.items()):
+        for cost in sorted(costs, key=lambda each: each.seconds):
+            now = chosen[name]
+            if cost.seconds < now.seconds:
+                chosen[name] = cost
+                if made().nbytes > budget:
+                    chosen[name] = now
     return made()
 
 

@@ -79,12 +79,14 @@ def checkpoint_layers(model: nn.Module, policy: str | Policy | Sequence[str | Po
     layers = repeated(model, "checkpoint_layers", "Wrap functions of other models in opkit.checkpoint.")
     chosen = _policies("checkpoint_layers", policy, len(layers))
     for layer, each in zip(layers.values(), chosen, strict=True):
-        forward = layer.__dict__.get("forward", layer.forward)
+        forward = layer.forward
         if isinstance(forward, functools.partial) and forward.func is _with_policy:
             forward = forward.args[1]
-            del layer.forward
+        vars(layer).pop("forward", None)
         if each != Policy("nothing"):
             layer.forward = functools.partial(_with_policy, each, forward)
+        elif forward != layer.forward:  # a library has put another one there
+            layer.forward = forward
     return list(layers)
 
 
@@ -169,7 +171,7 @@ def _kind(value: Any) -> str:
 
 def _policies(name: str, policy: str | Policy | Sequence[str | Policy], count: int) -> list[Policy]:
     """Return a policy for each layer."""
-    if isinstance(policy, str | Policy):
+    if isinstance(policy, str) or not isinstance(policy, Sequence):
         return [policy_of(policy)] * count
     if len(policy) != count:
         raise ArgumentError(f"opkit.{name}: got {len(policy)} policies for {count} layers.")

@@ -45,7 +45,7 @@ def policy_of(value: str | Policy) -> Policy:
     """
     if isinstance(value, Policy):
         return value
-    if value not in _NAMED:
+    if not isinstance(value, str) or value not in _NAMED:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"there is no policy {value!r}; expected {', '.join(map(repr, _NAMED))}, opkit.keep(...) or opkit.offload(...)."
         )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
 from torch import nn
 
 import opkit
+from opkit.layers.fitting import LayerCost, _choose
+from opkit.layers.policies import policy_of
 
 WIDTH, ROWS = 16, 32
 ROW = ROWS * WIDTH * 4  # bytes of a layer's input
@@ -92,3 +97,72 @@ def test_what_does_not_fit(model):
     model.forward = lambda x: model.layers[0](x)
     with pytest.raises(opkit.errors.ArgumentError, match=r"does not call its layer layers.1 with these arguments"):
         opkit.fit(model, 100, X)
+    with pytest.raises(opkit.errors.ArgumentError, match="there are no policies to choose from"):
+        opkit.fit(Model(), 100, X, policies=[])
+
+
+def test_every_call_of_a_layer_counts(model):
+    once = opkit.fit(model, 1 << 30, X).costs[0].kept
+    forward = model.forward
+    model.forward = lambda x: forward(forward(x))
+    assert {cost.kept for cost in opkit.fit(model, 1 << 30, X).costs} == {2 * once}
+
+
+def test_frozen_layers_are_a_kind_of_their_own(model):
+    model.layers[0].requires_grad_(False)
+    frozen, other, *_ = opkit.fit(model, 1 << 30, X, policies=["save_all"]).costs
+    assert 0 < frozen.kept < other.kept
+    embeddings = nn.Sequential(Places(), Places()).requires_grad_(False)
+    assert opkit.fit(embeddings, 0, torch.arange(4)).nbytes == 0
+
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, places):
+        return self.table(places).argmax(-1)
+
+
+class Doubles(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+def test_layers_that_write_to_their_input():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Doubles(WIDTH, WIDTH), Doubles(WIDTH, WIDTH)), X.clone()
+    assert opkit.fit(model, 1 << 30, x, policies=["save_all"]).nbytes > 0
+    torch.testing.assert_close(x, X)
+
+
+@pytest.mark.exhaustive
+def test_the_choice_takes_little_more_than_the_least_time():
+    numbers = random.Random(0)
+    policies = [policy_of(each) for each in ("save_all", "recompute_cheap", opkit.keep("a"), "recompute_all")]
+    slower = 0
+    for _ in range(500):
+        kinds = [
+            [
+                LayerCost(each, 100 if n == 0 else numbers.randint(1, 99), 0, n and numbers.random())
+                for n, each in enumerate(policies)
+            ]
+            for _ in range(2)
+        ]
+        layers = {f"{n}": numbers.choice(kinds) for n in range(numbers.randint(1, 5))}
+        budget = numbers.randint(50, 100 * len(layers))
+        possible = [
+            sum(cost.seconds for cost in costs)
+            for costs in itertools.product(*layers.values())
+            if sum(cost.kept for cost in costs) + (100 if any(cost.seconds for cost in costs) else 0) <= budget
+        ]
+        if not possible:
+            with pytest.raises(opkit.errors.ArgumentError, match="no policies fit"):
+                _choose(layers, 100, budget)
+            continue
+        found = _choose(layers, 100, budget)
+        assert found.nbytes <= budget
+        least, seconds = min(possible), sum(cost.seconds for cost in found.costs)
+        assert seconds < least + max(cost.seconds for costs in kinds for cost in costs)
+        slower += seconds > least + 1e-9
+    assert slower < 50

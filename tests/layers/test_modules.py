@@ -201,3 +201,16 @@ def test_checkpoint_layers():
     assert list(model.state_dict()) == names
     opkit.checkpoint_layers(model, "save_all")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_checkpoint_layers_leaves_the_forward_of_an_instance():
+    """As libraries put it there, for hooks of their own."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)), torch.randn(5, D)
+    forward = model[0].forward
+    model[0].forward = lambda x: 2 * forward(x)
+    expected = model(x)
+    for policy in ("recompute_all", "recompute_cheap", "save_all"):
+        opkit.checkpoint_layers(model, policy)
+        torch.testing.assert_close(model(x), expected)
+    with pytest.raises(opkit.errors.ArgumentError, match="there is no policy None"):
+        opkit.checkpoint_layers(model, None)
