@@ -21,7 +21,8 @@ def checkpoint(function: Callable[..., Any], policy: str | Policy = "recompute_a
     The other values are computed again in the backward, from the arguments: with the same random numbers (but those of a
     ``torch.Generator`` that is passed to operators), and, under ``torch.compile``, only those that it needs. In eager mode the
     function is called a second time, and operators whose results were kept do not run; it must do the same then. A module's
-    buffers change once, but the second call reads what the first one left there. Policies nest: the inner one decides.
+    buffers change once, but the second call reads what the first one left there. Where values are recomputed, torch does not
+    notice that the function writes to what its backward needs: it must run with "save_all". Policies nest: the inner one decides.
 
     Args:
         function: a function or module of any arguments, whose results are tensors or tuples, lists and dicts of them.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from opkit.errors import CheckpointError
 from opkit.layers import torch_private as private
 
 MIN_BYTES = 1 << 16
@@ -48,20 +49,35 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     region = Region(args, kwargs)
     region.begin()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(hold, _unpack):
             return function(*args, **kwargs)
     finally:
         region.end()
 
 
-def running() -> Region | None:
-    """Return the region that runs in this thread, or None."""
-    return _thread.region
-
-
 def last() -> Region | None:
     """Return the region that ended last in this thread, if something keeps it."""
     return _thread.last()
+
+
+@private.untraced
+def hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Keep a tensor, in host memory if the region says so; return the function that returns it if it was not written to."""
+    version = tensor._version
+    moved = None if _thread.region is None else _thread.region.keep(tensor)
+    held = private.detached(tensor) if moved is None else None  # with its history, the graph would keep itself alive
+    original = weakref.ref(tensor)
+
+    def get() -> torch.Tensor:
+        now = original() if held is None else held
+        if now is not None and now._version != version:
+            raise CheckpointError(
+                f"a value of shape {tuple(now.shape)} was kept for the backward and has been written to since. "
+                "Write to a copy of it, or choose another policy, such as 'recompute_all'."
+            )
+        return private.detached(held) if held is not None else moved()  # pyright: ignore[reportOptionalCall]
+
+    return get
 
 
 @private.untraced
@@ -86,11 +102,6 @@ class Region:
     def begin(self) -> None:
         """Become the region that runs in this thread."""
         _thread.region = self
-
-    @private.untraced
-    def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Keep a tensor, and return the function that returns it."""
-        return self.keep(tensor) or (lambda: tensor)
 
     def keep(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Move a tensor to the host, and return the function that returns it; None if it stays on the GPU."""

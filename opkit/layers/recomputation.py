@@ -12,8 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from opkit.errors import CheckpointError
-from opkit.layers import offloading
 from opkit.layers import torch_private as private
 from opkit.layers.names import naming
+from opkit.layers.offloading import hold
 
 _PRODUCTS = ("mm", "mv", "dot", "linear", "_addmm_activation")  # ends of names
 
@@ -92,25 +89,6 @@ class _Made:
     results: Any
     layout: Any
     random_state: tuple[torch.Tensor, torch.device] | None
-
-
-def _hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Keep a tensor, and return the function that returns it if it was not written to."""
-    region, version = offloading.running(), tensor._version
-    moved = None if region is None else region.keep(tensor)
-    held = private.detached(tensor) if moved is None else None
-    original = weakref.ref(tensor)
-
-    def get() -> torch.Tensor:
-        now = original() if held is None else held
-        if now is not None and now._version != version:
-            raise CheckpointError(
-                f"a value of shape {tuple(now.shape)} was kept for the backward and has been written to since. "
-                "Write to a copy of it, or choose another policy, such as 'recompute_all'."
-            )
-        return private.detached(held) if held is not None else moved()  # pyright: ignore[reportOptionalCall]
-
-    return get
 
 
 class _CountingMode(private.TorchDispatchMode):
@@ -193,7 +171,7 @@ class _KeepingMode(_CountingMode):
         return results
 
     def _keep(self, made: _Made, results: Any) -> None:
-        self.kept[made.call] = _Kept(tree_map_only(torch.Tensor, _hold, results), made.random_state)
+        self.kept[made.call] = _Kept(tree_map_only(torch.Tensor, hold, results), made.random_state)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """Compute again what is written to, and what the same call returned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import logging
+import weakref
 
 import pytest
 import torch
@@ -350,6 +351,25 @@ def test_nothing_is_moved_without_a_gpu(caplog):
     assert [each.message for each in caplog.records] == [
         "opkit.offload: the tensors are not on a GPU, so nothing is moved to host memory."
     ]
+
+
+def test_offload_without_a_gpu_keeps_what_torch_keeps():
+    memory = []
+
+    def grows(x):
+        y = x.exp()
+        memory.append(weakref.ref(y.untyped_storage()))
+        return y, y.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    y, result = opkit.checkpoint(grows, opkit.offload())(x)
+    y.mul_(2)
+    with pytest.raises(opkit.errors.CheckpointError, match="written to since"):
+        result.sum().backward()
+    del y, result
+    y, result = opkit.checkpoint(grows, opkit.offload())(x)
+    del y, result  # without a backward
+    assert [each() for each in memory] == [None, None]
 
 
 def test_offload_ends_graphs():
