@@ -57,6 +57,8 @@ def checkpoint(function: Callable[..., Any], policy: str | Policy = "recompute_a
 
 def _with_buffers(function: Callable[..., Any]) -> nn.Module | None:
     """Return the module whose forward a function is, if it has buffers."""
+    while isinstance(function, functools.partial):
+        function = function.func
     module = getattr(function, "__self__", function)
     return module if isinstance(module, nn.Module) and next(module.buffers(), None) is not None else None
 

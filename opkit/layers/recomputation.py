@@ -142,7 +142,7 @@ class _KeepingMode(_CountingMode):
     def __init__(self, kept: dict[_Call, _Kept], keeps_expensive: bool, names: tuple[str, ...]) -> None:
         super().__init__(kept)
         self.keeps_expensive, self.names = keeps_expensive, names
-        self.made: dict[int, _Made] = {}  # by the address of a storage
+        self.made: dict[Any, _Made] = {}  # by the address of a storage
 
     def __enter__(self) -> Any:
         naming.modes.append(self)
