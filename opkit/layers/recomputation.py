@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -26,6 +27,7 @@ from opkit.layers.offloading import hold
 _PRODUCTS = ("mm", "mv", "dot", "linear", "_addmm_activation")  # ends of names
 
 
+@functools.cache
 def is_expensive(function: Any) -> bool:
     """Return whether an operator takes more than a few passes over its results: products, attention, and operators of others."""
     name = getattr(function, "_opname", "")
@@ -132,7 +134,7 @@ class _CountingMode(private.TorchDispatchMode):
 def _types(value: Any) -> Any:
     """Return what tells calls apart, of the tensors in some arguments."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return str(value.shape), value.dtype, value.requires_grad  # sizes of exported graphs have no hash
     return tuple(map(_types, value)) if isinstance(value, list | tuple) else None
 
 
@@ -158,15 +160,16 @@ class _KeepingMode(_CountingMode):
         results = function(*args, **kwargs)
         for tensor in private.written(function, args, kwargs):
             self._forget(tensor)
-        new = new_storages(results, args, kwargs)
+        keeps = self.keeps_expensive and is_expensive(function)
+        new = new_storages(results, args, kwargs) if keeps or self.names else None
         if new:
             storages = {address: private.storage_weakref(tensor) for address, tensor in new.items()}
             single = isinstance(results, torch.Tensor)
             state = private.random_state(results) if private.draws(function) else None
-            layout = private.layout(results) if single else None
+            layout = private.layout(results) if single and self.names else None
             made = _Made(call, storages, None if single or not self.names else results, layout, state)
             self.made |= dict.fromkeys(storages, made)
-            if self.keeps_expensive and is_expensive(function):
+            if keeps:
                 self._keep(made, results)
         return results
 

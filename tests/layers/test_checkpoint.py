@@ -231,6 +231,23 @@ def test_named_values_are_the_values_in_compiled_code_too(backend):
         assert calls["clone"] <= plain["clone"]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_sizes_that_change(strict):
+    class Named(nn.Linear):
+        def forward(self, x):
+            run = opkit.checkpoint(
+                lambda x: opkit.checkpoint_name(super(Named, self).forward(x), "y").sin(), opkit.keep("y")
+            )
+            return run(x)
+
+    model, x = Named(4, 4), torch.randn(3, 4)
+    program = torch.export.export(
+        model, (x[:2],), dynamic_shapes={"x": {0: torch.export.Dim("rows")}}, strict=strict
+    ).run_decompositions()
+    torch.testing.assert_close(program.module()(x), model(x))
+    assert "checkpoint_name" not in program.graph_module.code
+
+
 def test_autocast_casts_a_parameter_again():
     """It has cached the weight before the region, but not before the region is computed again."""
     x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
