@@ -188,6 +188,9 @@ class _Moved:
         if self.on_gpu is None:
             self.on_gpu = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
             self.copied = _copy(self.on_gpu, self.host, self.device)
+            # if no backward asks for it, the memory is free before the copy has ended
+            freed = weakref.finalize(self, torch.cuda.current_stream(self.device).wait_event, self.copied)
+            freed.atexit = False
         return self.on_gpu
 
     def view(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: Any) -> torch.Tensor:
