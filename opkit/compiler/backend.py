@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import difflib
 import functools
 import logging
 import threading
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from opkit import config
 from opkit.compiler import diagnostics, graph_cache, joined
 from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
@@ -29,11 +27,12 @@ from opkit.compiler.capture.patterns.table import replace_patterns
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import GPU, LoweringTarget
+from opkit.compiler.options import DEFAULT, CompileOptions, compile_options
 from opkit.compiler.run import cuda_graphs, plan_cache
 from opkit.compiler.run.cuda_graphs import RecordedRunner
 from opkit.compiler.run.plan import GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
-from opkit.errors import ArgumentError, CompileError, ToolchainError
+from opkit.errors import CompileError, ToolchainError
 from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
 
@@ -49,51 +48,6 @@ pattern_notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar
 """A list to which notes on patterns in Dynamo's graphs are added."""
 
 _KINDS = ("forward", "backward", "inference")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompileOptions:
-    """The options of ``torch.compile(..., options={...})``.
-
-    Attributes:
-        strict: raise an error if a graph, or the body of a control flow operator, cannot be compiled, instead of running it in
-            eager mode.
-        inline: True: trace through opkit operators, also through those with a kernel; False: call them; None: treat each
-            operator as it is defined, and use its ``register_lowering`` rule if it has one.
-        cuda_graphs: True: record calls as CUDA graphs where that is possible, for each set of sizes; None: where it is also safe
-            and faster; False: never. The log shows the reasons.
-        repeated_blocks: True: compile a block that the graph repeats with other parameters once; None: do so on CPUs, and on
-            GPUs if there are many; False: never.
-    """
-
-    strict: bool = False
-    inline: bool | None = None
-    cuda_graphs: bool | None = None
-    repeated_blocks: bool | None = None
-
-
-_MODES = {"default": None, "reduce-overhead": True, "max-autotune": True, "max-autotune-no-cudagraphs": False}
-"""The value of ``cuda_graphs`` for each of torch's modes."""
-
-
-def compile_options(values: Mapping[str, Any] | None, mode: str | None = None) -> CompileOptions:
-    """Return the options of a call of torch.compile.
-
-    Raises:
-        ArgumentError: an option or the mode does not exist, or has the wrong type.
-    """
-    if mode is not None and mode not in _MODES:
-        raise ArgumentError(f"backend='opkit' has no mode {mode!r}; it has {', '.join(map(repr, _MODES))}.")
-    known = [field.name for field in dataclasses.fields(CompileOptions)]
-    for name, value in (values or {}).items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ArgumentError(f"backend='opkit' has no option {name!r}; it has {', '.join(map(repr, known))}.{hint}")
-        if not isinstance(value, bool) and not (name != "strict" and value is None):
-            raise ArgumentError(f"backend='opkit': options[{name!r}]={value!r} must be True or False.")
-    chosen = {"strict": config.get().strict, "cuda_graphs": _MODES[mode or "default"]}
-    return CompileOptions(**{**chosen, **(values or {})})
 
 
 def opkit_backend(
@@ -218,7 +172,7 @@ def compile_fx_graph(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
     kind: str,
-    options: CompileOptions = CompileOptions(),
+    options: CompileOptions = DEFAULT,
     recording: graph_cache.Recording | None = None,
     count: int = 1,
 ) -> Boxed:

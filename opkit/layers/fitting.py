@@ -253,11 +253,9 @@ def _kept(layer: nn.Module, policy: Policy, args: Any, kwargs: Any) -> tuple[int
         results = checkpoint(layer, policy)(*args, **kwargs)
     region = offloading.last() if policy.moved else None
     moved = 0 if region is None else region.nbytes
-    kept = (
-        allocations.alive() - moved
-    )  # the results, which the next layer keeps, count as its own instead of the arguments
+    kept = allocations.alive()  # with the results, which the next layer keeps; the arguments are the layer's before
     del results
-    return kept, moved
+    return max(0, kept - moved), moved
 
 
 def _seconds(

@@ -13,7 +13,7 @@ import torch
 
 import opkit
 from opkit import errors
-from opkit.compiler import backend
+from opkit.compiler import backend, options
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.lower.target import GPU
 
@@ -284,7 +284,7 @@ def test_operators_fuse_unless_they_have_a_kernel(name, inline, kernel, caplog):
 )
 def test_options_are_checked(given, message):
     with pytest.raises(errors.ArgumentError, match=message):
-        backend.compile_options(given)
+        options.compile_options(given)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_options_are_checked(given, message):
     [("default", None), ("reduce-overhead", True), ("max-autotune", True), ("max-autotune-no-cudagraphs", False)],
 )
 def test_torchs_modes_decide_on_cuda_graphs(mode, cuda_graphs):
-    assert backend.compile_options(None, mode).cuda_graphs is cuda_graphs
+    assert options.compile_options(None, mode).cuda_graphs is cuda_graphs
     assert torch.compile(lambda x: x + 1, backend=opkit_backend, mode=mode)(torch.ones(1)) == 2
 
 
@@ -303,8 +303,8 @@ def test_an_unknown_mode_is_refused():
 
 def test_the_setting_and_the_option(settings):
     settings(strict=1)
-    assert backend.compile_options(None).strict
-    assert not backend.compile_options({"strict": False}).strict
+    assert options.compile_options(None).strict
+    assert not options.compile_options({"strict": False}).strict
 
 
 LOG = """

@@ -241,6 +241,8 @@ def test_running_statistics():
     cell, peer, h, x = Cell(), Cell(), torch.randn(3, 4), torch.randn(ROWS, 3, 4)
     torch.testing.assert_close(run(lambda h, x: opkit.scan(cell, h, x), "aot_eager")(h, x), opkit.scan(peer, h, x))
     torch.testing.assert_close(cell.state_dict(), peer.state_dict())
+    if not SCAN_HAS_GRADIENTS:
+        return  # the loop is unrolled
     torch._dynamo.reset()
     with pytest.raises(Exception, match="input mutation"):  # which the closure hides; not a wrong result
         run(lambda h, x: opkit.scan(lambda h, x: cell(h, x), h, x), "aot_eager")(h, x)
