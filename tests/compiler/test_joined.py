@@ -15,6 +15,7 @@ from warm_calls import cold_and_warm, trained
 
 from opkit import errors
 from opkit.compiler import backend, diagnostics
+from opkit.compiler.capture import repeats
 
 D, LAYERS = 16, 4
 R = torch.randn
@@ -189,9 +190,10 @@ def test_parts_that_are_not_joined_say_so_and_run(caplog):
     torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("blocks", [20, 28])
+@pytest.mark.parametrize("blocks", [5, 9])
 def test_graphs_for_gpus_are_whole_where_parts_are_few_or_cannot_be_joined(blocks, caplog, monkeypatch):
     monkeypatch.setattr(backend, "_on_cpu", lambda inputs: False)
+    monkeypatch.setattr(repeats, "MIN_BLOCKS_ON_GPUS", 7)
     torch._dynamo.reset()
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), *[nn.Tanh()] * 8) for _ in range(blocks)])
     graphs, x = [], R(3, 4)
@@ -200,7 +202,7 @@ def test_graphs_for_gpus_are_whole_where_parts_are_few_or_cannot_be_joined(block
         torch.testing.assert_close(torch.compile(layers, backend="opkit", dynamic=True)(x), layers(x))
     backend.observer.reset(token)
     assert graphs[-1].count == 1
-    assert ("is compiled as a whole" in caplog.text) == (blocks == 28)
+    assert ("is compiled as a whole" in caplog.text) == (blocks == 9)
 
 
 def test_parts_run_in_eager_mode_without_a_compiler(settings, tmp_path):

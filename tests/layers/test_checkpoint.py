@@ -353,7 +353,11 @@ def test_operators_and_attention(compiled):
 
     given = tensors(*[(2, 2, 8, 16)] * 3)
     expected, _ = gradients(attends, given)
-    for policy in ("recompute_all", "recompute_cheap", opkit.keep("attention"), opkit.keep("q")):
+    for policy in [
+        "recompute_cheap",
+        opkit.keep("attention"),
+        *([] if compiled else ["recompute_all", opkit.keep("q")]),
+    ]:
         function = opkit.checkpoint(attends, policy)
         function = torch.compile(function, backend="opkit", options={"strict": True}) if compiled else function
         torch.testing.assert_close(gradients(function, given)[0], expected)
