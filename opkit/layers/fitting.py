@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,16 +120,31 @@ def fit(
     (6, True)
     """
     layers = repeated(model, "fit", "Choose policies for parts of other models with opkit.checkpoint.")
-    with WithBuffers(model, contextlib.nullcontext()), torch.random.fork_rng(devices=_devices(model)):
+    fork = torch.random.fork_rng(devices=_devices(model))
+    with _without_policies(model, layers), WithBuffers(model, contextlib.nullcontext()), fork:
         calls, kinds, names = _calls(model, layers, args, options)
         chosen = [policy_of(each) for each in policies] if policies is not None else _candidates(names, model)
         if not chosen:
             raise ArgumentError("opkit.fit: there are no policies to choose from. Leave the argument out to try all.")
         costs = {kind: _costs(*call, chosen) for kind, call in kinds.items()}
-    working = max(cost.kept + cost.moved for each in costs.values() for cost in each)
-    found = _choose({name: _added([costs[kind] for kind in calls[name]]) for name in layers}, working, budget)
+        working = max(cost.kept + cost.moved for each in costs.values() for cost in each)
+        found = _choose({name: _added([costs[kind] for kind in calls[name]]) for name in layers}, working, budget)
     checkpoint_layers(model, found.policies)
     return found
+
+
+@contextlib.contextmanager
+def _without_policies(model: nn.Module, layers: dict[str, nn.Module]) -> Generator[None]:
+    """Remove the policies of layers, which get them back if there is an error."""
+    before = [(layer, vars(layer).get("forward")) for layer in layers.values()]
+    checkpoint_layers(model, "save_all")
+    try:
+        yield
+    except BaseException:
+        for layer, forward in before:
+            if forward is not None:
+                layer.forward = forward
+        raise
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------------
@@ -158,7 +173,6 @@ def _calls(
         def name(self, _: torch.Tensor, name: str) -> None:
             names[name] = None
 
-    checkpoint_layers(model, "save_all")
     hooks = [
         layer.register_forward_pre_hook(
             lambda layer, given, keywords, name=name: seen(name, layer, given, keywords), with_kwargs=True

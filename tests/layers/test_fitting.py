@@ -87,10 +87,12 @@ def test_names_are_candidates(model):
 
 
 def test_what_does_not_fit(model):
+    opkit.checkpoint_layers(model, "recompute_cheap")
     with pytest.raises(
         opkit.errors.ArgumentError, match=r"no policies fit into 100 bytes; the least is .* KiB.\nlayers"
     ):
         opkit.fit(model, 100, X)
+    assert all("forward" in vars(layer) for layer in model.layers)  # their policies are as before
     with pytest.raises(opkit.errors.ArgumentError, match="Linear repeats no layer"):
         opkit.fit(nn.Linear(2, 2), 100, torch.ones(2, 2))
     model.layers.extend([Layer()])
