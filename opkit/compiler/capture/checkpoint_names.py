@@ -1,4 +1,4 @@
-"""Removes ``opkit.checkpoint_name`` from Dynamo's graphs where no policy asks for names."""
+"""Removes ``opkit.checkpoint_name`` from Dynamo's graphs where no policy asks for names: the graph cache refuses it."""
 
 from __future__ import annotations
 
