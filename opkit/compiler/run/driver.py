@@ -1,4 +1,4 @@
-"""This module compiles and loads the driver, ``driver.c``, which runs compiled graphs, and passes it torch's C shim.
+"""This module passes torch's C shim to the driver, ``cpp_ext/runtime/driver.c``, which runs compiled graphs.
 
 In place of the driver, plain Python with torch's fastest private functions took 7 to 16% longer for the forward of
 ``benchmarks/compile_calls.py``, 2 to 9% longer for its training step, and 4 to 11% less for a graph of one kernel (torch 2.13).
@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from opkit import _core
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.driver_program import PRODUCTS
-from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.op.triton.variants import driver_library
 
-_SOURCE = Path(__file__).with_name("driver.c")
-_FLAGS = ("-O1", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))  # Python is in the process
 _SHIM = (
     "aoti_torch_empty_strided", "aoti_torch__reinterpret_tensor", "aoti_torch_get_data_ptr",
     "aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object",
@@ -163,39 +156,11 @@ def dtype_numbered(number: int) -> torch.dtype:
 
 # ---- the library -----------------------------------------------------------------------------------------------------
 
-_path: Future[Path] | None = None
-_process = 0
-_lock = threading.Lock()
-
-
-def prepare() -> None:
-    """Start to compile the driver in a thread, unless this process has done so before; again if that failed."""
-    global _path, _process
-    with _lock:
-        if _path is not None and _process == os.getpid() and not (_path.done() and _path.exception()):
-            return
-        _path, _process = Future(), os.getpid()
-        threading.Thread(target=_build, args=(_path,), name="opkit-driver").start()
-
-
-def _build(path: Future[Path]) -> None:
-    try:
-        unit = Unit(_SOURCE.name, _SOURCE.read_text(encoding="utf-8"), "c")
-        path.set_result(build(Request("torch.compile: the driver", (unit,), _FLAGS)))
-    except BaseException as error:
-        path.set_exception(error)
-
 
 @functools.cache
 def library() -> ctypes.PyDLL:
-    """Wait for the driver, and return it.
-
-    Raises:
-        ToolchainError: there is no C compiler.
-    """
-    prepare()
-    assert _path is not None
-    loaded = ctypes.PyDLL(str(_path.result()))
+    """Return the driver."""
+    loaded = ctypes.PyDLL(_core.__file__)
     loaded.opkit_function.argtypes = (ctypes.c_void_p, ctypes.py_object)
     loaded.opkit_function.restype = ctypes.py_object
     return loaded

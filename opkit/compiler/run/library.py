@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.compiler.ir.expr import Callee
-from opkit.compiler.run import driver
 from opkit.errors import CompileError
 from opkit.kernels.cc import isa
 from opkit.kernels.cc.compilation import Request, Unit, build
@@ -105,7 +104,6 @@ class SegmentsBuild:
         units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
         self._request, self._count, self._process = Request(label, units, tuple(flags)), count, os.getpid()
         self._path: Future[Path] = Future()
-        driver.prepare()
         if count:
             context = contextvars.copy_context()
             threading.Thread(target=context.run, args=(self._make,), name="opkit-graph").start()

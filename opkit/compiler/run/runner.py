@@ -217,11 +217,9 @@ def assemble(plan: ExecutionPlan, constants: GraphConstants, segments: LoadedSeg
     """Return the function that runs a plan.
 
     Raises:
-        ToolchainError: there is no C compiler for the driver.
         CompileError: no input determines a size, or a library that kernels call is gone.
         AttributeError: the plan calls an operator that does not exist.
     """
-    driver.library()
     return Runner(plan, constants, segments)
 
 
