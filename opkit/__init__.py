@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from opkit.layers.policies import keep as keep
     from opkit.layers.policies import offload as offload
     from opkit.layers.scan import scan as scan
+    from opkit.ship.export import export as export
+    from opkit.ship.load import LoadedModel as LoadedModel
+    from opkit.ship.load import load as load
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
@@ -62,9 +65,11 @@ _LAZY = {
     "checkpoint_name": ("opkit.layers.names", "checkpoint_name"),
     "compile_layers": ("opkit.layers.modules", "compile_layers"),
     "context_parallel": ("opkit.attn.parallel.api", "context_parallel"),
+    "export": ("opkit.ship.export", "export"),
     "explain": ("opkit.compiler.explain", "explain"),
     "fit": ("opkit.layers.fitting", "fit"),
     "keep": ("opkit.layers.policies", "keep"),
+    "load": ("opkit.ship.load", "load"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "nn": ("opkit.nn", None),

@@ -75,6 +75,10 @@ class DeclarationError(KernelError, ValueError):
     """A C declaration cannot be read, or one of its parameters matches nothing in the operator."""
 
 
+class ModelFileError(OpkitError, ValueError):
+    """A file of ``opkit.export`` is damaged, or was made for another machine, or by another version of torch or opkit."""
+
+
 class ToolchainError(KernelError):
     """No compiler was found for a kernel's language, or the one named by a setting cannot be run."""
 

@@ -19,7 +19,7 @@ _ROWS = (
     ("op",),
     ("sharding",),
     ("compiler", "contract"),
-    ("attn", "lowering", "layers"),
+    ("attn", "lowering", "layers", "ship"),
     ("testing", "masks"),
     ("nn",),
     ("opkit",),

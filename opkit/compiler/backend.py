@@ -246,7 +246,7 @@ class _GraphCompilation:
         captured = run("capture", conversion.capture, self.module, self.name, inputs, self.user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
-        target = _target() if captured.device.type == "cpu" else _gpu_target()
+        target = _target() if captured.device.type == "cpu" else gpu_target()
         key_text = f"{target} {self.save_memory} {captured.key} {user_lowerings.identity(operators)}"
         plan_key = run("look-up", plan_cache.key, key_text)
         cached = None if _is_observed() else plan_cache.find(plan_key)
@@ -321,7 +321,8 @@ def _target() -> LoweringTarget:
     return LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
 
 
-def _gpu_target() -> LoweringTarget:
+def gpu_target() -> LoweringTarget:
+    """Return the target of lowering for GPUs, with torch's settings."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"  # pyright: ignore[reportAttributeAccessIssue]
     return dataclasses.replace(GPU, deterministic=deterministic, tf32=tf32)

@@ -22,11 +22,11 @@ from opkit.compiler.capture import cache_key
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.cache_key import NotCacheable
 from opkit.compiler.run import autograd, library, plan_cache
-from opkit.compiler.run.autograd import Wiring
 from opkit.compiler.run.cuda_graphs import recorded
 from opkit.compiler.run.library import LoadedSegments, flags
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, constants_from_json, constants_to_json
 from opkit.compiler.run.runner import Runner, assemble
+from opkit.compiler.run.wiring import Wiring
 
 _GRAPHS = {1: ("inference",), 2: ("forward", "backward")}
 _numbers = {kind: itertools.count() for kind in ("forward", "backward", "inference", "body")}

@@ -327,10 +327,10 @@ def test_logs():
 
 
 def test_the_target_of_gpus_follows_torchs_settings(monkeypatch):
-    assert backend._gpu_target() == GPU
+    assert backend.gpu_target() == GPU
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert backend._gpu_target() == dataclasses.replace(GPU, deterministic=True, tf32=False)
+    assert backend.gpu_target() == dataclasses.replace(GPU, deterministic=True, tf32=False)
 
 
 _INSTALLED = any(point.name == "opkit" for point in importlib.metadata.entry_points(group="torch_dynamo_backends"))

@@ -21,8 +21,11 @@ _FUNCTIONS = frozenset({
     "ones_like", "zeros_like", "full_like", "to", "bool", "type_as", "expand", "unsqueeze", "squeeze", "view", "reshape",
     "unflatten", "flatten", "transpose", "permute", "contiguous", "clone", "tril", "triu", "cumsum", "diff", "cat", "repeat",
     "broadcast_to", "tensor", "sqrt", "rsqrt", "pow", "div", "truediv", "abs", "float", "half", "bfloat16", "double", "type",
+    "slice", "gather", "index", "alias", "scalar_tensor", "bitwise_and", "bitwise_or", "bitwise_not",
 })  # fmt: skip
 """The names of functions that give the same result each time, and write to nothing."""
+
+_ATTENTION = (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 
 _WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor"})
 
@@ -51,16 +54,16 @@ class Constants:
 
 
 def remove_constant_masks(module: fx.GraphModule) -> None:
-    """Remove the masks of a graph of Dynamo's that are constant, where that changes no result."""
+    """Remove the masks of a graph of Dynamo's or of an exported program that are constant, where that changes no result."""
     constants = Constants(module)
     changed = False
     for node in module.graph.nodes:
-        if node.target is not torch.nn.functional.scaled_dot_product_attention:
+        if node.target not in _ATTENTION:
             continue
         arguments = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
         mask: Any = arguments.get("attn_mask")
         if mask in constants and arguments.get("is_causal", False) is False:
-            kind = _kind(constants.value(mask), arguments["query"].meta["example_value"].shape[-2])
+            kind = _kind(constants.value(mask), _example(arguments["query"]).shape[-2])
             if kind is not None:
                 node.args, node.kwargs = (), {**arguments, "attn_mask": None, "is_causal": kind == "causal"}
                 changed = True
@@ -79,7 +82,7 @@ def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes of ``Constants``."""
     constant: set[fx.Node] = set()
     for node in module.graph.nodes:
-        name, value = _name(node.target), node.meta.get("example_value")
+        name, value = _name(node.target), _example(node)
         if writes(node) and not constant.isdisjoint(node.all_input_nodes):
             return set()
         fixed = isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape)
@@ -88,8 +91,14 @@ def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:
     return constant
 
 
+def _example(node: fx.Node) -> Any:
+    """Return the fake tensor of a node in a graph of Dynamo's or of an exported program."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def _name(target: Any) -> str:
-    """Return the name of a function or method; that of an operator's method as in the module ``operator``."""
+    """Return the name of a function, operator or method; that of an operator's method as in the module ``operator``."""
+    target = getattr(target, "overloadpacket", target)
     name = getattr(target, "__name__", str(target))
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]

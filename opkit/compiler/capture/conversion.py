@@ -29,8 +29,6 @@ from opkit.op import operator as operators
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
 _OWN = str(Path(operators.__file__).parent)  # frames of opkit's own files are not the user's lines
 _NUMBERS = (bool, int, float, complex, str)
-
-
 _CPU = torch.device("cpu")
 
 
@@ -122,7 +120,7 @@ class _Conversion:
         self.bodies: dict[str, fx.GraphModule] = {}
         self.uncompiled: list[str] = []
         self._types: dict[Any, TensorType] = {}
-        self.device = _device(module)
+        self.device = device_of(module)
         self.numbers: set[fx.Node] = set()  # constants on the CPU that a graph for another device uses as numbers
 
     def run(self, name: str, fixed: int | None) -> Captured:
@@ -170,8 +168,11 @@ class _Conversion:
         value = functools.reduce(getattr, str(node.target).split("."), self.module)
         if isinstance(value, fx.GraphModule):
             self._add_body(node, f"module {node.target}", value)
-        if not isinstance(value, torch.Tensor):
-            self.replaced[node] = self._opaque(f"module {node.target}", value)
+        if (
+            not isinstance(value, torch.Tensor) or value.layout is not torch.strided
+        ):  # only operators that are called can read it
+            kind = "tensor" if isinstance(value, torch.Tensor) else "module"
+            self.replaced[node] = self._opaque(f"{kind} {node.target}", value)
             return []
         if value.device != self.device and not value.shape and node not in private.output_of(self.module.graph):
             self.numbers.add(node)
@@ -333,7 +334,7 @@ class _Conversion:
 _SAME_VALUE = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 
 
-def _device(module: fx.GraphModule) -> torch.device:
+def device_of(module: fx.GraphModule) -> torch.device:
     """Return the device that a graph is compiled for.
 
     Raises:

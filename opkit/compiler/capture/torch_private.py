@@ -6,7 +6,6 @@ Read in torch 2.13.0; the same names are in torch 2.11 unless the line says othe
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,6 +33,17 @@ from torch.utils._sympy import functions as _sympy_functions
 from torch.utils._sympy import symbol as _symbols
 from torch.utils._sympy.printers import PythonPrinter as _PythonPrinter
 from torch.utils._sympy.singleton_int import SingletonInt as _SingletonInt
+
+from opkit.compiler.run.torch_private import builtin as builtin
+from opkit.compiler.run.torch_private import is_overload as is_overload
+from opkit.compiler.run.torch_private import is_torchs_own as is_torchs_own
+from opkit.compiler.run.torch_private import no_autocast as no_autocast
+from opkit.compiler.run.torch_private import out_variant as out_variant
+from opkit.compiler.run.torch_private import overload_named as overload_named
+from opkit.compiler.run.torch_private import overloads as overloads
+from opkit.compiler.run.torch_private import qualified_name as qualified_name
+from opkit.compiler.run.torch_private import schema as schema
+from opkit.compiler.run.torch_private import tags as tags
 
 sympy_functions = _sympy_functions
 has_side_effect = _has_side_effect
@@ -194,48 +204,10 @@ def python_text(expression: Any) -> str:
     return _PythonPrinter().doprint(expression)
 
 
-def builtin(overload: Any) -> Callable[..., Any]:
-    """Return the builtin function of an OpOverload, which calls the dispatcher."""
-    return overload._op
-
-
-def overloads(packet: Any) -> list[Any]:
-    """Return every overload of an operator."""
-    return [getattr(packet, name) for name in packet.overloads()]
-
-
-def schema(overload: Any) -> Any:
-    """Return the schema of an OpOverload."""
-    return overload._schema
-
-
-@functools.cache
-def out_variant(overload: Any) -> Any:
-    """Return the overload of an operator that writes its one result to ``out=``, or None."""
-    wanted = [(a.name, str(a.type)) for a in overload._schema.arguments]
-    for other in overloads(overload.overloadpacket):
-        arguments = other._schema.arguments
-        if [a.name for a in arguments if a.is_out] == ["out"]:
-            taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-            if taken == wanted:
-                return other
-    return None
-
-
 def output_of(graph: fx.Graph) -> tuple[Any, ...]:
     """Return the results of an FX graph."""
     returned = graph.output_node().args[0]
     return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
-
-
-def is_overload(target: Any) -> bool:
-    """Return whether the target of an FX node is an OpOverload."""
-    return isinstance(target, torch._ops.OpOverload)
-
-
-def tags(overload: Any) -> list[torch.Tag]:
-    """Return the tags of an OpOverload."""
-    return overload.tags
 
 
 def is_higher_order(target: Any) -> bool:
@@ -257,21 +229,6 @@ def is_script_object(value: Any) -> bool:
     Device meshes, process groups and objects of ``torch.library.register_custom_class`` are such values.
     """
     return isinstance(value, _OBJECTS)
-
-
-def overload_named(name: str) -> Any:
-    """Return the overload with a name such as "aten.add.Tensor".
-
-    Raises:
-        AttributeError: there is none.
-    """
-    namespace, packet, overload = name.split(".", 2)
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-
-def qualified_name(target: Any) -> str:
-    """ "namespace::name" of the operator that an OpOverload belongs to; "" for anything else."""
-    return target._schema.name if is_overload(target) else ""
 
 
 def watch_compilation(
@@ -314,7 +271,6 @@ def reset() -> None:
 
 # ---- what AOTAutograd makes of Dynamo's graph, and what it depends on --------------------------------------------------
 
-_FIXED_NAMESPACES = ("aten", "prims", "prim")
 _OUTSIDE_GRAPHS = ("subclass_inp_meta", "subclass_fw_graph_out_meta", "subclass_tangent_meta")
 
 
@@ -333,15 +289,6 @@ def has_subclasses(metadata: Any) -> bool:
     """Return whether an input, output or gradient is a tensor of a subclass."""
     described = [each for name in _OUTSIDE_GRAPHS for each in getattr(metadata, name)]
     return any(type(each).__name__ not in ("PlainTensorMeta", "int") for each in described)
-
-
-def is_torchs_own(target: Any) -> bool:
-    """Return whether an FX target is an operator, or a packet of overloads, that torch itself defines."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace in _FIXED_NAMESPACES
-    return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.split("::")[0] in (
-        _FIXED_NAMESPACES
-    )
 
 
 def functorch_settings() -> dict[str, Any]:
@@ -378,9 +325,6 @@ def cache_tag() -> str:
 def autocasts() -> bool:
     """Return whether autocast is on, for any device."""
     return torch._C._is_any_autocast_enabled()
-
-
-no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

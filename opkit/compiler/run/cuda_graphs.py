@@ -15,6 +15,7 @@ torch's generator each time.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,6 @@ from typing import Any
 
 import torch
 
-from opkit.compiler import diagnostics
-from opkit.compiler.capture import torch_private
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import product
@@ -31,6 +30,8 @@ from opkit.compiler.ir.program import Extern, ScalarItem, Strided, is_collective
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, mentioned, tensors
 from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
+
+log = logging.getLogger("opkit.compiler")
 
 CALLS_BEFORE = {"inference": 2, "forward": 2, "backward": 4}
 """Calls before the first recording, in which libraries choose their kernels, and inputs show whether they move. What a backward
@@ -77,8 +78,8 @@ def recorded(
 
 
 def _report(plan: ExecutionPlan, reason: str, wanted: bool) -> None:
-    log = diagnostics.log.warning if wanted else diagnostics.log.info
-    log("%s is not recorded as a CUDA graph: %s.", plan.name, reason)
+    report = log.warning if wanted else log.info
+    report("%s is not recorded as a CUDA graph: %s.", plan.name, reason)
 
 
 def _refusal(runner: Runner, wanted: bool, copied: int) -> str:
@@ -93,7 +94,7 @@ def _refusal(runner: Runner, wanted: bool, copied: int) -> str:
         items = [each for each in tensors((call.args, call.kwargs)) if isinstance(each, ScalarItem)]
         if items or call.target.startswith(_HOST) or call.target in runner.constants.opaques:
             return f"{call.target} reads memory on the host"
-        if target is not None and torch_private.is_overload(target) and _UNSAFE in torch_private.tags(target):
+        if target is not None and private.is_overload(target) and _UNSAFE in private.tags(target):
             return f"{call.target} has torch's tag cudagraph_unsafe"
         if not wanted and is_collective(call.target):
             return f"{call.target} communicates with other processes. {_REQUEST}"

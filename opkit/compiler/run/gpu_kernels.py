@@ -38,12 +38,9 @@ class GpuKernelsBuild:
     """
 
     def __init__(self, kernels: Sequence[TritonKernel], text: str, device: torch.device) -> None:
-        machine = machine_of(device.type)
-        if machine is None:
-            raise ToolchainError(f"opkit cannot launch kernels on {device}.")
-        self._machine, self._index = machine, device.index or 0
-        self._module = _Module(text)
-        target = machine.target(self._index)
+        machine = _machine(device)
+        self._device, self._module = device, _Module(text)
+        target = machine.target(device.index or 0)
         self._binaries = [_submit(self._build, kernel, target) for kernel in kernels]
 
     def _build(self, kernel: TritonKernel, target: str) -> Binary:
@@ -86,7 +83,7 @@ class GpuKernelsBuild:
             CompileError: Triton refused one.
             RuntimeError: the driver refused one.
         """
-        return LoadedSegments(kernels=[_loaded(each, self._machine, self._index) for each in self.binaries()])
+        return LoadedSegments(kernels=[loaded(each, self._device) for each in self.binaries()])
 
 
 def bandwidth(device: torch.device) -> float | None:
@@ -99,13 +96,25 @@ def bandwidth(device: torch.device) -> float | None:
     return kilohertz * 1e3 * 2 * bits / 8 or None if torch.version.hip is None else None
 
 
-def _loaded(binary: Binary, machine: Machine, device: int) -> LoadedKernel:
+def _machine(device: torch.device) -> Machine:
+    machine = machine_of(device.type)
+    if machine is None:
+        raise ToolchainError(f"opkit cannot launch kernels on {device}.")
+    return machine
+
+
+def loaded(binary: Binary, device: torch.device) -> LoadedKernel:
+    """Return a kernel on a device.
+
+    Raises:
+        RuntimeError: the driver refused it.
+    """
     from opkit import _core
 
     found = _core.Binary(
-        machine.driver(), binary.image, binary.name, threads=binary.threads, shared=binary.shared
+        _machine(device).driver(), binary.image, binary.name, threads=binary.threads, shared=binary.shared
     )  # its functions stay loaded when it goes
-    return LoadedKernel(found.function(device), binary.threads, binary.shared)
+    return LoadedKernel(found.function(device.index or 0), binary.threads, binary.shared)
 
 
 # ---- Triton's functions ----------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from typing import Any
 from opkit.compiler.capture.parts import Call, Cut
 from opkit.compiler.ir.index import ZERO, Index, index, product
 from opkit.compiler.ir.program import Buffer, Extern, Strided, reads, renamed_argument, writes
-from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.driver_program import alignments
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, GraphConstants, PlanStep, Segment
+from opkit.compiler.run.wiring import GraphResult, Wiring
 
 Graph = tuple[ExecutionPlan, GraphConstants]
 

@@ -12,6 +12,7 @@ import functools
 import glob
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -125,8 +126,23 @@ class SegmentsBuild:
             return LoadedSegments()
         # a process that was forked in the meantime does not have the thread
         path = self._path.result() if self._process == os.getpid() else build(self._request)
-        library = ctypes.CDLL(str(path))
-        return LoadedSegments(tuple(_address(library, number) for number in range(self._count)), library)
+        return _segments(ctypes.CDLL(str(path)), self._count)
+
+
+def from_bytes(image: bytes, count: int) -> LoadedSegments:
+    """Return the segments of a library that is in no file.
+
+    Raises:
+        OSError: it is no library, or libraries in the folder of temporary files may not be loaded.
+    """
+    with tempfile.NamedTemporaryFile(prefix="opkit-", suffix=".so") as file:
+        file.write(image)
+        file.flush()
+        return _segments(ctypes.CDLL(file.name), count)
+
+
+def _segments(library: ctypes.CDLL, count: int) -> LoadedSegments:
+    return LoadedSegments(tuple(_address(library, number) for number in range(count)), library)
 
 
 def _address(library: ctypes.CDLL, number: int) -> int:

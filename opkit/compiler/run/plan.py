@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.graph import OpaqueValue
 from opkit.compiler.ir.index import Index, Symbol, size
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel, called_functions
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided, reads, writes
+from opkit.compiler.run import torch_private as private
 from opkit.op import registry
 
 
@@ -253,15 +253,24 @@ def constants_to_json(constants: GraphConstants) -> dict[str, Any]:
             and not registry.find(private.qualified_name(target))
         ):
             raise TypeError(f"it calls {text}")
-    for text, value in constants.opaques.items():
-        if named(text) != value:
-            raise TypeError(f"an argument is {text}")
     return {
         "constants": {name: _constant(tensor) for name, tensor in constants.tensors.items()},
-        "opaques": list(constants.opaques),
+        "opaques": opaque_names(constants.opaques),
         "computed": dict(constants.computed),
         "resolved": sorted(constants.resolved),
     }
+
+
+def opaque_names(opaques: Mapping[str, Any]) -> list[str]:
+    """Return the texts that :func:`named` finds the values of OpaqueValue arguments by.
+
+    Raises:
+        TypeError: text cannot name one.
+    """
+    for text, value in opaques.items():
+        if named(text) != value:
+            raise TypeError(f"an argument is {text}")
+    return list(opaques)
 
 
 def constants_from_json(content: Mapping[str, Any]) -> GraphConstants:

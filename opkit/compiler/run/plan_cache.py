@@ -24,8 +24,8 @@ from opkit.compiler.ir.graph import ObjectCall, OpaqueValue, TypeName
 from opkit.compiler.ir.index import Axis, Div, Index, Mod, Symbol, index
 from opkit.compiler.ir.kernel import TritonKernel
 from opkit.compiler.ir.program import Buffer, Extern, Formula, ScalarItem, Strided
-from opkit.compiler.run.autograd import GraphResult, Wiring
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
+from opkit.compiler.run.wiring import GraphResult, Wiring
 from opkit.kernels import cache_files
 
 # ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
@@ -109,13 +109,14 @@ def decode(value: Any) -> Any:
 @functools.cache
 def versions() -> str:
     """Return what decides how a graph is compiled, apart from the graph: torch's version, and the compiler's own sources."""
-    digest = hashlib.sha256(f"{torch.__version__} {_own_version()}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {own_version()}".encode())
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _own_version() -> str:
+def own_version() -> str:
+    """Return opkit's version, "0" if it runs from its source tree."""
     try:
         return importlib.metadata.version("opkit")
     except importlib.metadata.PackageNotFoundError:  # it runs from its source tree

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.program import WAIT
-from opkit.compiler.run.torch_private import wait_tensor
+from opkit.compiler.run import torch_private as private
 
 # Python bindings of operators, which are faster than the dispatcher's generic call.
 _SHORT: dict[str, Callable[..., Any]] = {
@@ -31,7 +30,7 @@ def seed(device: torch.device) -> torch.Tensor:
 
 def wait(result: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     """Wait for a result of a collective; the other arguments are what the collective reads, which lives until then."""
-    return wait_tensor(result)
+    return private.wait_tensor(result)
 
 
 _OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed, WAIT: wait}

@@ -1,7 +1,9 @@
-"""The private names of torch that calls of compiled graphs need."""
+"""The private names of torch that calls of compiled graphs need. Importing this module imports neither Dynamo nor sympy."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +61,73 @@ def release_saved_tensors(context: Any) -> None:
 def no_zeros_for_undifferentiable(context: Any) -> None:
     """Make a backward get None, and not zeros, for results that were marked as not differentiable."""
     context._materialize_non_diff_grads = False
+
+
+no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+_FIXED_NAMESPACES = ("aten", "prims", "prim")
+
+
+def builtin(overload: Any) -> Callable[..., Any]:
+    """Return the builtin function of an OpOverload, which calls the dispatcher."""
+    return overload._op
+
+
+def overloads(packet: Any) -> list[Any]:
+    """Return every overload of an operator."""
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def schema(overload: Any) -> Any:
+    """Return the schema of an OpOverload."""
+    return overload._schema
+
+
+@functools.cache
+def out_variant(overload: Any) -> Any:
+    """Return the overload of an operator that writes its one result to ``out=``, or None."""
+    wanted = [(a.name, str(a.type)) for a in overload._schema.arguments]
+    for other in overloads(overload.overloadpacket):
+        arguments = other._schema.arguments
+        if [a.name for a in arguments if a.is_out] == ["out"]:
+            taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+            if taken == wanted:
+                return other
+    return None
+
+
+def is_overload(target: Any) -> bool:
+    """Return whether the target of an FX node is an OpOverload."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def tags(overload: Any) -> list[torch.Tag]:
+    """Return the tags of an OpOverload."""
+    return overload.tags
+
+
+def overload_named(name: str) -> Any:
+    """Return the overload with a name such as "aten.add.Tensor".
+
+    Raises:
+        AttributeError: there is none.
+    """
+    namespace, packet, overload = name.split(".", 2)
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def qualified_name(target: Any) -> str:
+    """ "namespace::name" of the operator that an OpOverload belongs to; "" for anything else."""
+    return target._schema.name if is_overload(target) else ""
+
+
+def is_torchs_own(target: Any) -> bool:
+    """Return whether an FX target is an operator, or a packet of overloads, that torch itself defines."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in _FIXED_NAMESPACES
+    return isinstance(target, torch._ops.OpOverloadPacket) and target._qualified_op_name.split("::")[0] in (
+        _FIXED_NAMESPACES
+    )

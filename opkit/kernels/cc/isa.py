@@ -115,6 +115,18 @@ def usable_isas() -> tuple[str, ...]:
     return order[: order.index(host_isa()) + 1]
 
 
+def needed_features(isa: str) -> frozenset[str]:
+    """Return the features that code for a named instruction set uses.
+
+    Raises:
+        ArgumentError: this kind of processor has no such instruction set.
+    """
+    known = WIDENING.get(machine(), ("baseline",))
+    if isa not in known:
+        raise ArgumentError(f"isa={isa!r} is not one of native, {', '.join(known)}.")
+    return _NEEDS.get(isa, frozenset())
+
+
 def effective(isa: str) -> str:
     """Resolve "native" to the name of the host's instruction set where ``OPKIT_ISA`` caps it; return others unchanged."""
     return host_isa() if isa == "native" and config.get().isa is not None else isa

@@ -136,7 +136,7 @@ def plans(monkeypatch, settings, tmp_path):
         return runner
 
     monkeypatch.setattr(backend.conversion, "capture", captured)
-    monkeypatch.setattr(backend, "_gpu_target", lambda: GPU)
+    monkeypatch.setattr(backend, "gpu_target", lambda: GPU)
     monkeypatch.setattr(pipeline, "compile_graph", compiled)
     monkeypatch.setattr(graph_cache, "build", build)
     monkeypatch.setattr(graph_cache, "assemble", assemble)

@@ -1,0 +1,233 @@
+"""Export a model to a file that runs without a compiler (``opkit.export``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from opkit.compiler import backend, pipeline, user_lowerings
+from opkit.compiler.capture import conversion
+from opkit.compiler.capture.conversion import Captured, Unsupported
+from opkit.compiler.diagnostics import CompiledGraph, Stages
+from opkit.compiler.lower.target import LoweringTarget
+from opkit.compiler.run import library, plan_cache
+from opkit.compiler.run.plan import opaque_names
+from opkit.errors import ArgumentError, CompileError
+from opkit.kernels.cc import isa as isas
+from opkit.kernels.cc.compilation import Request, Unit, build
+from opkit.op.core import inlining, knows_lowerings
+from opkit.ship import archive, freezing, packing, processors, structure
+from opkit.ship.entry import EntryGraph, entry_graph
+from opkit.ship.packing import PackedWeight
+from opkit.ship.weights import WeightWriter, storage_dtype
+
+Programs = Mapping[str, ExportedProgram]
+
+
+def export(
+    model: nn.Module | ExportedProgram | Programs,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    path: str | os.PathLike[str],
+    dynamic_shapes: Any = None,
+    freeze: bool = True,
+    isa: str | Sequence[str] = "native",
+    storage: torch.dtype | str | None = None,
+) -> Path:
+    """Compile a model to a file, which :func:`opkit.load` runs without a compiler, Dynamo, or the model's code.
+
+    The model is captured by ``torch.export.export`` for inference, in the mode that it is in: call ``model.eval()`` first.
+    Weights are constants of the compiled program: what they alone decide is computed now, batch norm becomes part of the
+    convolution or product before it, and on CPUs weights have the layouts that oneDNN's kernels read. A CUDA model gets kernels
+    for the GPU that it is on.
+
+    Args:
+        model: a module; or a program that ``torch.export.export`` returned, and then no ``args``; or several of these by name,
+            which become entry points of one file and share equal weights.
+        args, kwargs: example arguments of the module.
+        path: the file, by convention ``.opk``. It appears whole or not at all.
+        dynamic_shapes: which sizes may change, as in ``torch.export.export``.
+        freeze: make weights constants. With False, they can be replaced by name in the loaded model, and nothing is folded.
+        isa: the instruction sets of CPUs to compile for; "native" is this processor, others are "baseline", "avx2", "avx512",
+            "neon". A loaded model uses the last of them that the processor has.
+        storage: a dtype in which matrices of floats are stored: ``torch.bfloat16``, or ``torch.int8`` or
+            ``torch.float8_e4m3fn`` with a scale for each row. They are converted back while they are loaded: the file is smaller;
+            the memory and the kernels stay the same.
+
+    Returns:
+        The path.
+
+    Raises:
+        ArgumentError: an argument is none of those.
+        CompileError: a part of the program cannot be compiled; the message says which.
+        ToolchainError: there is no C compiler.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import opkit, tempfile, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).eval()
+        >>> batch = torch.export.Dim("batch", max=64)
+        >>> x = torch.randn(3, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = opkit.export(model, (x,), path=f"{folder}/model.opk", dynamic_shapes=({0: batch},))
+        ...     loaded = opkit.load(path)
+        >>> torch.allclose(loaded(x[:2]), model(x[:2]), atol=1e-6)
+        True
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ArgumentError(f"opkit.export: path={str(path)!r} is in a folder that does not exist.")
+    programs = _programs(model, args, kwargs, dynamic_shapes)
+    writer, members = WeightWriter(storage_dtype(storage)), dict[str, bytes]()
+    wanted = (isa,) if isinstance(isa, str) else tuple(isa)
+    entries: dict[str, Any] = {}
+    device = torch.device("cpu")
+    for name, program in programs.items():
+        with torch.no_grad():
+            entry = _Entry(name, entry_graph(program, _label(name), freeze), freeze)
+        device = entry.device if entry.device.type != "cpu" else device
+        entries[name] = entry.write(writer, members, wanted)
+    manifest = {"made_for": processors.made_for(device), "entries": entries}
+    archive.write(target, manifest, members, writer.weights)
+    return target
+
+
+def _label(name: str) -> str:
+    return f"the entry {name!r}" if name else "the model"
+
+
+def _programs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any) -> Programs:
+    if isinstance(model, nn.Module):
+        if not isinstance(args, tuple):
+            raise ArgumentError(f"opkit.export: args={args!r} is no tuple; write (x,) for one argument.")
+        with torch.no_grad():
+            return {
+                "": torch.export.export(model, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+            }
+    if args or kwargs or dynamic_shapes is not None:
+        raise ArgumentError(
+            "opkit.export: an exported program has its arguments already; pass args= for a module only."
+        )
+    programs = {"": model} if isinstance(model, ExportedProgram) else model
+    if not isinstance(programs, Mapping) or not programs:
+        raise ArgumentError(
+            f"opkit.export: model={type(model).__name__} is neither a module, nor what torch.export.export returns, nor a "
+            "dictionary of these by name."
+        )
+    for name, program in programs.items():
+        if not isinstance(name, str) or not isinstance(program, ExportedProgram):
+            raise ArgumentError(
+                f"opkit.export: the entry {name!r} is a {type(program).__name__}; pass what torch.export.export returns."
+            )
+    return programs
+
+
+class _Entry:
+    """One entry on its way into a file."""
+
+    def __init__(self, name: str, graph: EntryGraph, freeze: bool) -> None:
+        self.name, self.graph = name, graph
+        self.packed: dict[str, PackedWeight] = {}
+        if freeze:
+            freezing.freeze(graph.module)
+        self.device = conversion.device_of(graph.module)
+        if freeze and self.device.type == "cpu":
+            self.packed = packing.pack_weights(graph.module)
+
+    def write(self, writer: WeightWriter, members: dict[str, bytes], wanted: Sequence[str]) -> dict[str, Any]:
+        """Compile the entry, add what is compiled to the members of the file, and return what the manifest says of it."""
+        variants = (
+            [(isa, *_cpu_target(isa)) for isa in wanted] if self.device.type == "cpu" else [("", frozenset(), None)]
+        )
+        listed: list[dict[str, Any]] = []
+        for isa, features, target in variants:
+            folder = "/".join(filter(None, (f"entries/{self.name or 'main'}", isa)))
+            captured, compiled = self._compile(target or backend.gpu_target())
+            kernels = self._kernels(compiled, isa, folder, members)
+            members[f"{folder}/plan.json"] = self._plan(captured, compiled, kernels, writer)
+            listed.append({"folder": folder, "isa": isa, "features": sorted(features)})
+        return {"variants": listed, **self._convention(writer)}
+
+    def _compile(self, target: LoweringTarget) -> tuple[Captured, CompiledGraph]:
+        tokens = inlining.set(None), knows_lowerings.set(True)
+        try:
+            captured = conversion.capture(self.graph.module, _label(self.name))
+            if captured.bodies or captured.uncompiled:
+                what = next(iter(captured.bodies), "") or captured.uncompiled[0]
+                raise CompileError(
+                    f"opkit.export: {_label(self.name)} has control flow ({what}), which no file holds yet."
+                )
+            operators = user_lowerings.operators(captured.targets)
+            return captured, pipeline.compile_graph(captured, target, Stages(), operators, True, False)
+        except Unsupported as error:
+            raise CompileError(f"opkit.export: {_label(self.name)} cannot be compiled: {error}.") from error
+        finally:
+            inlining.reset(tokens[0])
+            knows_lowerings.reset(tokens[1])
+
+    def _kernels(
+        self, compiled: CompiledGraph, isa: str, folder: str, members: dict[str, bytes]
+    ) -> list[dict[str, Any]]:
+        """Compile the kernels, add them to the members, and return what describes them."""
+        assert compiled.plan is not None
+        if self.device.type == "cpu":
+            if compiled.plan.segments:
+                units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(compiled.texts))
+                label = f"opkit.export: {_label(self.name)}"
+                members[f"{folder}/kernels.so"] = build(Request(label, units, library.flags(), isa=isa)).read_bytes()
+            return []
+        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
+
+        binaries = GpuKernelsBuild(compiled.plan.kernels, compiled.texts[0], self.device).binaries()
+        for number, binary in enumerate(binaries):
+            members[f"{folder}/kernel{number}"] = binary.image
+        return [binary.to_json() for binary in binaries]
+
+    def _plan(self, captured: Captured, compiled: CompiledGraph, kernels: Any, writer: WeightWriter) -> bytes:
+        assert compiled.plan is not None
+        names = opaque_names(
+            {text: value for text, value in captured.opaques.items() if not text.startswith("tensor ")}
+        )
+        content = {
+            "plan": plan_cache.encode(dataclasses.replace(compiled.plan, name=_label(self.name))),
+            "constants": {name: writer.add(tensor, name) for name, tensor in captured.constants.items()},
+            "packed": {
+                text: writer.add_packed(self.packed[text.removeprefix("tensor ")], text.removeprefix("tensor "))
+                for text in captured.opaques
+                if text.startswith("tensor ")
+            },
+            "opaques": names,
+            "computed": captured.computed,
+            "resolved": sorted(captured.resolved),
+            "kernels": kernels,
+        }
+        return json.dumps(content).encode()
+
+    def _convention(self, writer: WeightWriter) -> dict[str, Any]:
+        graph = self.graph
+        return {
+            "state": {name: writer.add(t, name) for name, t in zip(graph.state, graph.tensors, strict=True)},
+            "arguments": [[each.name, *([] if each.value is ... else [each.value])] for each in graph.arguments],
+            "written": list(graph.written),
+            "ranges": graph.ranges,
+            "results": list(graph.results),
+            "taken": structure.of_spec(graph.in_spec),
+            "returned": structure.of_spec(graph.out_spec),
+        }
+
+
+def _cpu_target(isa: str) -> tuple[frozenset[str], LoweringTarget]:
+    """Return the features that code for an instruction set may use, and the target of lowering."""
+    if isa == "native":
+        return processors.features(), LoweringTarget.of(frozenset(isas.cpu_features()), isas.last_cache())
+    needed = isas.needed_features(isa)
+    return needed, LoweringTarget.of(needed, isas.last_cache())

@@ -1,0 +1,168 @@
+"""This module writes constants of graphs as weights of a file, and reads them: views, narrower storage, oneDNN's layouts."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from opkit.errors import ArgumentError
+from opkit.ship import torch_private as private
+
+STORAGE = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+"""The dtypes that weights may be stored in."""
+
+_MIN_STORED = 1 << 10  # elements of a weight that is worth narrower storage
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """A weight in a layout of oneDNN's.
+
+    Attributes:
+        packed: the weight.
+        plain: the same values as a strided tensor.
+        packing: what ``private.packed`` makes the first of the second by.
+    """
+
+    packed: torch.Tensor
+    plain: torch.Tensor
+    packing: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class WeightWriter:
+    """Collects the weights of a file.
+
+    Attributes:
+        storage: the dtype that matrices of floats are stored in; None for their own.
+        weights: contiguous tensors on the CPU, by name.
+    """
+
+    storage: torch.dtype | None = None
+    weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict[str, torch.Tensor])
+    _known: dict[Any, str] = dataclasses.field(default_factory=dict[Any, str])
+
+    def add_packed(self, weight: PackedWeight, name: str) -> dict[str, Any]:
+        """Add a weight in a layout of oneDNN's, as ``add`` does; if it is stored narrower, it is laid out when it is read."""
+        if self._is_narrowed(weight.plain):
+            return {**self.add(weight.plain, name), "packing": weight.packing}
+        metadata, content = private.packed_bytes(weight.packed)
+        text = base64.b64encode(metadata).decode()
+        return {
+            "at": self._add(content, name), "shape": list(weight.packed.shape), "packing": weight.packing, "metadata": text,
+        }  # fmt: skip
+
+    def _is_narrowed(self, tensor: torch.Tensor) -> bool:
+        return (
+            self.storage is not None
+            and tensor.dim() > 1
+            and tensor.numel() >= _MIN_STORED
+            and tensor.dtype.is_floating_point
+        )
+
+    def add(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+        """Add a tensor, and return the JSON that :class:`WeightReader` reads it by; ``name`` is for the file."""
+        if self._is_narrowed(tensor):
+            return self._add_narrowed(tensor, name)
+        dense = private.is_dense(tensor)
+        plain = tensor if dense else tensor.contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
+        return {"at": self._add(flat, name), "shape": list(plain.shape), "strides": list(plain.stride())}
+
+    def _add_narrowed(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+        assert self.storage is not None
+        record = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        plain = tensor.contiguous()
+        if self.storage is torch.bfloat16:
+            return {**record, "at": self._add(plain.to(self.storage), name)}
+        largest = 127.0 if self.storage is torch.int8 else torch.finfo(self.storage).max
+        scale = plain.abs().amax(tuple(range(1, plain.dim())), keepdim=True).float() / largest
+        scaled = plain / torch.where(scale == 0, 1, scale)
+        stored = scaled.round().to(torch.int8) if self.storage is torch.int8 else scaled.to(self.storage)
+        return {**record, "at": self._add(stored, name), "scale": self._add(scale, f"{name}.scale")}
+
+    def _add(self, tensor: torch.Tensor, name: str) -> str:
+        """Add a contiguous tensor, unless the same memory was added, and return its name."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+        known = self._known.get(key) if tensor.numel() else None
+        if known is None:
+            known = name if name not in self.weights else f"{name}.{len(self.weights)}"
+            self.weights[known] = tensor.cpu()
+            self._known[key] = known
+            self._alive.append(tensor)
+        return known
+
+    def __post_init__(self) -> None:
+        self._alive: list[torch.Tensor] = []  # an address names memory while it is not freed
+
+
+class WeightReader:
+    """Makes tensors of a file's weights.
+
+    Args:
+        weights: the tensors of the file.
+        device: where the results are.
+        same_processor: whether layouts of oneDNN's were made on a processor like this one.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], device: torch.device, same_processor: bool) -> None:
+        self._weights, self._device, self._same_processor = weights, device, same_processor
+        self._moved: dict[str, torch.Tensor] = {}
+        self._states: dict[str, torch.Tensor] = {}
+
+    def tensor(self, record: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor of a record.
+
+        Raises:
+            KeyError, TypeError, ValueError, RuntimeError: the record does not fit the weights.
+        """
+        packing = record.get("packing")
+        if "metadata" in record:
+            found = private.from_packed_bytes(
+                self._weights[record["at"]], base64.b64decode(record["metadata"]), record["shape"]
+            )
+            return found if self._same_processor else private.packed(found.to_dense(), *packing)
+        plain = self._plain(record)
+        return plain if packing is None else private.packed(plain, *packing)
+
+    def state(self, name: str, record: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor of a weight that a program takes or writes to: one for all entries that have it."""
+        if name not in self._states:
+            self._states[name] = self.tensor(record).clone()
+        return self._states[name]
+
+    def _plain(self, record: Mapping[str, Any]) -> torch.Tensor:
+        flat, shape = self._on_device(record["at"]), record["shape"]
+        if "dtype" in record:
+            dtype = getattr(torch, record["dtype"])
+            wide = flat.reshape(shape).to(torch.float32)
+            return (wide * self._on_device(record["scale"]) if "scale" in record else wide).to(dtype)
+        strides = record["strides"]
+        if any(n < 0 for n in (*shape, *strides)) or len(shape) != len(strides):
+            raise ValueError(f"a weight has the sizes {shape} and strides {strides}")
+        if flat.numel() <= sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) and 0 not in shape:
+            raise ValueError(f"a weight of {shape} is not within {record['at']}")
+        return flat.as_strided(shape, strides)
+
+    def _on_device(self, name: str) -> torch.Tensor:
+        if name not in self._moved:
+            self._moved[name] = self._weights[name].to(self._device)
+        return self._moved[name]
+
+
+def storage_dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype that weights are stored in.
+
+    Raises:
+        ArgumentError: there is no such storage.
+    """
+    if storage is None:
+        return None
+    name = str(storage).removeprefix("torch.")
+    if name not in STORAGE:
+        raise ArgumentError(f"opkit.export: storage={storage!r} is not one of {', '.join(STORAGE)}.")
+    return STORAGE[name]

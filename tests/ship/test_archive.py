@@ -1,0 +1,172 @@
+"""Damaged and hostile files are refused."""
+
+import hashlib
+import json
+import random
+import struct
+import zipfile
+
+import pytest
+import torch
+from torch import nn
+
+import opkit
+from opkit.errors import ModelFileError
+from opkit.ship import archive
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    x = torch.randn(3, 4)
+    path = opkit.export(model, (x,), path=tmp_path_factory.mktemp("saved") / "model.opk")
+    return path.read_bytes(), x, model(x).detach()
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A file with some bytes changed, cut off, inserted, or moved."""
+    changed, at = bytearray(content), rng.randrange(len(content))
+    length = rng.randrange(1, 64)
+    kind = rng.randrange(6)
+    if kind == 0:
+        changed[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del changed[at:]
+    elif kind == 2:
+        del changed[at : at + length]
+    elif kind == 3:
+        changed[at:at] = rng.randbytes(length)
+    elif kind == 4:
+        changed[at : at + length] = rng.randbytes(min(length, len(changed) - at))
+    else:
+        changed[at : at + length] = b"\xff" * min(length, len(changed) - at)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_mutated_files(saved, tmp_path, count):
+    content, x, expected = saved
+    rng, refused = random.Random(count), 0
+    for _ in range(count):
+        (tmp_path / "model.opk").write_bytes(mutated(content, rng))
+        try:
+            loaded = opkit.load(tmp_path / "model.opk")
+        except ModelFileError:
+            refused += 1
+        else:  # what changed is no part of any member
+            torch.testing.assert_close(loaded(x), expected)
+    assert refused > 0.9 * count
+
+
+def rewritten(content, path, change):
+    """Write the file again, with right checksums, after ``change`` of its manifest and members."""
+    path.write_bytes(content)
+    with zipfile.ZipFile(path) as opened:
+        members = {info.filename: opened.read(info) for info in opened.infolist()}
+    manifest = json.loads(members.pop("manifest.json"))
+    change(manifest, members)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as made:
+        for name, each in members.items():
+            if name in manifest["members"]:
+                manifest["members"][name] = [len(each), hashlib.sha256(each).hexdigest()]
+            made.writestr(name, each)
+        text = json.dumps(manifest).encode()
+        made.writestr("manifest.json", text)
+        made.comment = f"opkit model, sha256 {hashlib.sha256(text).hexdigest()}".encode()
+
+
+def set_header(members, change):
+    whole = members[archive.WEIGHTS]
+    (length,) = struct.unpack_from("<Q", whole)
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode().ljust(length)
+    members[archive.WEIGHTS] = struct.pack("<Q", len(text)) + text + whole[8 + length :]
+
+
+def set_plan(members, change):
+    name = next(name for name in members if name.endswith("plan.json"))
+    plan = json.loads(members[name])
+    change(plan)
+    members[name] = json.dumps(plan).encode()
+
+
+def first(header):
+    return next(entry for name, entry in header.items() if not name.startswith("padding"))
+
+
+HOSTILE = {
+    "no comment": None,
+    "format": lambda manifest, members: manifest.update(format=99),
+    "no entries": lambda manifest, members: manifest.pop("entries"),
+    "a folder outside": lambda manifest, members: manifest["entries"][""]["variants"][0].update(folder="../../etc"),
+    "a header that is too long": lambda manifest, members: members.update({
+        archive.WEIGHTS: struct.pack("<Q", 1 << 62) + members[archive.WEIGHTS][8:]
+    }),
+    "sizes that overflow": lambda manifest, members: set_header(
+        members, lambda header: first(header).update(shape=[1 << 62, 1 << 62])
+    ),
+    "sizes below 0": lambda manifest, members: set_header(members, lambda header: first(header).update(shape=[-1, -8])),
+    "a weight outside": lambda manifest, members: set_header(
+        members, lambda header: first(header).update(data_offsets=[1 << 40, (1 << 40) + 32])
+    ),
+    "a view outside": lambda manifest, members: set_plan(
+        members, lambda plan: next(iter(plan["constants"].values())).update(strides=[1 << 40])
+    ),
+    "a weight that is none": lambda manifest, members: set_plan(
+        members, lambda plan: next(iter(plan["constants"].values())).update(at="none")
+    ),
+    "a class that is none": lambda manifest, members: set_plan(members, lambda plan: plan.update(plan=["os.system", "true"])),
+    "no plan": lambda manifest, members: set_plan(members, lambda plan: plan.update(plan=["tuple", 1])),
+    "a layout": lambda manifest, members: set_plan(
+        members, lambda plan: next(iter(plan["packed"].values())).update(metadata="AAAA")
+    ),
+    "a layout that is larger": lambda manifest, members: set_plan(
+        members, lambda plan: next(iter(plan["packed"].values())).update(shape=[1 << 20, 1 << 20])
+    ),
+    "no library": lambda manifest, members: members.update({n: b"ELF" for n in members if n.endswith(".so")}),
+    "nested lists": lambda manifest, members: set_plan(members, lambda plan: plan.update(plan=nested(900))),
+}  # fmt: skip
+
+
+def nested(depth):
+    found = ["tuple"]
+    for _ in range(depth):
+        found = ["tuple", found]
+    return found
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files(saved, tmp_path, case):
+    path = tmp_path / "model.opk"
+    if HOSTILE[case] is None:
+        with zipfile.ZipFile(path, "w") as made:
+            made.writestr("manifest.json", "{}")
+    else:
+        rewritten(saved[0], path, HOSTILE[case])
+    with pytest.raises(ModelFileError, match=r"model\.opk"):
+        opkit.load(path)
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "text").write_text("no model")
+    with pytest.raises(ModelFileError, match="is not a saved model"):
+        opkit.load(tmp_path / "text")
+    with pytest.raises(FileNotFoundError):
+        opkit.load(tmp_path / "none")
+
+
+def test_weights_are_safetensors(saved, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    path = tmp_path / "model.opk"
+    path.write_bytes(saved[0])
+    with zipfile.ZipFile(path) as opened:
+        names = dict(safetensors.deserialize(opened.read(archive.WEIGHTS)))
+    assert names
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive.zipfile.ZipFile, "writestr", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        opkit.export(nn.Tanh(), (torch.ones(2),), path=tmp_path / "model.opk")
+    assert not any(tmp_path.iterdir())
