@@ -19,12 +19,12 @@ from opkit.compiler.capture.conversion import Captured, Unsupported
 from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.run import library, plan_cache
-from opkit.compiler.run.plan import opaque_names
+from opkit.compiler.run.plan import ExecutionPlan, opaque_names
 from opkit.errors import ArgumentError, CompileError
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.op.core import inlining, knows_lowerings
-from opkit.ship import archive, freezing, packing, processors, structure
+from opkit.ship import archive, freezing, operators, packing, processors, structure
 from opkit.ship.entry import EntryGraph, entry_graph
 from opkit.ship.packing import PackedWeight
 from opkit.ship.weights import WeightWriter, storage_dtype
@@ -153,8 +153,13 @@ class _Entry:
             folder = "/".join(filter(None, (f"entries/{self.name or 'main'}", isa)))
             captured, compiled = self._compile(target or backend.gpu_target())
             kernels = self._kernels(compiled, isa, folder, members)
-            members[f"{folder}/plan.json"] = self._plan(captured, compiled, kernels, writer)
-            listed.append({"folder": folder, "isa": isa, "features": sorted(features)})
+            assert compiled.plan is not None
+            called = operators.add_operators(compiled.plan, captured.targets, isa, folder, members)
+            plan = operators.add_functions(compiled.plan, folder, members)
+            members[f"{folder}/plan.json"] = self._plan(captured, plan, kernels, writer)
+            if plan.functions:  # they were compiled for this processor
+                features |= processors.features()
+            listed.append({"folder": folder, "isa": isa, "features": sorted(features), "operators": called})
         return {"variants": listed, **self._convention(writer)}
 
     def _compile(self, target: LoweringTarget) -> tuple[Captured, CompiledGraph]:
@@ -166,8 +171,8 @@ class _Entry:
                 raise CompileError(
                     f"opkit.export: {_label(self.name)} has control flow ({what}), which no file holds yet."
                 )
-            operators = user_lowerings.operators(captured.targets)
-            return captured, pipeline.compile_graph(captured, target, Stages(), operators, True, False)
+            lowered = user_lowerings.operators(captured.targets)
+            return captured, pipeline.compile_graph(captured, target, Stages(), lowered, True, False)
         except Unsupported as error:
             raise CompileError(f"opkit.export: {_label(self.name)} cannot be compiled: {error}.") from error
         finally:
@@ -192,13 +197,12 @@ class _Entry:
             members[f"{folder}/kernel{number}"] = binary.image
         return [binary.to_json() for binary in binaries]
 
-    def _plan(self, captured: Captured, compiled: CompiledGraph, kernels: Any, writer: WeightWriter) -> bytes:
-        assert compiled.plan is not None
+    def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any, writer: WeightWriter) -> bytes:
         names = opaque_names(
             {text: value for text, value in captured.opaques.items() if not text.startswith("tensor ")}
         )
         content = {
-            "plan": plan_cache.encode(dataclasses.replace(compiled.plan, name=_label(self.name))),
+            "plan": plan_cache.encode(dataclasses.replace(plan, name=_label(self.name))),
             "constants": {name: writer.add(tensor, name) for name, tensor in captured.constants.items()},
             "packed": {
                 text: writer.add_packed(self.packed[text.removeprefix("tensor ")], text.removeprefix("tensor "))

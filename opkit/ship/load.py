@@ -18,7 +18,7 @@ from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, named
 from opkit.compiler.run.runner import Runner
 from opkit.errors import ArgumentError, ModelFileError
 from opkit.kernels.triton.binaries import Binary
-from opkit.ship import processors, structure
+from opkit.ship import operators, processors, structure
 from opkit.ship.archive import Archive
 from opkit.ship.checks import InputChecks
 from opkit.ship.weights import WeightReader
@@ -173,11 +173,15 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, device: torch.device) -> LoadedEntry:
-    folder = _variant(archive, convention["variants"])
+    variant = _variant(archive, convention["variants"])
+    folder = variant["folder"]
+    for operator in variant["operators"]:
+        operators.define(archive, operator)
     content = json.loads(archive.read(f"{folder}/plan.json"))
     plan = plan_cache.decode(content["plan"])
     if not isinstance(plan, ExecutionPlan):
         raise archive.damaged(f"{folder}/plan.json holds no plan")
+    plan = operators.with_functions(archive, plan)
     if device.type != "cpu":
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}
@@ -193,12 +197,12 @@ def _on_device(value: Any, device: torch.device) -> Any:
     return device if isinstance(value, torch.device) and value.type == device.type else value
 
 
-def _variant(archive: Archive, variants: Sequence[Mapping[str, Any]]) -> str:
-    """Return the folder of the last variant that this processor can run."""
+def _variant(archive: Archive, variants: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last variant that this processor can run."""
     usable = processors.features()
     for variant in reversed(variants):
         if usable.issuperset(variant["features"]):
-            return variant["folder"]
+            return variant
     made = "; ".join(f"{v['isa']}, which needs {' '.join(sorted({*v['features']} - usable))}" for v in variants)
     raise ModelFileError(
         f"opkit.load: {archive.path} does not run on this processor: it was made for {made}. Export it with isa=, such as "

@@ -5,6 +5,7 @@ Loading another OpenMP than torch's into the process would give it a second pool
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import dataclasses
@@ -14,7 +15,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,16 +130,23 @@ class SegmentsBuild:
         return _segments(ctypes.CDLL(str(path)), self._count)
 
 
+@contextlib.contextmanager
+def as_file(image: bytes) -> Iterator[str]:
+    """Return the path of a file with the bytes of a library, which exists for as long as it takes to load it."""
+    with tempfile.NamedTemporaryFile(prefix="opkit-", suffix=".so") as file:
+        file.write(image)
+        file.flush()
+        yield file.name
+
+
 def from_bytes(image: bytes, count: int) -> LoadedSegments:
     """Return the segments of a library that is in no file.
 
     Raises:
         OSError: it is no library, or libraries in the folder of temporary files may not be loaded.
     """
-    with tempfile.NamedTemporaryFile(prefix="opkit-", suffix=".so") as file:
-        file.write(image)
-        file.flush()
-        return _segments(ctypes.CDLL(file.name), count)
+    with as_file(image) as path:
+        return _segments(ctypes.CDLL(path), count)
 
 
 def _segments(library: ctypes.CDLL, count: int) -> LoadedSegments:
@@ -183,7 +191,7 @@ def function_table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
 
 def _callee_address(callee: Callee) -> int:
     try:
-        library = _loaded_library(callee.library)
+        library = load_callee(callee.library)
         if callee.run_parameters:
             _init_kernel(callee.library)
             entry = library.opk_entry
@@ -195,7 +203,8 @@ def _callee_address(callee: Callee) -> int:
 
 
 @functools.cache
-def _loaded_library(path: str) -> ctypes.CDLL:
+def load_callee(path: str) -> ctypes.CDLL:
+    """Return the library of functions that kernels call; its file is not read again."""
     return ctypes.CDLL(path)
 
 
@@ -204,7 +213,7 @@ def _init_kernel(path: str) -> None:
     """Give a kernel's library opkit's runtime; loading it again would drop the output sizes that its operator added."""
     from opkit import _core
 
-    _loaded_library(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
+    load_callee(path).opk_init(ctypes.c_void_p(_core.runtime_address()))
 
 
 # ---- torch's OpenMP --------------------------------------------------------------------------------------------------

@@ -119,6 +119,12 @@ def overload_named(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
+def has_operator(name: str) -> bool:
+    """Return whether an operator of this name, such as "aten::add", is defined."""
+    namespace, packet = name.split("::")
+    return hasattr(getattr(torch.ops, namespace), packet)
+
+
 def qualified_name(target: Any) -> str:
     """ "namespace::name" of the operator that an OpOverload belongs to; "" for anything else."""
     return target._schema.name if is_overload(target) else ""

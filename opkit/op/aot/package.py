@@ -273,6 +273,27 @@ def layout_programs(function: NativeFunction) -> tuple[list[layout_program.Layou
     return list(programs.values()), "" if programs else reason
 
 
+def operator_library(op: CustomOp[Any, Any], isa: str) -> Path | None:
+    """Return the library of an operator that has one native kernel for CPUs, for all its calls; None for other operators.
+
+    A program without Python can load it (``opkit_register``).
+
+    Raises:
+        PackageError: the kernel cannot be compiled.
+    """
+    kernels = op._operator.kernels.kernels  # pyright: ignore[reportPrivateUsage]
+    native = [
+        kernel for kernel in kernels if isinstance(kernel.function, NativeFunction) and not kernel.function.native.cuda
+    ]
+    if len(native) != 1 or native[0].when is not None:
+        return None
+    programs, reason = layout_programs(native[0].function)
+    if reason:
+        return None
+    item = _LibraryBuild(native[0].function, isa, ())
+    return _libraries([item], {item.function: ([program.words for program in programs], "")}, Path(), 1)[0][0][1]
+
+
 def _extra(listed: Sequence[Sequence[int]]) -> str:
     """Return the C array of a library's layout programs.
 
