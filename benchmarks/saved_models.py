@@ -36,31 +36,34 @@ def build(way: str, model: str, folder: Path, options: argparse.Namespace) -> fl
     """Save a model; return the seconds that it took."""
     made = _task(model, options)
     example = next(iter(made.inputs.values()))
-    torch.save((made.inputs, made.step()()), folder / "call.pt")
+    torch.save((example, made.step()()), folder / "call.pt")
+    module = Logits(made.module)
     begin = time.perf_counter()
     with torch.no_grad():
         if way == "opkit":
             import opkit
 
-            opkit.export(made.module, (), made.inputs, path=folder / FILES[way])
+            opkit.export(module, (example,), path=folder / FILES[way])
         elif way == "AOTInductor":
-            program = torch.export.export(made.module, (), made.inputs, strict=False)
+            program = torch.export.export(module, (example,), strict=False)
             settings = {"freezing": True}
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(folder / FILES[way]), inductor_configs=settings
             )
         else:
-            names = [*made.inputs]
-            torch.onnx.export(_Logits(made.module), (example,), folder / FILES[way], input_names=names, dynamo=True)
+            torch.onnx.export(module, (example,), folder / FILES[way], input_names=["x"], dynamo=True)
     return time.perf_counter() - begin
 
 
-class _Logits(torch.nn.Module):
+class Logits(torch.nn.Module):
+    """The tensor of a model's results: AOTInductor returns no instance of a class that is not imported."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the model's one argument."""
         return self.module(x)["logits"]
 
 
@@ -70,23 +73,21 @@ def _task(model: str, options: argparse.Namespace) -> Any:
     return task(model, "inference", dtype, small=options.small, shape=shape, device=options.device)
 
 
-def load(way: str, folder: Path) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+def load(way: str, folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function of a saved model."""
     path = str(folder / FILES[way])
     if way == "opkit":
         import opkit
 
-        model = opkit.load(path)
-        return lambda inputs: model(**inputs)["logits"]
+        return opkit.load(path)
     if way == "AOTInductor":
-        package = torch._inductor.aoti_load_package(path)
-        return lambda inputs: package(**inputs)["logits"]
+        return torch._inductor.aoti_load_package(path)
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, {key: value.numpy() for key, value in inputs.items()})[0])
+    return lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
 def _synchronised(function: Callable[[], Any]) -> Any:
@@ -98,14 +99,14 @@ def _synchronised(function: Callable[[], Any]) -> Any:
 
 def first(way: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Load a model and call it once, in this process."""
-    inputs, expected = torch.load(folder / "call.pt")
+    x, expected = torch.load(folder / "call.pt")
     library = {"opkit": "opkit", "AOTInductor": "torch._inductor", "ONNX Runtime": "onnxruntime"}[way]
     assert getattr(importlib.import_module(library), "load", None) or library != "opkit"  # imports what loading needs
     before = _resident()
     begin = time.perf_counter()
     run = load(way, folder)
     loaded = time.perf_counter()
-    result = _synchronised(lambda: run(inputs))
+    result = _synchronised(lambda: run(x))
     called = time.perf_counter()
     torch.testing.assert_close(result, expected, atol=1e-2, rtol=1e-2)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -120,11 +121,11 @@ def _resident() -> float:
 
 def serve(way: str, folder: Path) -> None:
     """Load a model, and call it once for each line of input; print the seconds of each call."""
-    inputs, _ = torch.load(folder / "call.pt")
+    x, _ = torch.load(folder / "call.pt")
     run = load(way, folder)
     for _line in sys.stdin:
         begin = time.perf_counter()
-        _synchronised(lambda: run(inputs))
+        _synchronised(lambda: run(x))
         print(time.perf_counter() - begin, flush=True)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +80,8 @@ def entry_graph(program: ExportedProgram, label: str, freeze: bool) -> EntryGrap
     Raises:
         CompileError: the program has effects, or arguments that are objects.
     """
-    remove_constant_masks(program.graph_module)
-    program = program.run_decompositions({**private.composite_decompositions(), **DECOMPOSITIONS})
+    with _without_constant_masks(program.graph_module):
+        program = program.run_decompositions({**private.composite_decompositions(), **DECOMPOSITIONS})
     module, signature = program.graph_module, program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     written = {spec.target for spec in signature.output_specs if spec.kind in _MUTATIONS}
@@ -95,7 +97,7 @@ def entry_graph(program: ExportedProgram, label: str, freeze: bool) -> EntryGrap
             if arguments[-1].value is ...:
                 placeholders.append(node)
             else:
-                _erase_constant(node, arguments[-1].value)
+                module.graph.erase_node(node)
         elif spec.kind in _WEIGHTS:
             if spec.target in written or (not freeze and spec.kind is not InputKind.CONSTANT_TENSOR):
                 state.append(str(spec.target))
@@ -122,6 +124,19 @@ def entry_graph(program: ExportedProgram, label: str, freeze: bool) -> EntryGrap
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _without_constant_masks(module: fx.GraphModule) -> Iterator[None]:
+    """Remove masks of attention that are constant, until the block ends: the program is the user's."""
+    original = module.graph
+    module.graph = copy.deepcopy(original)
+    try:
+        remove_constant_masks(module)
+        yield
+    finally:
+        module.graph = original
+        module.recompile()
+
+
 def _weights(program: ExportedProgram) -> Mapping[str, torch.Tensor]:
     found = {**program.constants, **program.state_dict}
     return {name: value.detach() for name, value in found.items() if isinstance(value, torch.Tensor)}
@@ -137,11 +152,6 @@ def _argument(spec: Any, label: str) -> Argument:
             f"opkit.export: {label} takes {spec.name}, a {type(spec).__name__.removesuffix('Argument')}."
         )
     return Argument(spec.name)
-
-
-def _erase_constant(node: fx.Node, value: Any) -> None:
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
 
 
 def _make_constant(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:

@@ -23,7 +23,6 @@ from opkit.compiler.run.plan import ExecutionPlan, opaque_names
 from opkit.errors import ArgumentError, CompileError
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.compilation import Request, Unit, build
-from opkit.op.core import inlining, knows_lowerings
 from opkit.ship import archive, freezing, operators, packing, processors, structure
 from opkit.ship.entry import EntryGraph, entry_graph
 from opkit.ship.packing import PackedWeight
@@ -163,7 +162,6 @@ class _Entry:
         return {"variants": listed, **self._convention(writer)}
 
     def _compile(self, target: LoweringTarget) -> tuple[Captured, CompiledGraph]:
-        tokens = inlining.set(None), knows_lowerings.set(True)
         try:
             captured = conversion.capture(self.graph.module, _label(self.name))
             if captured.bodies or captured.uncompiled:
@@ -175,9 +173,6 @@ class _Entry:
             return captured, pipeline.compile_graph(captured, target, Stages(), lowered, True, False)
         except Unsupported as error:
             raise CompileError(f"opkit.export: {_label(self.name)} cannot be compiled: {error}.") from error
-        finally:
-            inlining.reset(tokens[0])
-            knows_lowerings.reset(tokens[1])
 
     def _kernels(
         self, compiled: CompiledGraph, isa: str, folder: str, members: dict[str, bytes]

@@ -25,6 +25,7 @@ def freeze(module: fx.GraphModule) -> None:
     fold_constants(module)
     if fold_batch_norms(module):
         module.graph.eliminate_dead_code()
+    _lay_out_for_gpus(module)
     module.delete_all_unused_submodules()
     module.recompile()
 
@@ -75,6 +76,16 @@ def _has_sizes(node: fx.Node) -> bool:
     """Return whether a node's result, or a number among its arguments, has a size that may change."""
     numbers = [n for v in _leaves(node.meta.get("val")) if isinstance(v, torch.Tensor) for n in (*v.shape, *v.stride())]
     return any(isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool) for each in numbers)
+
+
+def _lay_out_for_gpus(module: fx.GraphModule) -> None:
+    """Put the channels of convolutions' weights next to each other, as kernels for GPUs read them."""
+    for node in module.graph.nodes:
+        weight = constant_of(node.args[1]) if node.target is aten.convolution.default and not node.args[6] else None
+        if weight is not None and weight.device.type == "cuda" and weight.dim() == 4:
+            new = weight.contiguous(memory_format=torch.channels_last)
+            node.update_arg(1, add_constant(module, node, new))
+    module.graph.eliminate_dead_code()
 
 
 # ---- batch norm --------------------------------------------------------------------------------------------------------

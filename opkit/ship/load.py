@@ -105,8 +105,16 @@ class LoadedModel:
         return next(iter(self.entries.values()))(*args, **kwargs)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the weights that are no constants of the program, by name: all with ``freeze=False``."""
-        return {name: tensor for entry in self.entries.values() for name, tensor in entry.state.items()}
+        """Return the weights that are no constants of the program, by name: all with ``freeze=False``.
+
+        Weights of two entries that have one name and differ have the entry's name before it.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for entry in self.entries.values():
+            for name, tensor in entry.state.items():
+                same = found.setdefault(name, tensor) is tensor
+                found |= {} if same else {f"{entry.name}.{name}": tensor}
+        return found
 
     def load_state_dict(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by name; others stay.
@@ -141,7 +149,7 @@ class LoadedEntry:
         self, name: str, convention: Mapping[str, Any], run: Any, plan: ExecutionPlan, reader: WeightReader
     ) -> None:
         self.name = name
-        self.state = {key: reader.state(key, record) for key, record in convention["state"].items()}
+        self.state = {key: reader.state(record) for key, record in convention["state"].items()}
         self._taken, self._returned = convention["taken"], convention["returned"]
         self._results = convention["results"]
         self._tensors = [*self.state.values()]

@@ -84,8 +84,8 @@ def define(archive: Archive, described: Mapping[str, str]) -> None:
         ModelFileError: it is not known, and the file does not have its kernel.
     """
     name, module = described["name"], described["module"]
-    if name.startswith("opkit::"):
-        for own in _OWN:
+    for own in _OWN if name.startswith("opkit::") else ():
+        if not private.has_operator(name):
             importlib.import_module(own)
     if private.has_operator(name):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,11 +130,12 @@ class WeightReader:
         plain = self._plain(record)
         return plain if packing is None else private.packed(plain, *packing)
 
-    def state(self, name: str, record: Mapping[str, Any]) -> torch.Tensor:
+    def state(self, record: Mapping[str, Any]) -> torch.Tensor:
         """Return the tensor of a weight that a program takes or writes to: one for all entries that have it."""
-        if name not in self._states:
-            self._states[name] = self.tensor(record).clone()
-        return self._states[name]
+        key = json.dumps(record)
+        if key not in self._states:
+            self._states[key] = self.tensor(record).clone()
+        return self._states[key]
 
     def _plain(self, record: Mapping[str, Any]) -> torch.Tensor:
         flat, shape = self._on_device(record["at"]), record["shape"]

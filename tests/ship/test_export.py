@@ -180,6 +180,31 @@ def test_entries_share_weights(tmp_path):
         loaded(x)
 
 
+def test_entries_with_state(tmp_path):
+    row, at, out = torch.ones(1, 3), torch.tensor([2]), torch.ones(2)
+    counter = Counter()
+    programs = {name: torch.export.export(counter, (row, at, out.clone())) for name in ("one", "same")}
+    programs["other"] = torch.export.export(Counter(), (row, at, out.clone()))
+    loaded = opkit.load(opkit.export(programs, path=tmp_path / "model.opk"))
+    for name in ("one", "same", "one", "other"):
+        loaded.entries[name](row, at, out)
+    counts = {name: int(loaded.state_dict()[name]) for name in ("calls", "other.calls")}
+    assert counts == {"calls": 3, "other.calls": 1}
+
+
+def test_programs_stay_as_they_are(tmp_path):
+    class Model(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(3, 3, dtype=torch.bool).tril())
+
+    q = torch.randn(1, 2, 3, 8)
+    program = torch.export.export(Model(), (q,))
+    before = str(program.graph)
+    torch.testing.assert_close(opkit.load(opkit.export(program, path=tmp_path / "model.opk"))(q), Model()(q))
+    assert str(program.graph) == before
+    torch.testing.assert_close(program.module()(q), Model()(q))
+
+
 def test_instruction_sets(tmp_path, monkeypatch):
     x = torch.randn(3, 4)
     model = nn.Tanh()
