@@ -6,3 +6,5 @@ lower      Graph to Program (one rule an operator), rewritten, fused and planned
 emit       loop nests to C
 run        a Schedule and its compiled kernels as a function of tensors
 """
+
+from opkit.compiler import artifacts as _artifacts  # noqa: F401  torch can load saved cache artifacts from now on

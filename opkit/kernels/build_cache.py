@@ -87,11 +87,16 @@ def examine(directory: Path) -> tuple[dict[str, Any], str | None]:
         content = cache_files.read_private(directory / noted["file"])
     except (OSError, ValueError) as error:
         return {}, _reason(error)
+    return noted, damage(noted, content)
+
+
+def damage(noted: dict[str, Any], content: bytes) -> str | None:
+    """Return why a file is not the one that was built, or None."""
     if len(content) != noted["size"]:
-        return noted, f"{noted['file']} has {len(content)} bytes; {noted['size']} were built"
+        return f"{noted['file']} has {len(content)} bytes; {noted['size']} were built"
     if hashlib.sha256(content).hexdigest() != noted["sha256"]:
-        return noted, f"{noted['file']} is not what was built: its sha256 differs"
-    return noted, None
+        return f"{noted['file']} is not what was built: its sha256 differs"
+    return None
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -101,14 +106,19 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _noted(directory: Path) -> dict[str, Any]:
+    return parsed(cache_files.read_private(directory / ENTRY), directory.name)
+
+
+def parsed(text: bytes, key: str) -> dict[str, Any]:
+    """Return the content of the ``entry.json`` of a key; a ValueError says why it is none."""
     try:
-        noted = json.loads(cache_files.read_private(directory / ENTRY))
+        noted = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ValueError(f"{ENTRY} cannot be read as JSON") from None
     wrong = not isinstance(noted, dict) or any(not isinstance(noted.get(name), kind) for name, kind in _FIELDS.items())
     if wrong or noted["file"] not in FILES:
         raise ValueError(f"{ENTRY} does not describe a built file")
-    if noted["key"] != directory.name:
+    if noted["key"] != key:
         raise ValueError(f"{ENTRY} is that of another entry")
     return noted
 

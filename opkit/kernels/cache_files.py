@@ -20,6 +20,19 @@ from opkit import config
 
 _WAIT, _POLL = 0.2, 0.01
 
+used: dict[Path, None] = {}
+"""The entries of the caches that this process read or wrote, in order: files, and folders of the build cache."""
+
+observers: list[Callable[[Path], None]] = []
+"""Functions that are called with each entry that is read or written."""
+
+
+def note_used(entry: Path) -> None:
+    """Note that this process uses an entry, which is whole and was checked."""
+    used[entry] = None
+    for observer in observers:
+        observer(entry)
+
 
 def check_private(path: Path, status: os.stat_result, right_kind: Any = stat.S_ISDIR) -> None:
     """Check that nobody but this user may have written to a file or folder.

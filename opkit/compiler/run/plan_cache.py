@@ -134,13 +134,25 @@ def _path(identity: str) -> Path:
 
 def read(identity: str) -> Any:
     """Return an entry's content, or None if there is none that can be trusted."""
+    path = _path(identity)
     try:
-        checksum, content = cache_files.read_private(_path(identity)).decode().split("\n", 1)
-        if checksum != hashlib.sha256(content.encode()).hexdigest():
-            return None
-        return json.loads(content)
+        content = checked(cache_files.read_private(path))
     except (OSError, ValueError):
         return None
+    cache_files.note_used(path)
+    return content
+
+
+def checked(entry: bytes) -> Any:
+    """Return the content of an entry's file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    checksum, content = entry.decode().split("\n", 1)
+    if checksum != hashlib.sha256(content.encode()).hexdigest():
+        raise ValueError("its sha256 differs")
+    return json.loads(content)
 
 
 def write(identity: str, content: Any) -> None:
@@ -150,6 +162,7 @@ def write(identity: str, content: Any) -> None:
         text = json.dumps(content).encode()
         cache_files.make_private_folder(path.parent)
         cache_files.write_atomically(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        cache_files.note_used(path)
 
 
 def find(identity: str) -> tuple[ExecutionPlan, tuple[str, ...]] | None:

@@ -9,6 +9,16 @@ from typing import Any
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.compiler import _cache
+
+CacheArtifact = _cache.CacheArtifact
+"""One entry in the bytes of ``torch.compiler.save_cache_artifacts`` (torch 2.11 to 2.14)."""
+
+register_artifact_type: Callable[[type[CacheArtifact]], type[CacheArtifact]] = _cache.CacheArtifactFactory.register
+"""Let torch find a class of artifacts by its ``type()``."""
+
+record_artifact: Callable[[str, str, Any], None] = _cache.CacheArtifactManager.record_artifact
+"""Add an artifact, by its type, key and content, to those that will be saved."""
 
 handles_of: Callable[[list[torch.Tensor]], list[Any]] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors  # pyright: ignore[reportAttributeAccessIssue]
 """Return handles of the C shim, in capsules; the caller must delete each of them."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from opkit import config
 from opkit.errors import CacheError, CompileError, OpkitError
-from opkit.kernels import build_cache
+from opkit.kernels import build_cache, cache_files
 from opkit.kernels.cc import build_plan, processes, toolchain
 from opkit.kernels.cc.build_plan import BuildPlan, families, plan, source_name
 from opkit.kernels.cc.build_plan import Request as Request
@@ -185,6 +185,7 @@ def _remember(identity: str, path: Path) -> Path:
     stamp = _stamp(path)
     if stamp is not None:
         _verified[identity] = (path, stamp)
+        cache_files.note_used(path.parent)
     return path
 
 

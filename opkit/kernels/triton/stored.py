@@ -65,7 +65,10 @@ def find_named(name: str) -> Binary | None:
         noted = cache_files.read_private(path, folders=3).decode()
     except (OSError, ValueError):
         return None
-    return find(noted) if _KEY.fullmatch(noted) else None
+    found = find(noted) if _KEY.fullmatch(noted) else None
+    if found is not None:
+        cache_files.note_used(path)
+    return found
 
 
 def note(name: str, binary_key: str) -> None:
@@ -76,19 +79,31 @@ def note(name: str, binary_key: str) -> None:
     with contextlib.suppress(OSError):
         cache_files.make_private_folder(path.parent, above=1)
         cache_files.write_atomically(path, binary_key.encode())
+        cache_files.note_used(path)
 
 
 def find(name: str) -> Binary | None:
     """Return the binary that is stored under this key; None if there is none that can be trusted."""
     path = _path(name)
     try:
-        line, _, image = cache_files.read_private(path, folders=2).partition(b"\n")
-        noted = json.loads(line)
-        if noted["sha256"] != hashlib.sha256(image).hexdigest():
-            return None
-        return Binary.from_json(noted["launch"], image)
+        binary = checked(cache_files.read_private(path, folders=2))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    cache_files.note_used(path)
+    return binary
+
+
+def checked(file: bytes) -> Binary:
+    """Return the binary in a file.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is damaged.
+    """
+    line, _, image = file.partition(b"\n")
+    noted = json.loads(line)
+    if noted["sha256"] != hashlib.sha256(image).hexdigest():
+        raise ValueError("its sha256 differs")
+    return Binary.from_json(noted["launch"], image)
 
 
 def store(name: str, binary: Binary) -> None:
@@ -98,6 +113,7 @@ def store(name: str, binary: Binary) -> None:
     with contextlib.suppress(OSError):
         cache_files.make_private_folder(path.parent)
         cache_files.write_atomically(path, json.dumps(noted).encode() + b"\n" + binary.image)
+        cache_files.note_used(path)
 
 
 def root() -> Path:
