@@ -51,12 +51,14 @@ if TYPE_CHECKING:
     from opkit.layers.policies import keep as keep
     from opkit.layers.policies import offload as offload
     from opkit.layers.scan import scan as scan
+    from opkit.op.aot.inductor import aoti_compile_and_package as aoti_compile_and_package
     from opkit.ship.export import export as export
     from opkit.ship.load import LoadedModel as LoadedModel
     from opkit.ship.load import load as load
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
+    "aoti_compile_and_package": ("opkit.op.aot.inductor", "aoti_compile_and_package"),
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),
     "batch_invariant": ("opkit.attn.api", "batch_invariant"),

@@ -55,11 +55,6 @@ F function(void* library, const std::string& path, const char* name) {
     return reinterpret_cast<F>(found);
 }
 
-// What `opkit build` knew of the outputs' sizes: programs one after another, each beginning with its length, then a 0.
-void add_programs(const opk_kernel& kernel, const int64_t* words) {
-    for (; *words > 0; words += *words) add_program(kernel, std::vector<int64_t>(words, words + *words));
-}
-
 std::pair<std::string, std::string> split(const std::string& op) {
     const size_t at = op.find("::");
     if (at == std::string::npos) throw std::runtime_error("opkit: " + op + " has no namespace");
@@ -71,6 +66,10 @@ std::pair<std::string, std::string> split(const std::string& op) {
 const opk_runtime& runtime() {
     static const opk_runtime table = {OPK_ABI_VERSION, fail, parallel_for, thread_count, thread_index, boxed, execute};
     return table;
+}
+
+void add_programs(const opk_kernel& kernel, const int64_t* words) {
+    for (; *words > 0; words += *words) add_program(kernel, std::vector<int64_t>(words, words + *words));
 }
 
 KernelLibrary load_kernel(const std::string& path) {

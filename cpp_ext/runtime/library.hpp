@@ -23,6 +23,9 @@ struct KernelLibrary {
 // since it was loaded before are forgotten. Throws std::runtime_error where the file is not one, or was built for another opkit.
 KernelLibrary load_kernel(const std::string& path);
 
+// Adds what a build knew of the outputs' sizes: programs one after another, each beginning with its length, then a 0.
+void add_programs(const opk_kernel& kernel, const int64_t* words);
+
 // A kernel's place in the dispatcher, until it is removed.
 class Registration {
 public:

@@ -1,7 +1,8 @@
 // Runs a model in a process without Python.
 //
-//     runner libopkit.so package.pt2 cases kernel.so...
+//     runner package.pt2 cases [libopkit.so kernel.so...]
 //
+// A package that opkit made contains the kernels; for another one the runner loads their libraries first.
 // Each folder in `cases` holds the model's inputs in0.bin, in1.bin, ...: float32, written as rank, sizes, data. The
 // outputs are written next to them in the same form.
 #include <ATen/ops/from_blob.h>
@@ -83,11 +84,11 @@ static void refuse_python() {
 }
 
 int main(int argc, char** argv) {
-    if (argc < 5) fail("usage: runner libopkit.so package.pt2 cases kernel.so...");
+    if (argc < 3) fail("usage: runner package.pt2 cases [libopkit.so kernel.so...]");
     try {
-        register_kernels(argv[1], argv + 4, argv + argc);
-        torch::inductor::AOTIModelPackageLoader model(argv[2]);
-        for (const std::string& folder : folders_in(argv[3])) run(model, folder);
+        if (argc > 3) register_kernels(argv[3], argv + 4, argv + argc);
+        torch::inductor::AOTIModelPackageLoader model(argv[1]);
+        for (const std::string& folder : folders_in(argv[2])) run(model, folder);
     } catch (const std::exception& problem) {
         fail(problem.what());
     }

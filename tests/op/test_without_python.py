@@ -69,13 +69,14 @@ def arguments(batch):
 '''
 
 EXPORT = """
-import sys, torch, numpy as np, no_python_ops
+import sys, torch, numpy as np, opkit, no_python_ops
 torch.set_num_threads(1)
 model = no_python_ops.Model()
 batch = torch.export.Dim("batch", min=2, max=64)
 with torch.no_grad():
     program = torch.export.export(model, no_python_ops.arguments(5), dynamic_shapes=({0: batch}, {0: batch}, None))
     torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+    opkit.aoti_compile_and_package(program, package_path=sys.argv[2])
 """
 
 
@@ -104,7 +105,7 @@ def checked(command, environment, folder, limit=170):
 
 @pytest.fixture(scope="module")
 def made(environment):
-    """The folder with the runner, the model's package, and the kernels' libraries; the three are made side by side."""
+    """The folder with the runner, the packages without and with kernels, and the kernels' libraries; made side by side."""
     folder, variables = environment
     root, cxx = Path(torch.__file__).parent, compiler()
     include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
@@ -112,7 +113,7 @@ def made(environment):
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     commands = [
         [*cxx.command, "-std=c++20", "-O0", "-w", abi, *include, RUNNER, "-o", folder / "runner", *link],
-        [sys.executable, "-c", EXPORT, folder / "model.pt2"],
+        [sys.executable, "-c", EXPORT, folder / "model.pt2", folder / "whole.pt2"],
     ]
     running = [subprocess.Popen(list(map(str, c)), cwd=folder, env=variables, stderr=subprocess.PIPE) for c in commands]
     build = [
@@ -164,8 +165,9 @@ def expected(x, y, weight):
 BATCHES = (2, 5, 64)
 
 
-def test_a_compiled_model_runs_without_python(made, environment):
-    cases = made / "cases"
+@pytest.mark.parametrize("package", ["model.pt2", "whole.pt2"])
+def test_a_compiled_model_runs_without_python(made, package):
+    cases = made / f"cases of {package}"
     for batch in BATCHES:
         folder = cases / str(batch)
         folder.mkdir(parents=True)
@@ -174,12 +176,14 @@ def test_a_compiled_model_runs_without_python(made, environment):
     manifest = json.loads((made / "built" / "manifest.json").read_text())
     kernels = [made / "built" / library["file"] for library in manifest["libraries"]]
     assert len(kernels) == 2
+    loaded = [aot_package.runtime_library(), *kernels] if package == "model.pt2" else []
     bare = {"PATH": "/nonexistent", "OMP_NUM_THREADS": "1", "TMPDIR": str(made)}
-    said = checked([made / "runner", aot_package.runtime_library(), made / "model.pt2", cases, *kernels], bare, made)
+    said = checked([made / "runner", made / package, cases, *loaded], bare, made)
     assert "no Python" in said
     for batch in BATCHES:
         for i, tensor in enumerate(expected(*arguments(batch))):
             torch.testing.assert_close(read(cases / str(batch) / f"out{i}.bin"), tensor, rtol=1e-5, atol=1e-3)
+    assert not list(made.glob("opkit-*"))  # files of kernels in a package
 
 
 @pytest.mark.parametrize(
@@ -193,9 +197,9 @@ def test_a_library_that_cannot_be_loaded_is_named(made, tmp_path, broken, compla
         kernel.write_bytes(broken)
     command = [
         str(made / "runner"),
-        str(aot_package.runtime_library()),
         str(made / "model.pt2"),
         str(tmp_path),
+        str(aot_package.runtime_library()),
         str(kernel),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
