@@ -27,6 +27,7 @@ from opkit.compiler.lower.graph_to_program import checked
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Tensor
+from opkit.compiler.run.library import library_of
 from opkit.errors import CompilerError, OpkitError, RuleError
 from opkit.kernels.cc import runs, source
 from opkit.kernels.cc.dtypes import C_TYPES
@@ -122,7 +123,7 @@ def elementwise_identity(op: CustomOp[Any, Any]) -> str:
     """Return a text that decides its calls in addition to the operator itself: the libraries, and why none may be called."""
     refusal = _refusal(op)
     elementwise = [kernel for kernel in op._operator.kernels.kernels if not refusal and _computes_elements(kernel)]
-    return " ".join([refusal, *(f"{each.name} {_file(_library(each))}" for each in elementwise)])
+    return " ".join([refusal, *(f"{each.name} {_library(each)}" for each in elementwise)])
 
 
 def _elementwise_rule(op: CustomOp[Any, Any]) -> Rule:
@@ -160,8 +161,10 @@ def _run_call(b: Builder, function: Any, arguments: Mapping[str, Any]) -> Expr:
     native = function.native
     instance = source.instance_number(function.bound, native.text, native.variables, function.__name__, types)
     kinds = tuple(each.kind if each.member == "p" or each.kind == "count" else each.member for each, _ in passed)
-    library = str(function.build())
-    callee = Callee(native.name, library, tuple(each.dtype for each in scalars), b.result().dtype, kinds, instance)
+    function.build()  # one that cannot be built raises here
+    callee = Callee(
+        native.name, library_of(function), tuple(each.dtype for each in scalars), b.result().dtype, kinds, instance
+    )
     return expr.call(callee, *(each.expr for each in scalars))
 
 
@@ -206,8 +209,9 @@ def _computes_elements(kernel: RegisteredKernel) -> bool:
 
 
 def _library(kernel: RegisteredKernel) -> str:
+    """Return a text that decides the library; the operator's contract hash decides that of a kernel of its own."""
     elements = _elements(kernel)
-    return elements.library if elements is not None else str(kernel.function.build())  # pyright: ignore[reportFunctionMemberAccess]
+    return "" if elements is None else _file(elements.library)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def add_functions(plan: ExecutionPlan, folder: str, members: dict[str, bytes]) -
     for number, callee in enumerate(plan.functions):
         member = f"{folder}/functions/{number}.so"
         if callee.run_parameters:
-            members[member] = Path(callee.library).read_bytes()
+            members[member] = Path(library.callee_path(callee.library)).read_bytes()
             functions.append(dataclasses.replace(callee, library=member))
         else:
             functions.append(callee)

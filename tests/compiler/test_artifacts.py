@@ -12,19 +12,15 @@ from opkit.errors import BuildCacheWarning
 
 PROGRAM = """
 import sys, torch, opkit
-from torch import Tensor
 
 path, what = sys.argv[1:]
 
-@opkit.custom_op("artifacts::twice", mutates_args=())
-def twice(x: Tensor) -> Tensor:
-    return x * 2
-
-twice.register_kernel("cpu", opkit.c_kernel(
-    "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] * 2 + 1000; }"
-))
+C = "void twice(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] * 2 + 1000; }"
+unit, fused = [opkit.custom_op(f"artifacts::{each}", lambda x: x * 2, schema="(Tensor x) -> Tensor") for each in ("a", "b")]
+unit.register_kernel("cpu", opkit.c_kernel(C))
+fused.register_kernel("cpu", opkit.c_kernel(C, elementwise=True))
 if what == "save":
-    twice(torch.ones(3))  # before torch has looked up the backend
+    unit(torch.ones(3))  # before torch has looked up the backend
 else:
     sys.addaudithook(lambda event, given: sys.exit(f"{given} is started") if event == "subprocess.Popen" else None)
 if what == "load before":
@@ -32,7 +28,7 @@ if what == "load before":
     torch.compiler.load_cache_artifacts(open(path, "rb").read())
 torch.manual_seed(0)
 linear = torch.nn.Linear(4, 4)
-model = torch.compile(lambda x: twice(torch.nn.functional.gelu(linear(x)) + 1), backend="opkit")
+model = torch.compile(lambda x: unit(fused(torch.nn.functional.gelu(linear(x)) + 1)), backend="opkit")
 if what == "load after":
     torch.compiler.load_cache_artifacts(open(path, "rb").read())
 loss = model(torch.ones(2, 4)).sum()

@@ -1,13 +1,16 @@
 """Functions that torch.compile(...).aot_compile(...) saves: loaded, they are called without being compiled again."""
 
 import json
+import os
+import shutil
 
 import fresh_process
 import pytest
 import torch
 
+import opkit
 from opkit.compiler.saved_function import SavedFunction
-from opkit.errors import CompileError
+from opkit.errors import CompileError, UnknownOperatorError
 
 pytestmark = [
     pytest.mark.usefixtures("fresh"),
@@ -77,3 +80,90 @@ def test_another_version_is_refused(tmp_path):
     content = json.loads(SavedFunction.serialize_compile_artifacts(made._artifacts.compiled_fn))
     with pytest.raises(CompileError, match=r"Compile and save it again\."):
         SavedFunction.deserialize_compile_artifacts(json.dumps(content | {"versions": ""}).encode())
+
+
+KERNEL = (
+    "void f(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i] + 1000; }"
+)
+
+
+def test_an_elementwise_kernel_is_found_in_another_cache(tmp_path, settings, name):
+    op = opkit.custom_op(name, lambda x: x * 2, schema="(Tensor x) -> Tensor")
+    op.register_kernel("cpu", opkit.c_kernel(KERNEL, elementwise=True))
+    settings(cache_dir=tmp_path / "first")
+    saved(lambda x: op(x.sin()) + 1, (torch.zeros(3),), tmp_path / "model")
+    shutil.rmtree(tmp_path / "first")
+    settings(cache_dir=tmp_path / "second")
+    torch.testing.assert_close(loaded(tmp_path / "model")(torch.zeros(3)), torch.full((3,), 1001.0))
+    op.register_kernel("cpu", opkit.c_kernel(KERNEL.replace("1000", "2000"), elementwise=True))
+    with pytest.raises(
+        CompileError, match=rf"the kernel f of {name}, which has changed since\. Compile the function again"
+    ):
+        loaded(tmp_path / "model")
+    opkit.remove(name)
+    with pytest.raises(UnknownOperatorError, match=r"Import the module that defines it first\."):
+        loaded(tmp_path / "model")
+
+
+# ---- modules and operators -----------------------------------------------------------------------------------------------
+
+OPERATORS = """
+import sys, torch, opkit
+
+def define():
+    for name, more in ("unit", {}), ("fused", {"elementwise": True}):
+        op = opkit.custom_op(f"saved_function::{name}", lambda x: x * 2, schema="(Tensor x) -> Tensor")
+        code = "void f(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = 2 * x[i] + 1000; }"
+        op.register_kernel("cpu", opkit.c_kernel(code, **more))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        operators = torch.ops.saved_function
+        return operators.fused(operators.unit(torch.nn.functional.gelu(self.norm(x))) + self.shift)
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+"""
+SAVE = """
+from saved_operators import *
+define()
+x = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+call = torch.compile(model(), backend="opkit", fullgraph=True).forward.aot_compile(((x,), {}))
+call.save_compiled_function(sys.argv[1])
+"""
+LOAD = """
+from saved_operators import *
+if sys.argv[2] == "with":
+    define()
+function = torch.compiler.load_compiled_function(open(sys.argv[1], "rb"))
+x = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+outputs, modules = [], [model(), model()]
+for call, module in (function, modules[0]), (lambda module, x: module(x), modules[1]):
+    outputs.append(call(module, x))
+    outputs[-1].sum().backward()
+torch.testing.assert_close(*outputs)
+for name in "norm.running_mean", "norm.weight.grad":
+    torch.testing.assert_close(*(eval(f"each.{name}", {"each": each}) for each in modules))
+print(outputs[0].min() > 1000)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_module_with_operators_in_a_process_with_another_cache(tmp_path):
+    (tmp_path / "saved_operators.py").write_text(OPERATORS)
+
+    def run(program, *arguments, check=True):
+        paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": paths, "OPKIT_CACHE_DIR": str(tmp_path / str(len(program)))}
+        return fresh_process.run(["-c", program, tmp_path / "model", *arguments], environment, check=check)
+
+    run(SAVE)
+    assert run(LOAD, "with").stdout == "tensor(True)\n"
+    refused = run(LOAD, "without", check=False)
+    assert "calls the operator saved_function::unit, which this process does not have. Import" in refused.stderr

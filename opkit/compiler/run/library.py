@@ -23,9 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from opkit.compiler.ir.expr import Callee
+from opkit.compiler.run.torch_operators import missing_operator
 from opkit.errors import CompileError
 from opkit.kernels.cc import isa
 from opkit.kernels.cc.compilation import Request, Unit, build
+from opkit.op import registry
+from opkit.op.native.function import NativeFunction
+from opkit.op.trace.contract_hash import contract_hash
 
 # Signed integers wrap around, as ATen's do. "omp simd" alone of OpenMP: the sharing among threads is done by hand, on the
 # OpenMP that torch has loaded. Of gcc's levels, the vectoriser is what loop nests that were planned already need: sixteen
@@ -189,11 +193,46 @@ def function_table(functions: Sequence[Callee]) -> ctypes.Array[Any]:
     return (ctypes.c_void_p * max(1, len(functions)))(*map(_callee_address, functions))
 
 
+_OF_OPERATOR = re.compile(r"(?P<operator>[\w.]+::[\w.]+)\[(?P<kernel>[^\]]+)\]#(?P<digest>[0-9a-f]+)")
+
+
+def library_of(function: NativeFunction) -> str:
+    """Return the name of the library of an operator's kernel, which is the same in every process, unlike its path."""
+    return f"{function.operator.name}[{function.__name__}]#{_digest(function)}"
+
+
+def _digest(function: NativeFunction) -> str:
+    return contract_hash([("kernel", function)])
+
+
+def callee_path(library: str) -> str:
+    """Return the path of a library; that of an operator's kernel is built if need be.
+
+    Raises:
+        CompileError: this process has no such operator, or another kernel of that name.
+    """
+    named = _OF_OPERATOR.fullmatch(library)
+    if named is None:
+        return library
+    op = registry.find(named["operator"])
+    if op is None:
+        raise CompileError(missing_operator(named["operator"]))
+    kernels = op._operator.kernels.kernels
+    kernel = next((each for each in kernels if each.name == named["kernel"]), None)
+    if kernel is None or not isinstance(kernel.function, NativeFunction) or _digest(kernel.function) != named["digest"]:
+        raise CompileError(
+            f"The compiled function calls the kernel {named['kernel']} of {named['operator']}, which has changed since. "
+            "Compile the function again."
+        )
+    return str(kernel.function.build())
+
+
 def _callee_address(callee: Callee) -> int:
+    path = callee_path(callee.library)
     try:
-        library = load_callee(callee.library)
+        library = load_callee(path)
         if callee.run_parameters:
-            _init_kernel(callee.library)
+            _init_kernel(path)
             entry = library.opk_entry
             entry.restype = ctypes.c_void_p
             return int(entry(callee.instance))

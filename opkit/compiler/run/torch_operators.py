@@ -13,6 +13,7 @@ import torch
 
 from opkit.compiler.ir.program import WAIT
 from opkit.compiler.run import torch_private as private
+from opkit.errors import CompileError
 
 # Python bindings of operators, which are faster than the dispatcher's generic call.
 _SHORT: dict[str, Callable[..., Any]] = {
@@ -40,12 +41,13 @@ def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool =
     """Return the function of a target; with ``out``, its variant that writes its result to ``out=``.
 
     Raises:
-        AttributeError: there is no operator of that name, or it has no such variant.
+        CompileError: this process has no operator of that name.
+        AttributeError: it has no such variant.
     """
     short = _SHORT.get(target) or _OWN.get(target)
     if short is not None:
         return short
-    found = targets.get(target) or private.overload_named(target)
+    found = targets.get(target) or _overload(target)
     if out:
         variant = private.out_variant(found)
         if variant is None:
@@ -54,11 +56,26 @@ def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool =
     return private.builtin(found) if private.is_overload(found) else found
 
 
+def _overload(target: str) -> Any:
+    try:
+        return private.overload_named(target)
+    except AttributeError:
+        raise CompileError(missing_operator("::".join(target.split(".")[:2]))) from None
+
+
+def missing_operator(name: str) -> str:
+    """Return the message for a compiled function that calls an operator which is not defined."""
+    return (
+        f"The compiled function calls the operator {name}, which this process does not have. Import the module that defines it "
+        "first."
+    )
+
+
 def single(target: str, targets: Mapping[str, Callable[..., Any]]) -> bool:
     """Return whether the result of a target is one tensor, and not a tuple or list of them."""
     if target in _SHORT or target in _OWN:
         return True
-    found: Any = targets.get(target) or private.overload_named(target)
+    found: Any = targets.get(target) or _overload(target)
     if not private.is_overload(found):
         return False
     returns = private.schema(found).returns
