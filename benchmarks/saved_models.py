@@ -46,7 +46,9 @@ def build(way: str, model: str, folder: Path, options: argparse.Namespace) -> fl
             opkit.export(module, (example,), path=folder / FILES[way])
         elif way == "AOTInductor":
             program = torch.export.export(module, (example,), strict=False)
-            settings = {"freezing": options.device == "cpu"}  # on an H200 with torch 2.11 such archives ended the process
+            settings = {
+                "freezing": options.device == "cpu"
+            }  # on an H200 with torch 2.11 such archives ended the process
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(folder / FILES[way]), inductor_configs=settings
             )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 
+import fresh_process
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,12 @@ Dim = torch.export.Dim
 def reloaded(model, args=(), kwargs=None, *, path, **options):
     opkit.export(model, args, kwargs, path=path / "model.opk", **options)
     return opkit.load(path / "model.opk")
+
+
+def run_alone(script, folder):
+    """Run a script in a process that knows none of the operators of this one."""
+    environment = {**os.environ, "OPKIT_CACHE_DIR": str(folder / "cache")}
+    return fresh_process.run(["-c", textwrap.dedent(script)], environment, check=False)
 
 
 class Mlp(nn.Module):
@@ -254,12 +261,8 @@ def test_a_process_without_a_compiler(tmp_path):
         print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules])
         torch.testing.assert_close(result, expected)
     """
-    environment = {
-        "PATH": "",
-        "OPKIT_CC": "/no/compiler",
-        "OPKIT_CACHE_DIR": str(tmp_path / "cache"),
-        "HOME": str(tmp_path),
-    }
+    paths, cache = os.pathsep.join(sys.path), str(tmp_path / "cache")
+    environment = {**os.environ, "PYTHONPATH": paths, "PATH": "", "OPKIT_CC": "/no/compiler", "OPKIT_CACHE_DIR": cache}
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
@@ -300,13 +303,6 @@ class Nonzero(nn.Module):
 def test_what_cannot_be_compiled(tmp_path):
     with pytest.raises(CompileError, match="depends on the values"):
         opkit.export(Nonzero(), (torch.ones(2),), path=tmp_path / "model.opk")
-
-
-def run_alone(script, folder):
-    """Run a script in a process that knows none of the operators of this one."""
-    environment = {**os.environ, "OPKIT_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_kernels_of_operators_are_in_the_file(tmp_path):
