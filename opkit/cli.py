@@ -1,5 +1,5 @@
-"""The ``opkit`` command: ``demo``, ``doctor``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``, ``explain``,
-``cache``."""
+"""The ``opkit`` command: ``demo``, ``doctor``, ``new``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``,
+``explain``, ``cache``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from rich.table import Table
 
 from opkit import errors, terminal
 from opkit.cli_check import check
-from opkit.cli_kernels import bridge, build, cache_app, tune
+from opkit.cli_kernels import cache_app, tune
+from opkit.cli_new import new
+from opkit.cli_packages import bridge, build
 
 if TYPE_CHECKING:
     from opkit.doctor import Finding
@@ -153,6 +155,7 @@ def describe(name: Annotated[str, typer.Argument(help="namespace::operator")], m
     )
 
 
+app.command()(new)
 app.command()(build)
 app.command()(bridge)
 

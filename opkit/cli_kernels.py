@@ -1,4 +1,4 @@
-"""The commands of ``opkit`` that are about kernels: ``build``, ``bridge``, ``tune`` and ``cache``."""
+"""The commands of ``opkit`` about kernels that were built and timed: ``tune`` and ``cache``."""
 
 from __future__ import annotations
 
@@ -11,132 +11,23 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from opkit import config, errors, terminal
+from opkit import errors, terminal
 from opkit.kernels.cc.progress import printable
 
 if TYPE_CHECKING:
-    from opkit.kernels.aot_package import Library
     from opkit.kernels.build_cache import CacheEntry
     from opkit.kernels.tuning.observation import Choice
     from opkit.kernels.tuning.record_format import Identity, Record, TuningEntry
-    from opkit.op.aot.package import BuildReport
     from opkit.op.aot.tuning import TuningResult
     from opkit.op.examples.arguments import ExampleCall
 
 cache_app = typer.Typer(help="List, check and remove the kernels that were built.", no_args_is_help=True)
 
 _KEY_SHOWN = 12
-_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _AGES = ((86400, "days"), (3600, "h"), (60, "min"))
 _HEADINGS = ("operator", "kernel", "device", "bucket", "config", "ms", "date", "stale")
 _SOURCES = {"tuned": "tuned", "record": "recorded", "nearest": "not tuned", "first": "not tuned"}
-
-
-def build(
-    module: Annotated[str, typer.Argument(help="The module that defines the operators, or a package that imports it.")],
-    isa: Annotated[
-        str, typer.Option(help="Instruction sets, as in baseline,avx2,avx512; for kernels that do not name theirs.")
-    ] = "",
-    output: Annotated[
-        Path | None, typer.Option(help="The folder to write to; by default _opkit in the package.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many compilers run at once.")] = None,
-    programs: Annotated[
-        bool, typer.Option("--programs", help="Work out output sizes, for use without Python; takes a second each.")
-    ] = False,
-    arch: Annotated[
-        str,
-        typer.Option(
-            help="GPU architectures for Triton kernels, as in sm_80,sm_90,gfx942; by default the kernel's targets=, or else "
-            "sm_80,sm_90,sm_100. Each example of a kernel is compiled with each config."
-        ),
-    ] = "",
-    tuning: Annotated[
-        bool, typer.Option(help="Put the tuning results in the cache for the package's Triton kernels into it.")
-    ] = True,
-) -> None:
-    """Compile every C, C++, CUDA and Triton kernel of a package ahead of time, into the package; build the bridge here too."""
-    terminal.import_modules([module])
-    from opkit.op.aot import package
-
-    try:
-        with terminal.bad_input(errors.ArgumentError):
-            report = package.build(
-                module, terminal.split_at_commas(isa), output, jobs, programs, terminal.split_at_commas(arch), tuning
-            )
-            parts = [*_built(report)]
-    except errors.PackageError as error:
-        typer.echo(f"opkit: {error}", err=True)
-        raise typer.Exit(1) from None
-    for part in parts:
-        terminal.console().print(part)
-    if config.get().bridge:
-        try:
-            _build_bridge()
-        except errors.OpkitError as error:  # the package is complete without it
-            typer.echo(f"opkit: the bridge was not built, so calls here go through Python: {error}", err=True)
-
-
-def bridge() -> None:
-    """Build the bridge to this torch, with which calls of C kernels that need no gradient skip Python."""
-    with terminal.bad_input(errors.OpkitError):
-        _build_bridge()
-
-
-def _build_bridge() -> None:
-    import torch
-
-    from opkit.op.native.compiled import build_bridge
-
-    text = f"The bridge to torch {torch.__version__} is {build_bridge()}"
-    terminal.console().print(escape(text), soft_wrap=True, highlight=False)
-
-
-def _built(report: BuildReport) -> Iterator[Table | str]:
-    from opkit.kernels.aot_package import runtime_library
-
-    if report.libraries or not report.binaries:
-        headings = ("kernel", "isa", "size", "output sizes", "file")
-        yield terminal.table(headings, [_library(report, library) for library in report.libraries])
-    if report.binaries:
-        yield terminal.table(("Triton kernel", "architecture", "binaries", "size"), list(_binaries(report)))
-    for reason in report.left_out:
-        yield f"[yellow]left out:[/yellow] {escape(reason)}"
-    for reason in report.python_only:
-        yield f"[yellow]for Python alone:[/yellow] {escape(reason)}"
-    yield f"{_total(report)} in {escape(printable(str(report.folder)))}"
-    if report.libraries:
-        yield f"the runtime for programs without Python: {escape(str(runtime_library()))}"
-
-
-def _total(report: BuildReport) -> str:
-    files = {each.file: each.size for each in (*report.libraries, *report.binaries)}
-    counts = (
-        (len(report.libraries), "library", "libraries"),
-        (len(files) - len(report.libraries), "Triton binary", "Triton binaries"),
-        (report.tuned, "tuning result", "tuning results"),
-    )
-    listed = [f"{count} {one if count == 1 else more}" for count, one, more in counts if count]
-    return f"{', '.join(listed or ['nothing'])}, {_bytes(sum(files.values()))}"
-
-
-def _binaries(report: BuildReport) -> Iterator[tuple[str, ...]]:
-    """Return a row for each Triton kernel and architecture; equal binaries count once."""
-    sizes: dict[tuple[str, str], dict[str, int]] = {}
-    for each in report.binaries:
-        name = f"{each.operator}[{each.kernel}]" if "::" in each.operator else each.kernel  # launched by Python
-        key = name, each.form.target
-        sizes.setdefault(key, {})[each.file] = each.size
-    for (name, target), files in sizes.items():
-        yield escape(printable(name)), target, str(len(files)), _bytes(sum(files.values()))
-
-
-def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
-    count = report.programs.get((library.operator, library.kernel), 0)
-    name = f"{library.operator}[{library.kernel}]"
-    return escape(printable(name)), library.isa, _bytes(library.size), f"{count} programs", library.file
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
@@ -154,7 +45,7 @@ def cache_list() -> None:
         terminal.console().print(terminal.table(headings, [_entry(entry) for entry in entries]))
     terminal.console().print(f"{_amount(entries)} in {escape(printable(str(build_cache.root())))}")
     if compiled := stored.binary_files():
-        size = _bytes(sum(path.stat().st_size for path in compiled))
+        size = terminal.bytes_text(sum(path.stat().st_size for path in compiled))
         terminal.console().print(
             f"{_count(len(compiled), 'Triton kernel')}, {size}, in {escape(printable(str(stored.root())))}"
         )
@@ -200,21 +91,16 @@ def cache_verify() -> None:
 
 
 def _entry(entry: CacheEntry) -> tuple[str, ...]:
-    cells = (entry.label, _bytes(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
+    cells = (entry.label, terminal.bytes_text(entry.size), _age(entry.created), entry.compiler, entry.key[:_KEY_SHOWN])
     return tuple(escape(printable(cell)) for cell in cells)
 
 
 def _amount(entries: list[CacheEntry]) -> str:
-    return f"{_count(len(entries), 'kernel')}, {_bytes(sum(entry.size for entry in entries))}"
+    return f"{_count(len(entries), 'kernel')}, {terminal.bytes_text(sum(entry.size for entry in entries))}"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _bytes(count: int) -> str:
-    scale = next(((unit, name) for unit, name in _SIZES if count >= unit), (1, "B"))
-    return f"{count / scale[0]:.4g} {scale[1]}"
 
 
 def _age(created: float) -> str:

@@ -17,6 +17,7 @@ from opkit import errors
 
 _BAD_INPUT = 2
 _PIPE_WIDTH = 160
+_SIZES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def console() -> Console:
@@ -67,6 +68,16 @@ def _where(error: BaseException) -> str:
 def split_at_commas(text: str) -> list[str]:
     """Return the names in an option's text, as in "avx2, avx512"."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def bytes_text(count: int) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> bytes_text(3 * 2**20)
+    '3 MiB'
+    """
+    scale = next(((unit, name) for unit, name in _SIZES if count >= unit), (1, "B"))
+    return f"{count / scale[0]:.4g} {scale[1]}"
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:

@@ -112,7 +112,7 @@ def build(
     """
     functions = native_functions(module)
     _check(functions)
-    folder = output or _folder(module)
+    folder = output or folder_of(module)
     items = [item for function in functions for item in _items(function, chosen)]
     programs = _programs(functions) if with_programs else {}
     libraries, notes = _libraries(items, programs, aot_loading.root(module) or folder.parent, jobs)
@@ -184,7 +184,12 @@ def _package(module: str) -> str:
     return module.rpartition(".")[0] or module
 
 
-def _folder(module: str) -> Path:
+def folder_of(module: str) -> Path:
+    """Return the folder that a module's kernels go to by default.
+
+    Raises:
+        PackageError: the module is no file.
+    """
     listed = (
         *aot_loading.places(_package(module), aot_package.FOLDER),
         *aot_loading.places(module, aot_package.FOLDER),
