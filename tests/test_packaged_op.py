@@ -66,7 +66,7 @@ import torch
 import triton.compiler.compiler
 from opkit import _core
 from opkit.errors import BuildCacheWarning
-from opkit.op.triton import machine
+from opkit.op.triton.variants import MACHINES
 
 def refuse(*args, **options):
     raise AssertionError("Triton compiles")
@@ -77,11 +77,11 @@ warnings.simplefilter("error", BuildCacheWarning)
 
 FOUND = """
 gpu = dataclasses.replace(
-    machine.MACHINES["cuda"],
+    MACHINES["cuda"],
     driver=lambda: _core.Driver(sys.argv[1], "cuda"), target=lambda device: sys.argv[2],
     model=lambda device: "a GPU", shared=lambda device: 65536,
 )
-machine.MACHINES["cuda"] = gpu
+MACHINES["cuda"] = gpu
 
 import packaged_op
 from opkit.op.triton.variants import Memory
@@ -140,9 +140,8 @@ def wheel(tmp_path_factory):
     )
     caches = {f"{name}_CACHE_DIR": str(folder / "cache" / name) for name in ("OPKIT", "TRITON")}
     environment = os.environ | caches
-    checked([sys.executable, "-m", "opkit", "build", "packaged_op"], project, environment)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
-    checked([*pip, "--wheel-dir", folder / "wheels", "."], project, environment)
+    command = [sys.executable, "-m", "opkit", "build", "--wheel", folder / "wheels", "packaged_op"]
+    checked(command, project, environment)
     (made,) = (folder / "wheels").iterdir()
     return made
 
