@@ -13,7 +13,8 @@ variable                default  meaning
 ``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, avx512_bf16, amx, neon
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
 ``OPKIT_BRIDGE``        ``1``    use the bridge, if ``opkit bridge`` built it: calls of C kernels skip Python's autograd rules
-``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size
+``OPKIT_TUNE``          ``on``   time the configurations of a Triton kernel at its first call with shapes of a new size; ``all``:
+                                 also where its package has results for other shapes
 ``OPKIT_STRICT``        ``0``    the compiler raises where it fails, rather than running the graph in eager mode
 ``OPKIT_LOG``           (none)   what the compiler logs, with commas between: fusion, recompiles, output_code
 ======================  =======  ====================================================================================
@@ -50,6 +51,7 @@ class Settings:
     build_timeout: float = 300.0
     bridge: bool = True
     tune: bool = True
+    tune_all: bool = False
     strict: bool = False
     log: frozenset[str] = frozenset()
     batch_invariant: bool = False
@@ -119,7 +121,8 @@ def read(environment: Mapping[str, str]) -> Settings:
         isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon")),
         build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
         bridge=_switch(environment, "OPKIT_BRIDGE", True),
-        tune=_switch(environment, "OPKIT_TUNE", True),
+        tune=environment.get("OPKIT_TUNE") == "all" or _switch(environment, "OPKIT_TUNE", True),
+        tune_all=environment.get("OPKIT_TUNE") == "all",
         strict=_switch(environment, "OPKIT_STRICT", False),
         log=_some_of(environment, "OPKIT_LOG", ("fusion", "recompiles", "output_code")),
         batch_invariant=_switch(environment, "OPKIT_BATCH_INVARIANT", False),

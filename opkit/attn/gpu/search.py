@@ -19,7 +19,7 @@ from torch import Tensor
 from opkit import config
 from opkit.attn.masks import program
 from opkit.errors import CompileError
-from opkit.kernels.tuning import records, tuning
+from opkit.kernels.tuning import records, skipping, tuning
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.observation import Choice, add_launcher
 from opkit.kernels.tuning.record_format import Identity, bucket_of
@@ -205,11 +205,11 @@ def _timed(size: B, time: Callable[[B], Timed], expected: list[Tensor]) -> float
     try:
         ms, results = time(size)
     except CompileError as error:
-        raise tuning.Unfit(f"it does not compile: {error}") from error
+        raise skipping.Unfit(f"it does not compile: {error}") from error
     if not expected:
         expected += [each.clone() for each in results]
     if not all(_alike(mine, other) for mine, other in zip(results, expected, strict=True)):
-        raise tuning.Unfit("it computes something else than the first candidate")
+        raise skipping.Unfit("it computes something else than the first candidate")
     return ms
 
 

@@ -261,7 +261,7 @@ def fastest(entry: TuningEntry, keys: Sequence[str]) -> Tried | str:
 
 
 _EXACT = 16
-_OTHER_DTYPES = 1000.0  # further away than any sizes are
+OTHER_DTYPES = 1000.0  #: a :func:`distance` that is further away than any sizes are
 
 
 def bucket_of(sizes: Mapping[str, int], dtypes: Sequence[str]) -> str:
@@ -294,7 +294,7 @@ def distance(bucket: str, other: str) -> float:
     if sizes.keys() != other_sizes.keys():
         return math.inf
     doublings = sum(abs(math.log2(max(1, sizes[name]) / max(1, other_sizes[name]))) for name in sizes)
-    return doublings + (0.0 if dtypes == others else _OTHER_DTYPES)
+    return doublings + (0.0 if dtypes == others else OTHER_DTYPES)
 
 
 def _dtypes_and_sizes(bucket: str) -> tuple[str, dict[str, int]]:

@@ -3,7 +3,8 @@
 Files appear by one rename, under a lock. One that is damaged counts as empty and is written again. A package has such
 files too, in ``_opkit/tuning/``; they are read, never written. A result is used only if it was measured for the same
 kernel, by its hash, with the same Triton, and every configuration that the kernel has now was tried then; so no file can
-make a kernel run with a configuration that its author did not write.
+make a kernel run with a configuration that its author did not write. A package's results hold for every Triton, as the binaries
+in it do.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def lookup(
 ) -> Lookup:
     """Return the fastest of ``configs`` by what was measured, in the cache or else in the folders of packages."""
     refusals: list[RejectedResult] = []
-    for file, entries in _entries(identity, folders, refusals):
+    for file, entries in _entries(identity, _files(identity, folders), refusals):
         for entry in entries:
             if (entry.device, entry.bucket) != (device, bucket):
                 continue
-            found = _answer(identity, configs, entry)
+            found = _answer(identity, configs, entry, _in_cache(file))
             if isinstance(found, Config):
                 return Lookup(found, entry)
             refusals.append(RejectedResult(file, found))
@@ -98,24 +99,46 @@ def nearest(
     identity: Identity, configs: Sequence[Config], device: str, bucket: str, folders: Iterable[Path] = ()
 ) -> Lookup:
     """Return the same from the most similar bucket that the device has a result for."""
+    return next(_similar(identity, device, bucket, configs, _files(identity, folders), float("inf")), Lookup())
+
+
+def packaged_for_similar(
+    identity: Identity, device: str, bucket: str, configs: Sequence[Config], folders: Iterable[Path]
+) -> Iterator[Lookup]:
+    """Yield what the folders of packages have for buckets of the same dtypes, the most similar first."""
+    return _similar(identity, device, bucket, configs, _listed(folders), record_format.OTHER_DTYPES)
+
+
+def _similar(
+    identity: Identity, device: str, bucket: str, configs: Sequence[Config], files: Iterable[Path], limit: float
+) -> Iterator[Lookup]:
+    """Yield the answers for buckets less than ``limit`` away, the most similar first."""
     similar = [
-        (distance(entry.bucket, bucket), entry)
-        for _, entries in _entries(identity, folders, [])
+        (away, file, entry)
+        for file, entries in _entries(identity, files, [])
         for entry in entries
-        if entry.device == device
+        if entry.device == device and (away := distance(entry.bucket, bucket)) < limit
     ]
-    for away, entry in sorted(similar, key=lambda each: each[0]):
-        found = _answer(identity, configs, entry)
-        if isinstance(found, Config) and away < float("inf"):
-            return Lookup(found, entry)
-    return Lookup()
+    for _, file, entry in sorted(similar, key=lambda each: each[0]):
+        found = _answer(identity, configs, entry, _in_cache(file))
+        if isinstance(found, Config):
+            yield Lookup(found, entry)
+
+
+def _files(identity: Identity, folders: Iterable[Path]) -> Iterator[Path]:
+    yield file_of(identity.operator, identity.kernel)
+    yield from _listed(folders)
+
+
+def _in_cache(file: Path) -> bool:
+    return file.parent == root()
 
 
 def _entries(
-    identity: Identity, folders: Iterable[Path], refusals: list[RejectedResult]
+    identity: Identity, files: Iterable[Path], refusals: list[RejectedResult]
 ) -> Iterator[tuple[Path, Sequence[TuningEntry]]]:
     """Yield the entries of a kernel, file by file; a damaged file is noted in ``refusals``."""
-    for file in (file_of(identity.operator, identity.kernel), *_listed(folders)):
+    for file in files:
         found = _read(file)
         if isinstance(found, str):
             refusals.append(RejectedResult(file, found, damaged=True))
@@ -131,20 +154,20 @@ def _listed(folders: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(path for path in folder.iterdir() if path.suffix == ".json")
 
 
-def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry) -> Config | str:
+def _answer(identity: Identity, configs: Sequence[Config], entry: TuningEntry, in_cache: bool) -> Config | str:
     """Return the fastest of ``configs``, or why the entry cannot be used."""
-    if reason := stale(entry, identity.hash):
+    if reason := stale(entry, identity.hash, in_cache):
         return reason
     by_key = {each.key: each for each in configs}
     found = record_format.fastest(entry, list(by_key))
     return found if isinstance(found, str) else by_key[found.key]
 
 
-def stale(entry: TuningEntry, kernel_hash: str | None) -> str:
-    """Return why an entry is out of date, or ""; without the hash only Triton's release is compared."""
+def stale(entry: TuningEntry, kernel_hash: str | None, in_cache: bool = True) -> str:
+    """Return why an entry is out of date, or ""; without the hash only Triton's release is compared, for the cache's entries."""
     if kernel_hash is not None and entry.hash != kernel_hash:
         return "it was made for the kernel before it changed"
-    if entry.triton != triton_version():
+    if in_cache and entry.triton != triton_version():
         return f"it was made with Triton {entry.triton}, and this is {triton_version()}"
     return ""
 

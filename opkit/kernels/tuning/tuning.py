@@ -1,14 +1,16 @@
 """Choose the configuration that a kernel runs with: the fastest by the record, or by timing each now.
 
-Of several processes or threads that need the same result, one measures and the others wait for it. Nothing is timed
-while a CUDA graph is captured, or with ``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else
-the first configuration is taken.
+Of several processes or threads that need the same result, one measures and the others wait for it. An operator whose package
+has results is not timed for other shapes: the package's result for the most similar ones decides. Nothing is timed while a CUDA
+graph is captured, or with ``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else the first configuration
+is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import threading
 import warnings
@@ -22,35 +24,12 @@ from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.observation import Choice, Steps, clear_launchers, observer
 from opkit.kernels.tuning.record_format import Identity, Tried, by_speed
 from opkit.kernels.tuning.records import Lookup
+from opkit.kernels.tuning.skipping import NO_MEMORY, skip_reason
 
 Measure = Callable[[Config], float]
+_FOR_OTHERS = ("package",)  # sources of choices that `opkit tune` makes anew
 
-
-class Unfit(Exception):
-    """A measurement raises it for a configuration that cannot be used for this call."""
-
-
-_NO_MEMORY = "out of memory"
-_SKIPPED = {
-    "OutOfResources": "out of resources",
-    "ResourceError": "out of resources",
-    "OutOfMemoryError": _NO_MEMORY,
-    "MemoryError": _NO_MEMORY,
-    "PTXASError": "ptxas refused it",
-    "Unfit": "unfit",
-    "CompileTimeAssertionFailure": "a static_assert of the kernel failed",
-}
-"""Exceptions that concern only one configuration, by class name: neither torch nor Triton is imported here."""
-
-_SKIPPED_TEXTS = {
-    "OUT_OF_MEMORY": _NO_MEMORY,
-    "hipErrorOutOfMemory": _NO_MEMORY,
-    "LAUNCH_OUT_OF_RESOURCES": "out of resources",
-    "hipErrorLaunchOutOfResources": "out of resources",
-}
-"""The same for errors of a driver, by their names."""
-
-_LONGEST_REASON = 300
+_log = logging.getLogger("opkit.tuning")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +97,7 @@ def decide(
     measure: Measure,
     capturing: bool,
     folders: Sequence[Path] = (),
+    load: Callable[[Config], object] | None = None,
 ) -> Choice:
     """Return the fastest of ``configs``, from this process's memory, from the record, or by timing each now.
 
@@ -129,6 +109,8 @@ def decide(
         measure: the milliseconds that a configuration takes for this call.
         capturing: whether a CUDA graph is being captured, when nothing may be timed.
         folders: where packages may have results: :func:`opkit.kernels.tuning.records.packaged`.
+        load: raises what ``measure`` would for a configuration that cannot run. Without it, packages' results hold for their
+            own buckets alone.
 
     Raises:
         KernelError: every configuration was skipped, or one failed for another reason than too few resources.
@@ -141,7 +123,7 @@ def decide(
     query = _Query(identity, tuple(dict.fromkeys(configs)), device, bucket, tuple(folders))
     if not query.configs:
         raise DeclarationError(f"{identity}: it has no configuration to run with.")
-    choice = _decided(query, measure, capturing)
+    choice = _decided(query, measure, capturing, load)
     observing = observer()
     if observing is not None:
         observing.choices.append(choice)
@@ -168,20 +150,53 @@ def known(
     return query.answer(found.config, "record", found.entry.tried)
 
 
-def _decided(query: _Query, measure: Measure, capturing: bool) -> Choice:
+def _decided(query: _Query, measure: Measure, capturing: bool, load: Callable[[Config], object] | None) -> Choice:
     if len(query.configs) == 1:
         return query.answer(query.configs[0], "only")
     may_time = config.get().tune and not capturing
     observing = observer()
     again = may_time and observing is not None and observing.measures_again(*query.subject)
+    if observing is not None and query.key in _memory and _memory[query.key].source in _FOR_OTHERS:
+        del _memory[query.key]
     if not again and query.key in _memory:
         return _memory[query.key]
+    if observing is not None:
+        return _of_this_process(query, measure, capturing, again, None)
+    return _of_this_process(query, measure, capturing, again, load)
+
+
+def _of_this_process(
+    query: _Query, measure: Measure, capturing: bool, again: bool, load: Callable[[Config], object] | None
+) -> Choice:
+    """Return the recorded choice, or else the package's for similar shapes if ``load`` can check it, or measure."""
     found = Lookup() if again else query.lookup()
-    if found.config is None and not may_time:
+    if (recorded := _recorded(query, found)) is not None:
+        return recorded
+    if capturing or not config.get().tune:
         return _without_timing(query, capturing)
-    if found.config is None:
-        _warn_of_rejected(query, found)
-    return _recorded(query, found) or _measured(query, measure, again)
+    if load is not None and not config.get().tune_all and (packaged := _packaged(query, load)) is not None:
+        return packaged
+    _warn_of_rejected(query, found)
+    return _measured(query, measure, again)
+
+
+def _packaged(query: _Query, load: Callable[[Config], object]) -> Choice | None:
+    """Return the result that the operator's package has for the most similar shapes of the same dtypes, of those that run."""
+    for found in records.packaged_for_similar(*query.subject, query.configs, query.folders):
+        assert found.config is not None
+        assert found.entry is not None
+        try:
+            load(found.config)
+        except Exception as error:
+            if not skip_reason(error):
+                raise
+            continue
+        _log.info(
+            "%s has no result for %s on %s: it runs with that of its package for %s (%s). OPKIT_TUNE=all measures.",
+            query.identity, query.bucket, query.device, found.entry.bucket, found.config.label,
+        )  # fmt: skip
+        return _remember(query, query.answer(found.config, "package", found.entry.tried))
+    return None
 
 
 def _recorded(query: _Query, found: Lookup) -> Choice | None:
@@ -277,7 +292,7 @@ def _best_of(query: _Query, tried: Sequence[Tried]) -> Choice:
 
 def _none_ran(query: _Query, tried: Sequence[Tried]) -> Choice:
     reasons = "\n".join(f"  {each.label}: {each.skipped}" for each in tried)
-    if all(each.skipped.startswith(_NO_MEMORY) for each in tried):  # timing takes more memory than one run
+    if all(each.skipped.startswith(NO_MEMORY) for each in tried):  # timing takes more memory than one run
         choice = _without_timing(query, capturing=False)
         _warn(
             f"{query.identity} could not be tuned for {query.bucket} on {query.device}, as there is too little "
@@ -310,19 +325,3 @@ def _attempt(query: _Query, each: Config, measure: Measure) -> Tried:
     if not 0 <= ms < math.inf:
         return Tried(each.to_json(), None, f"its time was measured as {ms} ms")
     return Tried(each.to_json(), ms)
-
-
-def skip_reason(error: BaseException) -> str:
-    """Return the reason to skip a configuration that failed with this error; "" where the error concerns more than it.
-
-    >>> skip_reason(MemoryError("64 GiB")), skip_reason(ValueError("no"))
-    ('out of memory: 64 GiB', '')
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        names = [_SKIPPED[kind.__name__] for kind in type(seen).__mro__ if kind.__name__ in _SKIPPED]
-        texts = [what for text, what in _SKIPPED_TEXTS.items() if isinstance(seen, RuntimeError) and text in str(seen)]
-        for what in (*names, *texts):
-            return f"{what}: {' '.join(str(seen).split())[:_LONGEST_REASON]}"
-        seen = seen.__cause__
-    return ""

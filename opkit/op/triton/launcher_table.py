@@ -150,7 +150,7 @@ class Launching:
         def measure(config: Any) -> float:
             return call.time(entry(config), written=self.bound.written)
 
-        choice = self.chooser.choose(named, call.device, measure, call.capturing)
+        choice = self.chooser.choose(named, call.device, measure, call.capturing, load=entry)
         chosen = entry(choice.config)
         if choice.settled:
             return chosen
@@ -218,12 +218,17 @@ class Chooser:
         return records.packaged(self.module)
 
     def choose(
-        self, named: Mapping[str, Any], device: int, measure: Callable[[Config], float], capturing: bool
+        self,
+        named: Mapping[str, Any],
+        device: int,
+        measure: Callable[[Config], float],
+        capturing: bool,
+        load: Callable[[Config], object] | None = None,
     ) -> Choice:
         """Return the config for a call with these values."""
         configs = self.candidates(named)
         model = self.machine.model(device)
-        return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders)
+        return tuning.decide(self.identity, configs, model, self.bucket(named), measure, capturing, self.folders, load)
 
     def candidates(self, named: Mapping[str, Any]) -> list[Config]:
         """Return the configs that the author's ``prune`` leaves for a call."""

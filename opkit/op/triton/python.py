@@ -271,7 +271,11 @@ def chosen(values: Values) -> Config:
     named = {**values.named(), **bound.constants}
     chooser = Chooser(bound, machine, module_of(bound.kernel.function))
     device = tensors[0].device.index
-    return chooser.choose(named, device, lambda config: _measured(values, config), capturing()).config
+
+    def measure(config: Config) -> float:
+        return _measured(values, config)
+
+    return chooser.choose(named, device, measure, capturing(), load=measure).config
 
 
 def _measured(values: Values, config: Config) -> float:

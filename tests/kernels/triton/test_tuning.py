@@ -10,7 +10,7 @@ import torch
 from tuned import BEST, BUCKET, CONFIGS, DEVICE, RMS, Timer, decide, never
 
 from opkit.errors import CompileError, DeclarationError, KernelError, TuningWarning
-from opkit.kernels.tuning import observation, records, tuning
+from opkit.kernels.tuning import observation, records, skipping, tuning
 from opkit.kernels.tuning.record_format import Tried
 
 pytestmark = pytest.mark.usefixtures("settings")
@@ -92,7 +92,7 @@ def test_want_of_resources_skips_a_configuration():
         (RuntimeError("hipErrorOutOfMemory"), "out of memory: hip"),
         (caused(CompileTimeAssertionFailure("BLOCK")), "a static_assert of the kernel failed: BLOCK"),
         (caused(OutOfResources("registers")), "out of resources: registers"),
-        (tuning.Unfit("no such layout"), "unfit: no such layout"),
+        (skipping.Unfit("no such layout"), "unfit: no such layout"),
     )):  # fmt: skip
         bucket = f"bf16 | d={2**number}"
         choice = decide(Timer(_128=error), bucket=bucket)
@@ -108,8 +108,8 @@ def test_triton_s_own_exceptions_are_known_by_their_names():
     from triton.compiler import errors
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    assert tuning.skip_reason(OutOfResources(9, 8, "shared memory")).startswith("out of resources")
-    assert tuning.skip_reason(PTXASError("too many registers")).startswith("ptxas")
+    assert skipping.skip_reason(OutOfResources(9, 8, "shared memory")).startswith("out of resources")
+    assert skipping.skip_reason(PTXASError("too many registers")).startswith("ptxas")
     assert issubclass(errors.CompileTimeAssertionFailure, errors.CompilationError)
 
 

@@ -26,8 +26,8 @@ class Timer:
         return TIMES.get(block, 1.0)
 
 
-def decide(measure, identity=RMS, configs=CONFIGS, bucket=BUCKET, capturing=False, folders=()):
-    return tuning.decide(identity, configs, DEVICE, bucket, measure, capturing, folders)
+def decide(measure, identity=RMS, configs=CONFIGS, bucket=BUCKET, capturing=False, folders=(), load=None):
+    return tuning.decide(identity, configs, DEVICE, bucket, measure, capturing, folders, load)
 
 
 def never(each):

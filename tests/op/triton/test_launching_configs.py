@@ -8,6 +8,7 @@ from torch import Tensor
 
 import opkit
 from opkit.errors import KernelError
+from opkit.kernels.tuning import records, tuning
 
 
 @triton.jit
@@ -93,6 +94,20 @@ def test_nothing_is_timed_while_a_graph_is_captured(device, timed):
     device.fake.library.fake_capture(0)
     op(x, x)  # which may know better
     assert len(timed) == 3
+
+
+def test_other_shapes_than_a_package_was_tuned_for_are_not_timed(device, timed, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "packaged", lambda module: (tmp_path,))
+    op = device.define(plus, tuned())
+    x, longer = torch.randn(1000), torch.randn(5000)
+    op(x, x)
+    records.export_all(tmp_path / "opkit-build.json", [op.name])
+    records.file_of(op.name, "add").unlink()
+    tuning.forget()
+    torch.testing.assert_close(op(longer, longer), longer + longer)
+    torch.testing.assert_close(op(x, x), x + x)
+    assert len(timed) == 3
+    assert device.grids == ["8,1,1", "40,1,1", "8,1,1"]
 
 
 def test_what_the_operator_writes_to_is_named_to_the_timer(device, timed):
