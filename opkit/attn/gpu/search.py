@@ -36,6 +36,7 @@ _REASONS = {
     "tuned": "the fastest by search",
     "record": "the fastest by search",
     "only": "the only ones that have room",
+    "rank": "chosen by another process of the job",
     "nearest": "not searched for yet, so the fastest of similar calls",
     "first": "not searched for yet, so by rule",
 }

@@ -24,7 +24,7 @@ class Choice:
     Attributes:
         config: the configuration.
         source: "only" (the kernel has no other), "record", "tuned" (just now), "package" (the package's record of other
-            shapes), "nearest" (the record of other shapes) or "first" (nothing
+            shapes), "rank" (another process of the job chose it), "nearest" (the record of other shapes) or "first" (nothing
             is known).
         tried: the measurement of each configuration, the fastest first; empty where there is only one, or no record.
         configs: the configurations to choose from, in their author's order.

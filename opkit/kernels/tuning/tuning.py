@@ -1,9 +1,9 @@
 """Choose the configuration that a kernel runs with: the fastest by the record, or by timing each now.
 
-Of several processes or threads that need the same result, one measures and the others wait for it. An operator whose package
-has results is not timed for other shapes: the package's result for the most similar ones decides. Nothing is timed while a CUDA
-graph is captured, or with ``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else the first configuration
-is taken.
+Of several processes or threads that need the same result, one measures and the others wait for it; the processes of one job of
+torch.distributed all run with what the first of them chose. An operator whose package has results is not timed for other shapes:
+the package's result for the most similar ones decides. Nothing is timed while a CUDA graph is captured, or with
+``OPKIT_TUNE=off``: then the record of the most similar shapes decides, or else the first configuration is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from opkit import config
 from opkit.errors import DeclarationError, KernelError, TuningWarning
-from opkit.kernels.tuning import records
+from opkit.kernels.tuning import ranks, records
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.observation import Choice, Steps, clear_launchers, observer
 from opkit.kernels.tuning.record_format import Identity, Tried, by_speed
@@ -27,7 +27,7 @@ from opkit.kernels.tuning.records import Lookup
 from opkit.kernels.tuning.skipping import NO_MEMORY, skip_reason
 
 Measure = Callable[[Config], float]
-_FOR_OTHERS = ("package",)  # sources of choices that `opkit tune` makes anew
+_FOR_OTHERS = ("package", "rank")  # sources of choices that `opkit tune` makes anew
 
 _log = logging.getLogger("opkit.tuning")
 
@@ -56,6 +56,11 @@ class _Query:
     def key(self) -> tuple[str, ...]:
         """Everything that the choice depends on."""
         return (self.topic, *(each.key for each in self.configs))
+
+    @property
+    def agreement(self) -> str:
+        """A name of the choice that all processes of a job share."""
+        return "\0".join(self.key)
 
     def lookup(self) -> Lookup:
         return records.lookup(self.identity, self.configs, self.device, self.bucket, self.folders)
@@ -162,7 +167,32 @@ def _decided(query: _Query, measure: Measure, capturing: bool, load: Callable[[C
         return _memory[query.key]
     if observing is not None:
         return _of_this_process(query, measure, capturing, again, None)
-    return _of_this_process(query, measure, capturing, again, load)
+    if capturing and (published := _of_another(query, ranks.published(query.agreement))) is not None:
+        return published
+    if capturing:
+        return _of_this_process(query, measure, capturing, again, load)
+    return _of_the_job(query, lambda: _of_this_process(query, measure, capturing, again, load))
+
+
+def _of_the_job(query: _Query, decide: Callable[[], Choice]) -> Choice:
+    """Return the choice of the first process of this job that needs one, which may be this one."""
+    own: list[Choice] = []
+    steps = Steps(query.identity, query.bucket, len(query.configs))
+
+    def decided() -> str:
+        own.append(decide())
+        return own[0].config.key
+
+    try:
+        key = ranks.share(query.agreement, decided, steps.wait)
+    finally:
+        steps.finish()
+    return own[0] if own else _of_another(query, key) or decide()
+
+
+def _of_another(query: _Query, key: str) -> Choice | None:
+    found = next((each for each in query.configs if each.key == key), None)
+    return None if found is None else _remember(query, query.answer(found, "rank"))
 
 
 def _of_this_process(

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import pytest
 from tuned import BEST, BUCKET, DEVICE, TIMES, Timer, decide, never
 
@@ -139,3 +140,15 @@ def test_a_tuner_that_hangs_is_waited_for_no_longer_than_told(settings):
 def test_an_error_within_a_lock_is_not_lost():
     with pytest.raises(NotImplementedError), records.lock("topic", lambda: None):
         raise NotImplementedError
+
+
+RANKS = Path(__file__).with_name("tuning_ranks.py")
+
+
+@pytest.mark.distributed
+def test_the_processes_of_a_job_choose_alike(tmp_path):
+    processes.need_gloo()
+    cases = ["one_measures", "records_that_differ", "a_process_that_never_asks", "the_one_that_measures_fails"]
+    path = os.pathsep.join(filter(None, [str(RANKS.parents[2]), str(RANKS.parent), os.environ.get("PYTHONPATH", "")]))
+    found = processes.results_of(RANKS, 2, cases, tmp_path, PYTHONPATH=path)
+    assert found == {name: ["", ""] for name in cases}, str(found)
