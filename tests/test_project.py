@@ -40,6 +40,25 @@ def test_compiled_code_includes_no_torch_header():
         assert not re.search(r"#include\s*[<\"](torch|ATen|c10)/", source.read_text(encoding="utf-8")), source
 
 
+def test_wheels_are_built_for_every_python_that_is_supported():
+    builds = {each.removesuffix("-*") for each in PROJECT["tool"]["cibuildwheel"]["build"]}
+    named = re.findall(r"Python :: (\d)\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert {f"cp{major}{minor}" for major, minor in named} <= builds
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=").replace(".", "")
+    assert min(builds, key=lambda name: int(name[3:])) == f"cp{oldest}"
+
+
+def test_a_release_needs_no_password():
+    text = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
+    assert not re.search(r"secrets|password:|token:", text.replace("id-token:", ""))
+    before, publish = text.split("\n  publish:\n")
+    assert "id-token: write" in publish
+    assert "id-token" not in before
+    actions = re.findall(r"uses: (\S+)", text)
+    assert actions
+    assert [each for each in actions if not re.search(r"@(release/)?v\d", each)] == []
+
+
 def test_doctor_knows_the_runtime_dependencies():
     assert dict(split(each) for each in PROJECT["project"]["dependencies"]) == doctor.REQUIREMENTS
 
