@@ -38,7 +38,10 @@ REQUIREMENTS: dict[str, str] = {
 }
 """The runtime dependencies in pyproject.toml, by name."""
 
-OPTIONAL: dict[str, tuple[str, str]] = {"matplotlib": ("plot", "the plot of opkit demo")}
+OPTIONAL: dict[str, tuple[str, str]] = {
+    "jax": ("jax", "opkit.to_jax"),
+    "matplotlib": ("plot", "the plot of opkit demo"),
+}
 """The packages of extras in pyproject.toml, by name: the extra, and what it is for."""
 
 
