@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from opkit.attn.paged.api import paged_attention as paged_attention
     from opkit.attn.parallel.api import context_parallel as context_parallel
     from opkit.compiler.explain import explain as explain
+    from opkit.jax.api import to_jax as to_jax
     from opkit.layers.checkpoints import checkpoint as checkpoint
     from opkit.layers.fitting import fit as fit
     from opkit.layers.modules import checkpoint_layers as checkpoint_layers
@@ -82,6 +83,7 @@ _LAZY = {
     "scan": ("opkit.layers.scan", "scan"),
     "sdpa_override": ("opkit.attn.compat.sdpa", "sdpa_override"),
     "set_sdpa_override": ("opkit.attn.compat.sdpa", "set_sdpa_override"),
+    "to_jax": ("opkit.jax.api", "to_jax"),
 }
 
 

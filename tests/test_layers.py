@@ -19,7 +19,7 @@ _ROWS = (
     ("op",),
     ("sharding",),
     ("compiler", "contract"),
-    ("attn", "lowering", "layers", "ship"),
+    ("attn", "jax", "lowering", "layers", "ship"),
     ("testing", "masks"),
     ("nn",),
     ("opkit",),
@@ -37,6 +37,7 @@ _NEVER = {"opkit.compiler.ir": "torch", "opkit.compiler.lower": "torch", "opkit.
 # What `import opkit` must leave for later.
 _SLOW = (
     "triton",
+    "jax",
     "cffi",
     "pycparser",
     "hypothesis",

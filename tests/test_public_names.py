@@ -12,7 +12,7 @@ NAMES = {
         CustomOp append_kv attention batch_invariant c_kernel check checkpoint checkpoint_layers checkpoint_name
         compile_layers cpp_kernel cuda_kernel custom_op errors explain from_library get masks merge_attention nn
         operators paged_attention register_transformers remove fit keep offload runtime_library scan scan_layers
-        sdpa_override set_sdpa_override tensor_descriptor triton_kernel use_kernel
+        sdpa_override set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
     """,
     "opkit.testing": """
         Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
@@ -75,6 +75,7 @@ PARAMETERS = {
     "scan": "fn init xs length reverse policy",
     "sdpa_override": "",
     "set_sdpa_override": "enabled",
+    "to_jax": "function",
     "tensor_descriptor": "tensor block shape layout padding",
     "register_transformers": "name",
 }

@@ -105,6 +105,7 @@ _MARK = "|opkit:"
 _lock = threading.Lock()
 _traced: dict[str, str] = {}
 _registrations = itertools.count()
+_latest = ""
 
 
 def note_traced(operator: Any) -> None:
@@ -131,8 +132,15 @@ def renew_cache_key(operator: Any) -> str:
     look-up return a new one, and so recompiles what used the old. The overload stays the same object, because the dispatcher
     passes it to modes, whose traced graphs refer to it.
     """
+    global _latest
     operator.changed()
     if operator.traced_hash:
         operator.traced_hash = ""
         private.renew_packet(operator.overload)
-    return f"registration {next(_registrations)}"
+    _latest = f"registration {next(_registrations)}"
+    return _latest
+
+
+def latest_registration() -> str:
+    """Return the text of the last registration of any operator: what was made with another one may be outdated."""
+    return _latest

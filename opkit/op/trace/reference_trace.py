@@ -53,9 +53,11 @@ class ReferenceTrace:
     captures_gradient: bool = False  # ... among them one that requires grad
 
 
-def line_at_fault(error: BaseException) -> str:
-    """Return ``file:line: source`` of the innermost frame that is neither torch's nor opkit's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN))]
+def line_at_fault(error: BaseException, *others: str) -> str:
+    """Return ``file:line: source`` of the innermost frame that is neither torch's nor opkit's, nor of one of ``others``."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_TORCH, _OWN, *others))
+    ]
     if not frames:
         return ""
     last = frames[-1]

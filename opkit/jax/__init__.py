@@ -1,0 +1,1 @@
+"""Operators as JAX functions: ``opkit.to_jax``."""
