@@ -101,7 +101,8 @@ def _parts(text: bytes, header: Mapping[str, Any], weights: Mapping[str, torch.T
     yield struct.pack("<Q", len(text)) + text
     for name, entry in header.items():
         if name in weights:
-            content = memoryview(weights[name].reshape(-1).view(torch.uint8).numpy())
+            array: Any = weights[name].reshape(-1).view(torch.uint8).numpy()
+            content = memoryview(array)
             yield from (content[begin : begin + _CHUNK] for begin in range(0, len(content), _CHUNK))
         else:
             yield bytes(entry["shape"][0])

@@ -116,7 +116,8 @@ def _fold_batch_norm(module: fx.GraphModule, norm: fx.Node) -> bool:
     folded = _scaled(module, x, scale, shift)
     if folded:
         for user in users:
-            user.replace_all_uses_with(x) if user.args[1] == 0 else None
+            if user.args[1] == 0:
+                user.replace_all_uses_with(x)
     return folded
 
 
@@ -127,8 +128,8 @@ def _scaled(module: fx.GraphModule, node: fx.Node, scale: torch.Tensor, shift: t
         transposed, groups = node.args[6], node.args[8]
         if weight is None or (bias is None and node.args[2] is not None) or (transposed and groups != 1):
             return False
-        by_channel = scale.reshape(1 if transposed else -1, *([-1] if transposed else []), *[1] * (weight.dim() - 1))
-        by_channel = by_channel.reshape((1, -1) + (1,) * (weight.dim() - 2)) if transposed else by_channel
+        channel = 1 if transposed else 0
+        by_channel = scale.reshape([-1 if dim == channel else 1 for dim in range(weight.dim())])
         new_bias = shift if bias is None else bias.double() * scale + shift
         new = [weight.double() * by_channel, new_bias]
         places = (1, 2)

@@ -108,8 +108,9 @@ def _fuse(module: fx.GraphModule) -> None:
 
 
 def _is_plain_convolution(node: Any) -> bool:
-    is_call = isinstance(node, fx.Node) and node.target is mkldnn._convolution_pointwise.default
-    return is_call and node.args[7] == "none" and len(node.users) == 1
+    if not isinstance(node, fx.Node) or node.target is not mkldnn._convolution_pointwise.default:
+        return False
+    return node.args[7] == "none" and len(node.users) == 1  # pyright: ignore[reportReturnType]
 
 
 def _fuse_sum(module: fx.GraphModule, node: fx.Node, order: dict[fx.Node, int]) -> None:

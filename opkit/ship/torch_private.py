@@ -70,15 +70,16 @@ def propagate(module: fx.GraphModule) -> None:
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.target is torch.ops.mkldnn._convolution_pointwise.binary:  # has no fake implementation
+    target: Any = node.target
+    if target is torch.ops.mkldnn._convolution_pointwise.binary:  # has no fake implementation
         x, _, weight, *settings = args
         return torch.ops.mkldnn._convolution_pointwise.default(x, weight, *settings[:5], "none", [], "")
-    if node.target is torch.ops.aten.view.default and not isinstance(node.meta.get("val"), type(None)):
+    if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         try:
-            return node.target(*args, **kwargs)
+            return target(*args, **kwargs)
         except (RuntimeError, ValueError):  # the operand's strides are others than when the graph was traced
-            node.target = torch.ops.aten.reshape.default
-    return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            target = node.target = torch.ops.aten.reshape.default
+    return target(*args, **kwargs)
 
 
 # ---- weights in oneDNN's layouts -------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class WeightReader:
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: the record does not fit the weights.
         """
-        packing = record.get("packing")
+        packing: Any = record.get("packing")
         if "metadata" in record:
             found = private.from_packed_bytes(
                 self._weights[record["at"]], base64.b64decode(record["metadata"]), record["shape"]

@@ -287,15 +287,14 @@ def operator_library(op: CustomOp[Any, Any], isa: str) -> Path | None:
         PackageError: the kernel cannot be compiled.
     """
     kernels = op._operator.kernels.kernels  # pyright: ignore[reportPrivateUsage]
-    native = [
-        kernel for kernel in kernels if isinstance(kernel.function, NativeFunction) and not kernel.function.native.cuda
-    ]
-    if len(native) != 1 or native[0].when is not None:
+    native = [(each.function, each.when) for each in kernels if isinstance(each.function, NativeFunction)]
+    native = [(function, when) for function, when in native if not function.native.cuda]
+    if len(native) != 1 or native[0][1] is not None:
         return None
-    programs, reason = layout_programs(native[0].function)
+    programs, reason = layout_programs(native[0][0])
     if reason:
         return None
-    item = _LibraryBuild(native[0].function, isa, ())
+    item = _LibraryBuild(native[0][0], isa, ())
     return _libraries([item], {item.function: ([program.words for program in programs], "")}, Path(), 1)[0][0][1]
 
 
