@@ -66,6 +66,7 @@ class Binary:
         cluster: tuple[int, int, int] = (1, 1, 1),
         cooperative: bool = False,
         pdl: bool = False,
+        prefer_shared: bool = True,
         scratch: int = 0,
         scratch_align: int = 1,
         profile_scratch: int = 0,
@@ -83,6 +84,31 @@ class Binary:
 
         Raises:
             RuntimeError: the driver does not load the kernel.
+        """
+
+class ProblemLaunch:
+    """Launches of kernels of sm_90, one after another, each with a structure in memory and tensor descriptors made from it.
+
+    ``steps`` are kernels and their grids. ``maps`` are, of each descriptor, where in the structure of so many ``bytes`` a
+    tensor's address and its strides by batch, head and row are (four numbers of 64 bits), a CUtensorMapDataType, the size of an
+    element in bytes, and the sizes and the box, in elements: of columns, rows, boxes of 128 bytes in a row, heads and batches.
+
+    Raises:
+        ValueError: there is no step, or a map lies outside of the structure.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Binary, tuple[int, int, int]]],
+        maps: Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]],
+        bytes: int,
+        device: int,
+    ) -> None: ...
+    def __call__(self, problem: int, stream: int) -> None:
+        """Launch, with the structure at an address, on a stream.
+
+        Raises:
+            RuntimeError: the driver refuses; what it says.
         """
 
 class Entry:

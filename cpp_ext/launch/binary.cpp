@@ -73,7 +73,7 @@ void Binary::allow_shared(void* function, int32_t device) const {
         throw std::runtime_error("it needs " + std::to_string(properties_.shared) +
                                  " bytes of shared memory for a block, and the device has " + std::to_string(most) +
                                  "; use smaller blocks or fewer stages");
-    driver(driver.set_cache_preference, function, kPreferShared);
+    if (properties_.prefer_shared) driver(driver.set_cache_preference, function, kPreferShared);
     driver(driver.set_function_attribute, function, kMaxDynamicShared, static_cast<int32_t>(properties_.shared));
 }
 

@@ -22,6 +22,7 @@ struct Properties {
     Extent cluster{1, 1, 1};
     bool cooperative = false;
     bool pdl = false;  // it may begin before the kernel before it has ended (programmatic dependent launch)
+    bool prefer_shared = true;  // rather than L1 cache, where it has much shared memory
     Scratch scratch, profile_scratch;
 
     int64_t blocks() const { return cluster[0] * cluster[1] * cluster[2]; }  // of a cluster

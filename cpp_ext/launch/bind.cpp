@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "kernel.hpp"
+#include "problem.hpp"
 #include "python.hpp"
 #include "series.hpp"
 
@@ -12,11 +13,11 @@ namespace opkit::launch {
 namespace {
 
 std::shared_ptr<Binary> make_binary(std::shared_ptr<Driver> driver, const py::bytes& image, const std::string& name,
-                                    int64_t threads, int64_t shared, Extent cluster, bool cooperative, bool pdl,
+                                    int64_t threads, int64_t shared, Extent cluster, bool cooperative, bool pdl, bool prefer_shared,
                                     int64_t scratch, int64_t scratch_align, int64_t profile_scratch,
                                     int64_t profile_scratch_align) {
     const Properties properties{
-        threads, shared, cluster, cooperative, pdl, {scratch, scratch_align}, {profile_scratch, profile_scratch_align}};
+        threads, shared, cluster, cooperative, pdl, prefer_shared, {scratch, scratch_align}, {profile_scratch, profile_scratch_align}};
     return std::make_shared<Binary>(std::move(driver), std::string(image), name, properties);
 }
 
@@ -66,7 +67,7 @@ void bind_entries(py::module_& m) {
     py::class_<Binary, std::shared_ptr<Binary>>(m, "Binary", "One compiled kernel.")
         .def(py::init(&make_binary), py::arg("driver"), py::arg("image"), py::arg("name"), py::kw_only(),
              py::arg("threads"), py::arg("shared"), py::arg("cluster") = Extent{1, 1, 1},
-             py::arg("cooperative") = false, py::arg("pdl") = false, py::arg("scratch") = 0,
+             py::arg("cooperative") = false, py::arg("pdl") = false, py::arg("prefer_shared") = true, py::arg("scratch") = 0,
              py::arg("scratch_align") = 1, py::arg("profile_scratch") = 0, py::arg("profile_scratch_align") = 1)
         .def("function", [](const Binary& self, int32_t device) {
                  return reinterpret_cast<uintptr_t>(self.function(device));
@@ -82,6 +83,27 @@ void bind_entries(py::module_& m) {
                  return std::make_shared<Entry>(self, grid, constants);
              },
              py::arg("grid"), py::arg("constants"));
+}
+
+using GivenMap = std::tuple<int64_t, int32_t, int64_t, std::array<uint64_t, 5>, std::array<uint32_t, 5>>;
+
+std::unique_ptr<ProblemLaunch> make_problem_launch(const std::vector<std::pair<std::shared_ptr<Binary>, Extent>>& steps,
+                                                   const std::vector<GivenMap>& maps, int64_t bytes, int32_t device) {
+    std::vector<ProblemLaunch::Step> kernels;
+    for (const auto& [binary, grid] : steps) kernels.push_back({binary, grid});
+    std::vector<ProblemMap> described;
+    for (const auto& [place, type, size, sizes, box] : maps) described.push_back({place, type, size, sizes, box});
+    return std::make_unique<ProblemLaunch>(std::move(kernels), std::move(described), bytes, device);
+}
+
+void bind_problems(py::module_& m) {
+    py::class_<ProblemLaunch>(m, "ProblemLaunch", "Launches of kernels that take one structure.")
+        .def(py::init(&make_problem_launch), py::arg("steps"), py::arg("maps"), py::arg("bytes"), py::arg("device"))
+        .def("__call__",
+             [](const ProblemLaunch& self, uintptr_t problem, uintptr_t stream) {
+                 self.launch(reinterpret_cast<const void*>(problem), reinterpret_cast<void*>(stream));
+             },
+             py::arg("problem"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 
 std::shared_ptr<const Repeated> repeat(Launcher& launcher, const py::object& call) {
@@ -136,6 +158,7 @@ Description read_description(const py::dict& fields);  // description.cpp
 
 void bind(py::module_& m) {
     bind_entries(m);
+    bind_problems(m);
     bind_launcher(m);
     m.def(
         "launch_kernel",

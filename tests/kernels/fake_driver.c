@@ -233,13 +233,35 @@ int hipSetDevice(int device) { return note("device|%d\n", device), 0; }
 #else
 int cuDeviceGet(int* handle, int device) { return *handle = device, 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-    return (void)device, *value = attribute == 97 ? most_shared : 0, 0;
+    const int major = 9; /* of the compute capability, whose minor number is 0 */
+    return (void)device, *value = attribute == 97 ? most_shared : attribute == 75 ? major : 0, 0;
 }
 int cuDevicePrimaryCtxRetain(void** made, int device) {
     return *made = (void*)(intptr_t)(device + 1), note("retain|%d\n", device), 0;
 }
 int cuCtxGetCurrent(void** current) { return *current = context, 0; }
 int cuCtxSetCurrent(void* made) { return context = made, 0; }
+int cuCtxGetDevice(int* device) { return *device = (int)(intptr_t)context - 1, context ? 0 : 201; }
+
+/* Kernels of libraries, which have no context; their parameters are of the sizes that were said last. */
+static char library_sizes[64];
+void fake_library_sizes(const char* sizes) { snprintf(library_sizes, sizeof library_sizes, "%s", sizes); }
+int cuLibraryLoadData(void** library, const void* image, void* a, void* b, uint32_t c, void* d, void* e, uint32_t f) {
+    (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;
+    note("library|%.4s|mode %d\n", *(const char*)image == 0x7f ? "code" : "text", mode);
+    return *library = (void*)3, failed("cuLibraryLoadData");
+}
+int cuLibraryUnload(void* library) { return (void)library, 0; }
+int cuLibraryGetKernel(void** found, void* library, const char* name) {
+    Kernel* kernel = malloc(sizeof *kernel);
+    (void)library;
+    snprintf(kernel->name, sizeof kernel->name, "%s %s", name, library_sizes);
+    return *found = kernel, failed("cuLibraryGetKernel");
+}
+int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
+    return note("attribute|%d|%d|%s|%d\n", attribute, value, ((Kernel*)kernel)->name, device), 0;
+}
+
 int cuFuncSetAttribute(void* function, int attribute, int value) {
     return (void)function, note("attribute|%d|%d\n", attribute, value), 0;
 }
