@@ -4,7 +4,7 @@
 
 "hopper" and "portable" are forwards by these kernels, "packed" is one for Hopper whose tiles come from lists, "decode" is that
 of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, and
-"cuda_packed" is that of packed sequences, for where a GPU and nvcc are, and "portable_backward" is for where no GPU is.
+"cuda_packed" is that of packed sequences, for where a GPU is, and "portable_backward" is for where no GPU is.
 Each row is of processes of their own, which alternate: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
 other processes do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of

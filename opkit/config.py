@@ -9,7 +9,8 @@ variable                default  meaning
 ``OPKIT_CACHE_DIR``     (user)   where results that outlive the process are stored (compiled kernels, kernel timings)
 ``OPKIT_CC``            (found)  the C compiler; gcc or clang
 ``OPKIT_CXX``           (found)  the C++ compiler
-``OPKIT_NVCC``          (found)  the CUDA compiler
+``OPKIT_NVCC``          (found)  nvcc, a CUDA compiler
+``OPKIT_CUDA_COMPILER`` (found)  the CUDA compiler: nvrtc, which comes with torch, or nvcc
 ``OPKIT_ISA``           (host)   the widest instruction set to build for and run: baseline, avx2, avx512, avx512_bf16, amx, neon
 ``OPKIT_BUILD_TIMEOUT`` ``300``  seconds after which a compiler is stopped
 ``OPKIT_BRIDGE``        ``1``    use the bridge, if ``opkit bridge`` built it: calls of C kernels skip Python's autograd rules
@@ -47,6 +48,7 @@ class Settings:
     cc: str | None = None
     cxx: str | None = None
     nvcc: str | None = None
+    cuda_compiler: str | None = None
     isa: str | None = None
     build_timeout: float = 300.0
     bridge: bool = True
@@ -118,6 +120,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         cc=environment.get("OPKIT_CC") or None,
         cxx=environment.get("OPKIT_CXX") or None,
         nvcc=environment.get("OPKIT_NVCC") or None,
+        cuda_compiler=_one_of(environment, "OPKIT_CUDA_COMPILER", ("nvrtc", "nvcc")),
         isa=_one_of(environment, "OPKIT_ISA", ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "neon")),
         build_timeout=_seconds(environment, "OPKIT_BUILD_TIMEOUT", 300.0),
         bridge=_switch(environment, "OPKIT_BRIDGE", True),

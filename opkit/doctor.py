@@ -146,7 +146,8 @@ def _compiler(language: str, name: str) -> Finding:
         status: Status = "note" if language == "cuda" else "missing"
         reason = str(error).partition("\n")[0]
         return Finding("compilers", name, reason, status, toolchain.install_command(language))
-    return Finding("compilers", name, f"{found.path}: {toolchain.version(found)}")
+    program = found.arguments[-1] if found.family == "nvrtc" else found.path
+    return Finding("compilers", name, f"{program}: {toolchain.version(found)}")
 
 
 def _bridge() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import sysconfig
 import pytest
 
 from opkit import doctor
-from opkit.kernels.cc import toolchain
+from opkit.kernels.cc import nvrtc, toolchain
 
 
 def by_name(findings):
@@ -50,7 +50,8 @@ def test_torch_is_judged_by_its_version(monkeypatch, version, status):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A machine without compilers."""
+    """A machine without compilers, and a torch without CUDA."""
+    monkeypatch.setattr(nvrtc, "_cuda_of", lambda torch: None)
     monkeypatch.setattr(toolchain, "_CUDA_DEFAULT", "/nonexistent")
     monkeypatch.setenv("PATH", "")
     for name in ("CC", "CXX", "NVCC", "CUDA_HOME", "CUDA_PATH"):

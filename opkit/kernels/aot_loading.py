@@ -23,8 +23,8 @@ from opkit.kernels.aot_package import CUDA, FOLDER, MANIFEST, Library, Manifest,
 from opkit.kernels.binding import Bound
 from opkit.kernels.cc import build_plan
 from opkit.kernels.cc import isa as isas
-from opkit.kernels.cc.build_plan import Request
 from opkit.kernels.cc.native import NativeKernel
+from opkit.kernels.cc.request import Request
 from opkit.kernels.triton import specialisation, targets
 from opkit.kernels.triton.binaries import Binary
 from opkit.kernels.triton.compiling import CompileRequest

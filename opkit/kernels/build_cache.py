@@ -33,7 +33,7 @@ from opkit.errors import BuildCacheWarning, CacheError
 from opkit.kernels import cache_files
 
 ENTRY = "entry.json"
-FILES = ("kernel.so", "kernel")
+FILES = ("kernel.so", "kernel", "kernel.cubin")
 TEMPORARY, FAILED = "tmp", "failed"
 
 _LEFTOVER = r"[0-9a-f]{8}(-\S+|[0-9a-f]{8})"  # a folder that was built in; sources of a build that failed

@@ -87,7 +87,8 @@ def test_openmp_with_clang_needs_no_library_of_its_own(settings):
 
 @pytest.mark.build
 @needs_nvcc
-def test_cuda_is_compiled(settings):
+def test_cuda_is_compiled_by_nvcc(settings):
+    settings(cuda_compiler="nvcc")
     text = '__global__ void kernel(float* x) { x[threadIdx.x] *= 2; }\nextern "C" void run(float* x) '
     text += "{ kernel<<<1, 32>>>(x); }"
     path = build(make(text, "k.cu", "cuda", flags=("-gencode", "arch=compute_90,code=sm_90"), library_dirs=("/a b",)))
@@ -97,7 +98,9 @@ def test_cuda_is_compiled(settings):
         build(make("\nint f() { return oops; }", "k.cu", "cuda"))
 
 
-def test_nvcc_is_given_nothing_that_its_shell_would_run():
+def test_nvcc_is_given_nothing_that_its_shell_would_run(settings, tmp_path):
+    (tmp_path / "nvcc").touch(0o700)
+    settings(nvcc=tmp_path / "nvcc")
     for place in ("flags", "include_dirs", "library_dirs", "libraries"):
         for text in ("$(touch pwned)", "`touch pwned`", '"', "a;b", "a\nb"):
             said = None

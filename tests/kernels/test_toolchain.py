@@ -20,7 +20,8 @@ def settings(settings, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, settings):
-    """A folder that is all of PATH."""
+    """A folder that is all of PATH; CUDA's compiler is nvcc."""
+    settings(cuda_compiler="nvcc")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(toolchain, "_CUDA_DEFAULT", str(tmp_path / "none"))
     return tmp_path

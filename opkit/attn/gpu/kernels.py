@@ -29,7 +29,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
     Calls with few queries go to the decoding kernel; on Hopper, those of latent attention to a kernel of their own, and those
     with many rows together to the Hopper kernel. Other calls, and gradients, go to the Hopper kernel where it takes them, else to
-    the portable one. Kernels in CUDA C++ come before these where nvcc is installed.
+    the portable one. Kernels in CUDA C++ come before these where there is a compiler.
     """
     op.register_kernel(device(), forward, when=predicate(AttentionCall, takes), name=NAME, trusted=True)
     decoding.register(op)

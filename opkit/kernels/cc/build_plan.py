@@ -13,72 +13,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from opkit import config
 from opkit.errors import ArgumentError, ToolchainError
-from opkit.kernels.cc import toolchain
+from opkit.kernels.cc import nvrtc_plan, toolchain
+from opkit.kernels.cc.cuda_split import CannotSplit
+from opkit.kernels.cc.headers import headers
 from opkit.kernels.cc.isa import cpu_features, effective, isa_flags
+from opkit.kernels.cc.request import BuildPlan, Request, Unit
 from opkit.kernels.cc.toolchain import Compiler
 
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """One translation unit. ``language`` is "c", "c++" or "cuda"; ``name`` is its file name in compiler messages."""
-
-    name: str
-    text: str
-    language: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A library or program to build.
-
-    Attributes:
-        label: its name in messages: "demo::rms_norm". It does not change the result.
-        units: the translation units.
-        flags: arguments of the compiler. Paths in them must be absolute.
-        include_dirs: folders to search for headers; a changed header that is included causes a rebuild.
-        library_dirs: folders to search for libraries, now and when the result is loaded.
-        libraries: names ("openblas"), file names ("libopenblas.so.0") or paths.
-        isa: "native", or a named instruction set.
-        kind: "shared" (a library) or "executable".
-        debug: add debugging information, and the address and undefined-behaviour sanitizers.
-    """
-
-    label: str
-    units: tuple[Unit, ...]
-    flags: tuple[str, ...] = ()
-    include_dirs: tuple[str | os.PathLike[str], ...] = ()
-    library_dirs: tuple[str | os.PathLike[str], ...] = ()
-    libraries: tuple[str, ...] = ()
-    isa: str = "native"
-    kind: Literal["shared", "executable"] = "shared"
-    debug: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildPlan:
-    """The commands of a build, which run in the folder of the units' files: ``units`` in parallel, then ``link``.
-
-    A single unit is compiled and linked by one command.
-    """
-
-    compilers: tuple[Compiler, ...]
-    units: tuple[tuple[str, ...], ...]
-    link: tuple[str, ...] | None
-    file: str
-
-    @property
-    def compiler(self) -> Compiler:
-        """The compiler that links."""
-        return self.compilers[0]
-
-
-FILES = {"shared": "kernel.so", "executable": "kernel"}
+FILES = {"shared": "kernel.so", "executable": "kernel", "cubin": "kernel.cubin"}
 _SUFFIXES = {"c": ".c", "c++": ".cpp", "cuda": ".cu"}
 _RANK = ("c", "c++", "cuda")
 
@@ -121,18 +68,64 @@ def plan(request: Request) -> BuildPlan:
     _check(request)
     languages = [unit.language for unit in request.units]
     main = max(languages, key=_RANK.index)
-    if main == "cuda":  # its flags are nvcc's, so nvcc compiles the units in C and C++ too
-        languages = ["cuda"] * len(languages)
-        _check_nvcc(request)
+    if main == "cuda":
+        return _cuda_plan(request)
     compilers = {language: toolchain.find(language) for language in dict.fromkeys([main, *languages])}
-    if len(request.units) == 1 and not _links_separately(request, compilers[main]):
-        return BuildPlan((compilers[main],), (_compile_and_link(request, compilers[main]),), None, FILES[request.kind])
+    return _plan(request, languages, compilers[main], compilers)
+
+
+def _plan(request: Request, languages: Sequence[str], main: Compiler, compilers: Mapping[str, Compiler]) -> BuildPlan:
+    sources = tuple((source_name(number, unit), unit.name, unit.text) for number, unit in enumerate(request.units))
+    if request.kind == "cubin" or (len(request.units) == 1 and not _links_separately(request, main)):
+        return BuildPlan((main,), (_compile_and_link(request, main),), None, FILES[request.kind], sources)
     units = [_compile(request, number, compilers[language]) for number, language in enumerate(languages)]
-    return BuildPlan(tuple(compilers.values()), tuple(units), _link(request, compilers[main]), FILES[request.kind])
+    return BuildPlan(tuple(compilers.values()), tuple(units), _link(request, main), FILES[request.kind], sources)
+
+
+def _cuda_plan(request: Request) -> BuildPlan:
+    compiler = toolchain.find("cuda")
+    if compiler.family == "nvrtc":
+        try:
+            return _nvrtc_plan(request, compiler)
+        except CannotSplit as error:
+            compiler = _nvcc_for(request, error)
+    _check_nvcc(request)
+    # its flags are nvcc's, so nvcc compiles the units in C and C++ too
+    return _plan(request, ["cuda"] * len(request.units), compiler, {"cuda": compiler})
+
+
+def _nvrtc_plan(request: Request, compiler: Compiler) -> BuildPlan:
+    """Return the plan of device code alone; or of the host's part, after commands for the device's.
+
+    Raises:
+        CannotSplit: only nvcc can compile the source.
+    """
+    if request.kind == "cubin":
+        unit = request.units[0]
+        command = nvrtc_plan.cubin(request, compiler, source_name(0, unit), FILES["cubin"])
+        return BuildPlan((compiler,), (command,), None, FILES["cubin"], ((source_name(0, unit), unit.name, unit.text),))
+    parts = nvrtc_plan.parts(request, compiler)
+    host = plan(parts.host)
+    compilers, sources = (compiler, *host.compilers), (*host.sources, *parts.sources)
+    return dataclasses.replace(host, compilers=compilers, sources=sources, device=parts.commands)
+
+
+def _nvcc_for(request: Request, reason: CannotSplit) -> Compiler:
+    """Return nvcc for a source that NVRTC cannot compile, unless the settings name NVRTC."""
+    try:
+        if config.get().cuda_compiler is None:
+            return toolchain.find_nvcc()
+    except ToolchainError:
+        pass
+    raise ToolchainError(
+        f"{request.label}: NVRTC, which compiles device code alone, cannot compile this source: {reason}. nvcc can: install it, "
+        "and leave OPKIT_CUDA_COMPILER unset or set it to nvcc."
+    )
 
 
 def _check(request: Request) -> None:
-    if not request.units or request.kind not in FILES:
+    cubin = [unit.language for unit in request.units] == ["cuda"]
+    if not request.units or request.kind not in FILES or (request.kind == "cubin" and not cubin):
         raise ArgumentError(f"{request.label}: there is nothing to build, or kind={request.kind!r} is not known.")
     for unit in request.units:
         if unit.language not in _SUFFIXES:
@@ -224,7 +217,7 @@ def _link(request: Request, compiler: Compiler) -> tuple[str, ...]:
 
 
 def _shared(request: Request) -> tuple[str, ...]:
-    return ("-shared",) if request.kind == "shared" else ()
+    return {"shared": ("-shared",), "executable": (), "cubin": ("-cubin",)}[request.kind]
 
 
 def _flags(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
@@ -242,7 +235,8 @@ def _host(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
 
 def _nvcc(request: Request, unit: Unit, compiler: Compiler) -> tuple[str, ...]:
     host = config.get().cxx
-    flags = (*_NVCC, *(_NVCC_SHARED if request.kind == "shared" else ("-Xcompiler", "-fexceptions")))
+    host_flags = {"shared": _NVCC_SHARED, "executable": ("-Xcompiler", "-fexceptions"), "cubin": ()}
+    flags = (*_NVCC, *host_flags[request.kind])
     flags += ("-g", "-lineinfo") if request.debug else ()
     return flags if host is None else (*flags, "-ccbin", toolchain.find("c++").path)
 
@@ -275,7 +269,7 @@ def _library(name: str) -> str:
 
 def is_native(plan: BuildPlan, request: Request) -> bool:
     """Return whether the result depends on the features of this processor."""
-    return effective(request.isa) == "native" and any(compiler.family != "nvcc" for compiler in plan.compilers)
+    return effective(request.isa) == "native" and any(compiler.language != "cuda" for compiler in plan.compilers)
 
 
 def families(compilers: Sequence[Compiler]) -> str:
@@ -288,8 +282,6 @@ def families(compilers: Sequence[Compiler]) -> str:
 
 _KEY_FORMAT = 1  # of this key: change it when the meaning of its parts changes
 _HEADER = Path(__file__).parents[1] / "include" / "opkit.h"
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include(?:_next)?[ \t]*(?:["<]([^">\n]+)[">]|([A-Za-z_]\w*))', re.MULTILINE)
-_HEADER_SUFFIXES = (".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".def", ".ipp", ".tpp", "")
 
 # The environment variables that compilers read.
 _VARIABLES = (
@@ -323,6 +315,7 @@ def key(request: Request, plan: BuildPlan) -> str:
         [(unit.name, unit.text, unit.language) for unit in request.units],
         plan.units,
         plan.link,
+        *([plan.device] if plan.device else []),
         [(compiler.path, compiler.family, compiler.identity) for compiler in _compilers(plan)],
         cpu_features() if is_native(plan, request) else (),
         list(headers(request)),
@@ -338,42 +331,6 @@ def _compilers(plan: BuildPlan) -> Iterator[Compiler]:
     if plan.compiler.family == "nvcc":
         with contextlib.suppress(ToolchainError):
             yield toolchain.find("c++")
-
-
-# ---- headers ---------------------------------------------------------------------------------------------------------
-
-
-def headers(request: Request) -> Iterator[tuple[str, str]]:
-    """Yield each header that the units include, directly or not, with a hash of its content.
-
-    Only those in the request's folders: the compiler's identity stands for the system's. A header that is included under a
-    condition counts, whatever the condition. Where a macro names the file, all headers of the folders count.
-    """
-    folders = [os.path.abspath(folder) for folder in request.include_dirs]
-    folders += [flag[2:] for flag in request.flags if flag.startswith("-I") and len(flag) > 2]
-    if not folders:
-        return
-    seen: dict[str, str] = {}
-    for unit in request.units:
-        _follow(unit.text, folders, seen)
-    yield from sorted(seen.items())
-
-
-def _follow(text: str, folders: list[str], seen: dict[str, str], own: str | None = None) -> None:
-    for name, macro in _INCLUDE.findall(text):
-        near = [own, *folders] if own is not None else folders
-        paths = _all_headers(folders) if macro else (os.path.join(folder, name) for folder in near)
-        for path in paths:
-            if path not in seen and os.path.isfile(path):
-                content = Path(path).read_bytes()
-                seen[path] = hashlib.sha256(content).hexdigest()
-                _follow(content.decode("utf-8", "replace"), folders, seen, os.path.dirname(path))
-
-
-def _all_headers(folders: Iterable[str]) -> Iterator[str]:
-    for folder in folders:
-        for place, _, names in os.walk(folder):
-            yield from (os.path.join(place, name) for name in names if os.path.splitext(name)[1] in _HEADER_SUFFIXES)
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

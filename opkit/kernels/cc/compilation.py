@@ -19,11 +19,12 @@ from opkit import config
 from opkit.errors import CacheError, CompileError, OpkitError
 from opkit.kernels import build_cache, cache_files
 from opkit.kernels.cc import build_plan, processes, toolchain
-from opkit.kernels.cc.build_plan import BuildPlan, families, plan, source_name
-from opkit.kernels.cc.build_plan import Request as Request
-from opkit.kernels.cc.build_plan import Unit as Unit
+from opkit.kernels.cc.build_plan import families, plan
 from opkit.kernels.cc.processes import Outcome
 from opkit.kernels.cc.progress import Progress, printable
+from opkit.kernels.cc.request import BuildPlan
+from opkit.kernels.cc.request import Request as Request
+from opkit.kernels.cc.request import Unit as Unit
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -237,10 +238,10 @@ def _compile(place: Path, folder: Path, job: _Job) -> None:
         CompileError: one failed.
         OSError: the disk is full, or the folder was removed.
     """
-    for number, unit in enumerate(job.request.units):
-        text = f"#line 1 {processes.quoted_file(unit.name)}\n{unit.text}\n"
-        (folder / source_name(number, unit)).write_bytes(text.encode("utf-8", "surrogatepass"))
-    for commands in (job.plan.units, *([(job.plan.link,)] if job.plan.link else [])):
+    for file, name, text in job.plan.sources:
+        text = f"#line 1 {processes.quoted_file(name)}\n{text}\n"
+        (folder / file).write_bytes(text.encode("utf-8", "surrogatepass"))
+    for commands in job.plan.stages:
         ended = processes.run(commands, folder, job.jobs, config.get().build_timeout, job.tick)
         wrong = next((outcome for outcome in ended if outcome.status != 0), None)
         if wrong is not None:
@@ -269,4 +270,4 @@ def _failure(place: Path, folder: Path, job: _Job, wrong: Outcome) -> CompileErr
 
 def _outside(argument: str, folder: Path) -> str:
     """Return an argument for a command that runs outside ``folder``: the names of files in it become whole paths."""
-    return str(folder / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so)?", argument) else argument
+    return str(folder / argument) if re.fullmatch(r"unit\d+\.\w+|kernel(\.so|\.cubin)?", argument) else argument

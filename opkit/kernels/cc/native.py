@@ -20,9 +20,9 @@ from opkit.kernels.binding import Bound, Constant
 from opkit.kernels.cc import declaration, source
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.boilerplate import ELEMENTWISE_EXPORT
-from opkit.kernels.cc.build_plan import Request, Unit
 from opkit.kernels.cc.declaration import CFunction
 from opkit.kernels.cc.dtypes import DTYPES
+from opkit.kernels.cc.request import Request, Unit
 
 Dtypes = Iterable[Any] | Mapping[str, Iterable[Any]] | None
 ISAS = ("native", "baseline", "avx2", "avx512", "neon")
@@ -208,11 +208,12 @@ def cuda_kernel(
     library_dirs: Sequence[str | Path] = (),
     libraries: Sequence[str] = (),
 ) -> NativeKernel:
-    """Declare a kernel in CUDA C++, compiled by nvcc.
+    """Declare a kernel in CUDA C++, compiled by NVRTC, which comes with torch, and a C++ compiler; or by nvcc.
 
     The bound function runs on the host: an ``extern "C"`` function that launches ``__global__`` functions on its parameter
     ``cudaStream_t stream``, torch's current stream on the arguments' device, which is the current device during the
-    call. A launch that fails is reported.
+    call. A launch that fails is reported. ``flags`` are nvcc's, of which NVRTC gets those that it has. What only nvcc can compile
+    (``libraries``, device code in headers, launches by macros) is compiled by it where it is installed.
 
     Args:
         source, dtypes, name, flags, bind, sources, include_dirs, library_dirs, libraries: as for :func:`cpp_kernel`.

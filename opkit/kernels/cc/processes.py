@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from opkit.errors import CompileError, ToolchainError
+from opkit.kernels.cc import nvrtc
 from opkit.kernels.cc.progress import printable
 
 _POLL_SECONDS = 0.1  # seconds between looks at the clock while compilers run
@@ -210,7 +211,7 @@ def compile_error(message: str, log: str, command: tuple[str, ...]) -> CompileEr
 
 
 def _ending(outcome: Outcome) -> str:
-    program = Path(outcome.command[0]).name
+    program = "NVRTC" if os.fspath(nvrtc.PROGRAM) in outcome.command else Path(outcome.command[0]).name
     if outcome.status is None:
         return f"{program} was stopped: it had not finished within the time limit (OPKIT_BUILD_TIMEOUT)."
     if outcome.status == 0:

@@ -17,8 +17,8 @@ from opkit.errors import DeclarationError
 from opkit.kernels.binding import Bound, Slot
 from opkit.kernels.cc import boilerplate, scanner
 from opkit.kernels.cc.boilerplate import descriptor, quoted
-from opkit.kernels.cc.build_plan import Unit
 from opkit.kernels.cc.dtypes import C_TYPES, DTYPES, CType, Dtype
+from opkit.kernels.cc.request import Unit
 
 INCLUDE = Path(__file__).parents[1] / "include"
 _OPKIT_LINES = '#line 1 "<opkit>"\n'

@@ -10,10 +10,12 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 from opkit import config
 from opkit.errors import ToolchainError
+from opkit.kernels.cc import nvrtc
 
 _PROBE_SECONDS = 20.0
 
@@ -24,7 +26,7 @@ class Compiler:
 
     Attributes:
         path: the program to start.
-        family: "gcc", "clang" or "nvcc".
+        family: "gcc", "clang", "nvrtc" or "nvcc".
         language: "c", "c++" or "cuda".
         identity: real paths, sizes and times of change, which change with the compiler. Computed without starting it.
         arguments: the arguments before all flags, as in ``CC="ccache gcc"``.
@@ -105,11 +107,55 @@ def install_command(language: str) -> str | None:
 def find(language: str) -> Compiler:
     """Find the compiler for ``language`` ("c", "c++" or "cuda"): opkit's setting, ``$CC`` and the like, then the usual names.
 
+    For CUDA it is NVRTC where torch has it, else nvcc; a setting chooses.
+
     Raises:
         ToolchainError: there is none, or a setting of opkit names one that cannot be used.
     """
     if language not in _LANGUAGES:
         raise ToolchainError(f"There is no compiler for the language {language!r}: opkit builds c, c++ and cuda.")
+    return find_nvrtc() if language == "cuda" and _nvrtc_chosen() else _find(language)
+
+
+def find_nvcc() -> Compiler:
+    """Find nvcc, whatever the CUDA compiler of the settings is.
+
+    Raises:
+        ToolchainError: there is none, or a setting of opkit names one that cannot be used.
+    """
+    return _find("cuda")
+
+
+def find_nvrtc() -> Compiler:
+    """Return the command that compiles by NVRTC.
+
+    Raises:
+        ToolchainError: there is none, and why.
+    """
+    library = nvrtc.library()
+    if not sys.executable:
+        raise ToolchainError("NVRTC is run by Python in a process of its own, and sys.executable names no program.")
+    files = [library, *nvrtc.OWN_FILES, *sorted(nvrtc.HEADERS.iterdir()), *nvrtc.toolkit_headers(library)]
+    identity = " ".join(_stamp(os.fspath(file)) for file in files)
+    return Compiler(sys.executable, "nvrtc", "cuda", identity, ("-I", os.fspath(nvrtc.PROGRAM), os.fspath(library)))
+
+
+def _nvrtc_chosen() -> bool:
+    settings = config.get()
+    if settings.cuda_compiler is not None or settings.nvcc is not None:
+        return settings.cuda_compiler == "nvrtc"
+    try:
+        nvrtc.library()
+    except ToolchainError as error:
+        try:
+            _find("cuda")
+        except ToolchainError as other:
+            raise ToolchainError(f"{error} {other}") from None
+        return False
+    return True
+
+
+def _find(language: str) -> Compiler:
     found = _search(language, _search_settings(language))
     if not os.path.exists(found.path):  # it was removed after it was found
         _search.cache_clear()

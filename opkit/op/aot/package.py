@@ -17,9 +17,9 @@ from opkit.kernels import aot_loading, aot_package
 from opkit.kernels.aot_package import CUDA, Library, TritonBinary
 from opkit.kernels.cc import compilation
 from opkit.kernels.cc import isa as isas
-from opkit.kernels.cc.build_plan import Request
 from opkit.kernels.cc.native import build_request
 from opkit.kernels.cc.progress import Progress
+from opkit.kernels.cc.request import Request
 from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private

@@ -16,9 +16,9 @@ from opkit.errors import KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels import aot_loading
 from opkit.kernels.binding import ANY_DTYPE, Bound, Slot, bind
 from opkit.kernels.cc import compilation, runs
-from opkit.kernels.cc.build_plan import Request
 from opkit.kernels.cc.dtypes import DTYPES
 from opkit.kernels.cc.native import NativeKernel, build_request
+from opkit.kernels.cc.request import Request
 from opkit.kernels.facts import Facts
 from opkit.op import kernel_kinds
 from opkit.op.core import Operator

@@ -63,7 +63,7 @@ def run(request):
 
 @pytest.fixture
 def a_hopper(monkeypatch):
-    """As if all tensors were on a GPU of compute capability 9.0, of a machine with nvcc."""
+    """As if all tensors were on a GPU of compute capability 9.0, of a machine with a CUDA compiler."""
     for module in (forward, backward):
         monkeypatch.setattr(module, "on_hopper", lambda x: True)
     monkeypatch.setattr(library, "compiler_there", lambda: True)

@@ -32,25 +32,18 @@ from opkit.kernels.cc import toolchain
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
 NONE = ("", "")
 """No defect."""
-LISTS_OF_128 = r"call\.head_size == 128 \? launch<Listed<Middle>, true>\(call, stream\) :"
+LISTS_OF_128 = r"(?m)^ATTENTION\(attention_128.*Listed<Middle>.*\n"
 """Of the forward's kernels of lists those of heads of 128, as a pattern in forward.cu."""
 
 
 def all_but(head: int) -> str:
     """Of the forward's kernels those without a band, or of heads of other sizes, as a pattern in forward.cu."""
-    narrow = "" if head == 64 else "|return call\\.banded.*"
-    return (
-        rf"(?m)^ {{8}}(if \(call\.head_size == (?!{head}\)).*|if \(call\.brief.*{narrow})\n"
-        r"|call\.banded \? | : launch<(L|Narrow<true>), false>\(call, stream\)"
-    )
+    return rf"(?m)^ATTENTION\(attention_(?!{head}(_brief)?_banded, )\w+, .*\n"
 
 
 def all_but_plain(head: int) -> str:
     """Of the forward's kernels those with a band or lists, or of heads of other sizes, as a pattern in forward.cu."""
-    return (
-        rf"(?m)^ {{8}}if \(call\.(head_size == (?!{head}\))|head_size == 64\) return launch<Listed|brief).*\n"
-        r"|call\.(banded|head_size == 128) \? launch<\S+, true>\(call, stream\) : "
-    )
+    return rf"(?m)^ATTENTION\(attention_(?!{head}, )\w+, .*\n"
 
 
 def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = NONE, unused: str = "") -> Path:
@@ -82,6 +75,40 @@ def compile_at(place: Path, text: str, defect: tuple[str, str]) -> Path:
     return made
 
 
+class Described(ctypes.Structure):
+    """A tensor for TMA, as ``hopper_on_cpu/cuda.h`` says."""
+
+    _fields_ = (
+        ("place", ctypes.c_int64), ("element", ctypes.c_int64), ("sizes", ctypes.c_int64 * 5), ("box", ctypes.c_int * 5),
+    )  # fmt: skip
+
+
+class KernelsOnCpu:
+    """What :class:`opkit.attn.gpu.hopper.library.Kernels` is, on the machine."""
+
+    def __init__(self, built: Path, seed: list[int]) -> None:
+        self.library, self.seed, self.numbers = ctypes.CDLL(str(built)), seed, self
+
+    def __getitem__(self, kernel: str) -> tuple[int, ...]:
+        count = ctypes.c_int.in_dll(self.library, f"{kernel}_count").value
+        return tuple((ctypes.c_int * count).in_dll(self.library, f"{kernel}_numbers"))
+
+    def launching(self, steps, maps, problem, device):
+        described = (Described * len(maps))(*(
+            Described(place, size, (ctypes.c_int64 * 5)(*sizes), (ctypes.c_int * 5)(*box)) for place, _, size, sizes, box in maps
+        ))  # fmt: skip
+
+        def launch(call: ctypes.Structure, stream: int) -> None:
+            assert self["problem"] == (ctypes.sizeof(problem),)
+            for step in steps:
+                grid = (ctypes.c_uint * 3)(*step.grid)
+                error = self.library[step.kernel](ctypes.byref(call), described, len(maps), grid, self.seed[0])
+                if error:
+                    raise KernelError(f"{step.kernel}: error {error}")
+
+        return launch
+
+
 @contextlib.contextmanager
 def on_cpu(
     monkeypatch, folder: Path, defect: tuple[str, str] = NONE, processors: int = 2, unused: str = ""
@@ -95,18 +122,10 @@ def on_cpu(
     seed = [0]
 
     @functools.cache
-    def launcher(name: str, dtype: torch.dtype):
-        function = ctypes.CDLL(str(build(name, dtype, folder, defect, unused)))[f"hopper_{library.source_of(name)}"]
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    def kernels(name: str, dtype: torch.dtype) -> KernelsOnCpu:
+        return KernelsOnCpu(build(name, dtype, folder, defect, unused), seed)
 
-        def launch(call: ctypes.Structure, stream: int) -> None:
-            error = function(ctypes.addressof(call), seed[0])
-            if error:
-                raise KernelError(f"hopper_{name}: error {error}")
-
-        return launch
-
-    monkeypatch.setattr(library, "launcher", launcher)
+    monkeypatch.setattr(library, "kernels", kernels)
     monkeypatch.setattr(backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
     monkeypatch.setattr(gluon, "processors", lambda device: processors)
     yield seed

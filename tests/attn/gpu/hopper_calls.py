@@ -33,8 +33,7 @@ on_hopper = [
     ),
 ]
 
-with_nvcc = pytest.mark.skipif(not library.compiler_there(), reason="needs nvcc")
-on_hopper_with_nvcc = [*on_hopper, with_nvcc]
+on_hopper_with_compiler = [*on_hopper, pytest.mark.skipif(not library.compiler_there(), reason="needs NVRTC or nvcc")]
 
 
 def unlike(cases, holds):

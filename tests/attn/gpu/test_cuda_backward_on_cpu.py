@@ -249,9 +249,9 @@ LISTS_DEFECTS = {
     "gradients that are not cleaned": ("    if (S::LISTED) clean<S::BLOCK_BYTES>(", "    if (false) clean<S::BLOCK_BYTES>("),
 }  # fmt: skip
 
-WIDE = r"narrow \? | : launch_for<128>\(\*call, stream\)"  # what is launched for heads of 128
-NOT_BANDED = r"call\.banded \? | : launch<Shape<D, false, false, ORDERED>>\(call, stream\)"
-BANDED = r"call\.banded \? launch<Shape<D, true, false, ORDERED>>\(call, stream\) :"
+WIDE = r"(?m)^\w+\((rows|gradients)_128.*\n"  # kernels for heads of 128
+NOT_BANDED = r"GRADIENTS\(\w+, \d+, false\)"
+BANDED = r"GRADIENTS\(\w+, \d+, true\)"
 
 
 class TestDefects:

@@ -193,9 +193,9 @@ class TestPages:
         of_pages(decode_cuda.paged(*given), cache, q, [0, 1, 2])
 
 
-OTHERS = r"(?m)^.*{} && rows.*\n"  # what is launched for other heads
-TO_PAGES = r"call->pages.count \? launch_for<true>\(\*call, stream\) :"
-TO_NONE = r"call->pages.count \?| : launch_for<false>\(\*call, stream\)"
+OTHERS = r"(?m)^    \w+\(\w+?_{}_\d+##.*\n"  # kernels for other heads
+TO_PAGES = r"DECODES\(_paged, true\)"
+TO_NONE = r"DECODES\(, false\)"
 DEFECTS = {
     "none": NONE,
     "values that are not waited for": ("        wait(shared.filled + 8, number % 2);\n", ""),
@@ -248,7 +248,7 @@ DEFECTS_TOGETHER = {
 def test_defects_are_found(heads, defect, tmp_path, monkeypatch):
     divided(monkeypatch, 2)
     given = arguments(*filled(1, (heads, 1), 1, 1537))
-    unused = f"{OTHERS.format('d == (128|256)')}|{TO_PAGES}"
+    unused = f"{OTHERS.format('(128|256)')}|{TO_PAGES}"
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
         found = survives(seed, lambda: decode_cuda.decode(*given), lambda found: compared(given, found))
         assert found == (defect is NONE)
@@ -280,7 +280,7 @@ def test_defects_of_pages_are_found(head, heads, defect, tmp_path, monkeypatch):
     divided(monkeypatch, 2)
     cache = Cache([333, 290], 16, 1, head, dtype=BF16)
     q, starts, what = cache.queries(2, heads, BF16), [0, 1, 2], {"lower": -200, "scale": head**-0.5}
-    unused = f"{OTHERS.format(f'd == (?!{head} )[0-9]+')}|{TO_NONE}"
+    unused = f"{OTHERS.format(f'(?!{head}_)[0-9]+')}|{TO_NONE}"
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
         run = lambda: decode_cuda.paged(*cache.call(q, starts, **what))  # noqa: E731
         found = survives(seed, run, lambda found: of_pages(found, cache, q, starts, **what))

@@ -1,7 +1,7 @@
-"""The kernels for sm_90a in CUDA C++ compile as they must where there is nvcc; on such a GPU, the forward's numbers are right."""
+"""The kernels for sm_90a in CUDA C++ compile as they must, by NVRTC and nvcc; on such a GPU, the forward's numbers are right."""
 
 import ctypes
-import itertools
+import dataclasses
 import re
 import subprocess
 
@@ -16,12 +16,11 @@ from hopper_calls import (
     bottom_right,
     compared,
     filled,
-    on_hopper_with_nvcc,
+    on_hopper_with_compiler,
     overflowing,
     refuses,
     shaped,
     unlike,
-    with_nvcc,
 )
 from hopper_masks import documents, packed, padded, shuffled
 
@@ -31,8 +30,8 @@ from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.attn.masks import program
-from opkit.errors import KernelError, ToolchainError
-from opkit.kernels.cc import compilation, toolchain
+from opkit.errors import ToolchainError
+from opkit.kernels.cc import build_plan, processes, toolchain
 from opkit.masks import Causal, Segments
 
 OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -43,29 +42,48 @@ OF_BACKWARD = {  # how many kernels multiply, and the most bytes that a thread p
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["nvrtc", "nvcc"])
+def compiler(request, settings):
+    """A compiler of CUDA C++, which the settings choose."""
+    settings(cuda_compiler=request.param)
+    if not library.compiler_there():
+        pytest.skip(f"needs {request.param}")
+    return request.param
+
+
 def resources(name, dtype, folder):
     """Of each kernel, as ptxas says: registers, and bytes of them that a thread stores to memory, and loads."""
     request = library.request(name, dtype)
-    source = folder / "unit.cu"
-    source.write_text(request.units[0].text)
-    nvcc = [*toolchain.find("cuda").command, "-std=c++17", "-O3", *request.flags, f"-I{library.SOURCES}"]
-    command = [*nvcc, "-Xptxas", "-v", "-cubin", "-o", folder / "unit.cubin", source]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    plan = build_plan.plan(dataclasses.replace(request, flags=(*request.flags, "-Xptxas", "-v")))
+    for file, _, text in plan.sources:
+        (folder / file).write_text(text)
+    (command,) = plan.units
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    said = run.stdout + run.stderr
     assert not re.findall(r"\(C751\d\) Potential Performance Loss", said), (
         said
     )  # a product that waits for the one before it
     pattern = r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     found = re.findall(pattern, said, re.DOTALL)
+    made = library.Kernels(name, dtype, (folder / plan.file).read_bytes()).numbers
+    problem = {
+        "forward": cuda.ForwardProblem,
+        "backward": backward_cuda.BackwardProblem,
+        "decode": decode_cuda.DecodeProblem,
+    }
+    assert made["problem"] == (ctypes.sizeof(problem[library.source_of(name)]),)
+    assert {kernel for kernel, *_ in found} == made.keys() - {"problem"}
+    assert all(numbers[1] <= SHARED for kernel, numbers in made.items() if kernel != "problem")
     return {kernel: (int(registers), int(stored), int(loaded)) for kernel, stored, loaded, registers in found}
 
 
 @pytest.mark.build
-@with_nvcc
 @pytest.mark.parametrize("dtype", OF_FORWARD, ids=str)
 @pytest.mark.parametrize(
     ("name", "registers"),  # before these are shared out: of heads of 64 and few keys, of 64, and of 128 and 256
     [("forward", [96] * 2 + [128] * 2 + [168] * 4), ("forward_of_lists", [96, 168])],
 )
+@pytest.mark.usefixtures("compiler")
 def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)
     record_property("resources", str(found))
@@ -74,12 +92,12 @@ def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, r
 
 
 @pytest.mark.build
-@with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
     [(name, *of) for name, of in OF_BACKWARD.items()],
 )
+@pytest.mark.usefixtures("compiler")
 def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
     found = resources(name, dtype, tmp_path)
     record_property("resources", str(found))
@@ -93,8 +111,8 @@ def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp
 
 
 @pytest.mark.build
-@with_nvcc
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.usefixtures("compiler")
 def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     found = resources("decode", dtype, tmp_path)
     record_property("resources", str(found))
@@ -102,32 +120,20 @@ def test_decoding_compiles_without_spills(dtype, tmp_path, record_property):
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
-@pytest.mark.build
-@with_nvcc
-@pytest.mark.parametrize(
-    ("name", "problem", "dtype"),
-    [
-        *itertools.product(["forward", "forward_of_lists"], [cuda.ForwardProblem], OF_FORWARD),
-        *itertools.product(OF_BACKWARD, [backward_cuda.BackwardProblem], [BF16, FP16]),
-        *itertools.product(["decode"], [decode_cuda.DecodeProblem], [BF16, FP16]),
-    ],
-)
-def test_a_call_is_laid_out_as_in_the_source(name, problem, dtype):
-    built = ctypes.CDLL(str(compilation.build(library.request(name, dtype))))
-    source = library.source_of(name)
-    assert built[f"hopper_{source}_call_bytes"]() == ctypes.sizeof(problem)
-    assert built[f"hopper_{source}_shared_bytes"]() <= SHARED
+def test_it_compiles_where_there_is_neither_nvcc_nor_a_c_compiler(monkeypatch, settings, tmp_path):
+    settings(cache_dir=tmp_path)
+    if toolchain.find("cuda").family != "nvrtc":
+        pytest.skip("needs NVRTC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library.kernels.cache_clear()
+    kernels = library.kernels("forward_of_lists", BF16)
+    assert set(kernels.numbers) == {"attention_64_brief_banded", "attention_128_banded", "problem"}
+    monkeypatch.setattr(processes, "run", None)
+    library.kernels.cache_clear()
+    assert library.kernels("forward_of_lists", BF16).numbers == kernels.numbers  # from the cache
 
 
-@pytest.mark.build
-@with_nvcc
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_launch_that_fails_raises():
-    with pytest.raises(KernelError, match=r"hopper_forward was not launched: CUDA's error \d+"):
-        library.launcher("forward", BF16)(cuda.ForwardProblem(), 0)
-
-
-def test_without_nvcc_there_is_none(monkeypatch):
+def test_without_a_compiler_there_is_none(monkeypatch):
     def find(language):
         raise ToolchainError(f"no compiler for {language}")
 
@@ -229,7 +235,7 @@ class TestTakes:
     def test_none_where_batch_invariance_is_asked_for(self):
         assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
-    def test_none_without_nvcc(self, monkeypatch):
+    def test_none_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
         assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
@@ -278,7 +284,7 @@ def compared_here(given):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_are_the_references(self, case, dtype, head):
         (batch, heads, queries, keys), what = CALLS[case]
@@ -306,7 +312,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("case", SEGMENTS)
 class TestSegments:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_numbers_are_the_references(self, case, channels):
         queries, keys, mask, ids = SEGMENTS[case]
@@ -319,7 +325,7 @@ class TestSegments:
 
 
 class TestOnGpu:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("mask", [CAUSAL, (program.BAND, -50, 0), bottom_right(300, 200), (program.BAND, -40, 30)])

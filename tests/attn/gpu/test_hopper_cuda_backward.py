@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_nvcc, refuses, shaped, unlike
+from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_compiler, refuses, shaped, unlike
 from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, reference
@@ -107,7 +107,7 @@ class TestTakesGradients:
         taken = [case for case, given in calls.items() if backward_cuda.takes(GradientCall(*given()))]
         assert taken == [*LONG_GRADIENTS]
 
-    def test_none_without_nvcc(self, monkeypatch):
+    def test_none_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
         assert not backward_cuda.takes(GradientCall(*LONG_GRADIENTS["128"]()))
 
@@ -119,9 +119,9 @@ def test_refuses_gradients():
 
 @pytest.mark.usefixtures("a_hopper")
 @pytest.mark.parametrize("kernel", ["forward", "backward", "decode"])
-def test_where_nvcc_refuses_it_calls_get_another_one(kernel, monkeypatch):
+def test_where_the_compiler_refuses_it_calls_get_another_one(kernel, monkeypatch):
     def refuse(request):
-        raise CompileError(f"nvcc refused {request.units[0].name}.\nMore of what it said.")
+        raise CompileError(f"NVRTC refused {request.units[0].name}.\nMore of what it said.")
 
     module, other, call = {
         "forward": (cuda, gluon, arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)),
@@ -131,15 +131,15 @@ def test_where_nvcc_refuses_it_calls_get_another_one(kernel, monkeypatch):
     monkeypatch.setattr(library, "_refused", set())
     monkeypatch.setattr(library, "build", refuse)
     monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: lambda *again: "another"))
-    library.launcher.cache_clear()
+    library.kernels.cache_clear()
     read = GradientCall if kernel == "backward" else AttentionCall
     assert module.takes(read(*call))
     with pytest.warns(
-        NoCompilerWarning, match=rf"nvcc could not compile {kernel}\.cu.*nvcc refused {kernel}\.cu for .*\. It needs"
+        NoCompilerWarning, match=rf"{kernel}\.cu could not be compiled.*NVRTC refused {kernel}\.cu for .*\. It needs"
     ):
         assert getattr(module, kernel)(*call) == "another"
     assert not module.takes(read(*call))
-    assert getattr(module, kernel)(*call) == "another"  # without asking nvcc again
+    assert getattr(module, kernel)(*call) == "another"  # without asking the compiler again
 
 
 # ---- how a call is divided --------------------------------------------------------------------------------------------
@@ -194,10 +194,9 @@ def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another():
 
 @pytest.mark.usefixtures("deterministic")
 def test_a_call_has_the_library_of_whether_sums_are_made_in_order(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        library, "launcher_or_none", lambda name, dtype: asked.append(name) or (lambda call, stream: None)
-    )
+    asked, made = [], SimpleNamespace(launching=lambda *of_call: lambda problem, stream: None)
+    made.numbers = {"gradients_64": (384, 0, 128, 128, 1)}
+    monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype: asked.append(name) or made)
     monkeypatch.setattr(gluon, "processors", lambda device: 2)
     monkeypatch.setattr(gluon_backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
     call = gradient_call(1, (1, 1), 128, 128, 64, 64, device="cpu")
@@ -240,7 +239,7 @@ def compared_gradients(call):
 
 
 class TestGradientsOnGpu:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("dtype", [BF16, FP16])

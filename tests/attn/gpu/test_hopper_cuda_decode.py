@@ -11,7 +11,7 @@ from hopper_calls import (
     bottom_right,
     compared,
     filled,
-    on_hopper_with_nvcc,
+    on_hopper_with_compiler,
     refuses,
     shaped,
     unlike,
@@ -81,7 +81,7 @@ class TestTakes:
     def test_none_where_batch_invariance_is_asked_for(self):
         assert not decoding.takes(AttentionCall(*given()))
 
-    def test_none_without_nvcc(self, monkeypatch):
+    def test_none_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
         assert not decoding.takes(AttentionCall(*given()))
 
@@ -164,7 +164,7 @@ def on_gpu(case, dtype=BF16):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_are_the_references(self, case, dtype):
         call = on_gpu(case, dtype)
@@ -173,7 +173,7 @@ class TestNumbers:
 
 
 class TestOnGpu:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_what_is_hidden_does_not_leak(self):
         q, k, v = filled(1, (8, 2), 1, 5000, 128, 128)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from float8_calls import CALLS, KINDS, compared, every_number, given, hidden_stays_hidden
-from hopper_calls import CAUSAL, on_hopper_with_nvcc
+from hopper_calls import CAUSAL, on_hopper_with_compiler
 
 import opkit
 from opkit.attn import api
@@ -12,7 +12,7 @@ from opkit.masks import Causal
 
 
 class TestOnGpu:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("case", CALLS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper_calls import BF16, FP16, on_hopper_with_nvcc, refuses, unlike
+from hopper_calls import BF16, FP16, on_hopper_with_compiler, refuses, unlike
 from paged_calls import UNLIMITED, Cache, of_pages
 
 from opkit.attn.calls import PagedCall
@@ -68,7 +68,7 @@ class TestTakes:
     def test_none_where_batch_invariance_is_asked_for(self):
         assert not decoding.takes_pages(PagedCall(*given()))
 
-    def test_none_without_nvcc(self, monkeypatch):
+    def test_none_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
         assert not decoding.takes_pages(PagedCall(*given()))
 
@@ -98,7 +98,7 @@ CALLS = {  # lengths, starts, the size of pages, heads of queries and of keys, a
 @pytest.mark.parametrize(("dtype", "head"), [(BF16, 128), (FP16, 64), (BF16, 256)])
 @pytest.mark.parametrize("case", CALLS)
 class TestNumbers:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_are_those_of_float64(self, case, dtype, head):
         lengths, starts, page, heads, what = CALLS[case]
@@ -113,7 +113,7 @@ class TestNumbers:
 
 
 class TestOnGpu:
-    pytestmark = on_hopper_with_nvcc
+    pytestmark = on_hopper_with_compiler
 
     def test_a_graph_serves_other_lengths(self):
         cache = Cache([5000, 3000], 16, 8, 128, dtype=BF16)

@@ -10,8 +10,8 @@ Rows with huge logits are left out; two short launches look for them and add the
 (:func:`opkit.attn.gpu.hopper.backward.large_rows`).
 
 Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
-segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), with their turns. nvcc
-makes a library of its own of each way, when it is first needed.
+segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), with their turns. The source
+is compiled for each way, when it is first needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ NAME = "hopper_cuda"
 HEADS = (64, 128)  #: channels
 _PRIORITY = 2  # above the kernel in Gluon
 _FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and keys that each sees; by the larger head
-_PART = 64 * 64  #: floats of a warpgroup's part of the gradient of a block of queries
+_PART_ROWS = 64
+_PART = _PART_ROWS * 64  #: floats of a warpgroup's part of the gradient of a block of queries
 _CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
 """Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
 benchmarks/README.md explains the choice ("The backward for Hopper")."""
@@ -82,7 +83,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: GradientCall) -> bool:
-    """Return whether a call is for :func:`backward`: long, on sm_90 with nvcc installed."""
+    """Return whether a call is for :func:`backward`: long, on sm_90 with a CUDA compiler."""
     return fits(call) and _long(call) and gluon.takes(call) and library.there("backward", call.q.dtype)
 
 
@@ -115,7 +116,7 @@ def backward(*args: Any) -> Callable[..., Results]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
+        ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
     call = GradientCall(*args)
     if not fits(call):
@@ -127,7 +128,7 @@ def backward(*args: Any) -> Callable[..., Results]:
         )
     runs: dict[
         bool, Callable[..., Results]
-    ] = {}  # by whether algorithms are deterministic; nvcc is needed for one of them
+    ] = {}  # by whether algorithms are deterministic; as a rule one of them is compiled
 
     def run(*args: Any) -> Results:
         ordered = private.deterministic()
@@ -141,13 +142,14 @@ def backward(*args: Any) -> Callable[..., Results]:
 def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
     name = f"backward{'_of_lists' if listed else ''}{'_in_order' if ordered else ''}"
-    launch = library.launcher_or_none(name, call.q.dtype)
-    if launch is None:
+    kernels = library.kernels_or_none(name, call.q.dtype)
+    if kernels is None:
         return gluon.backward.prepare(*call)
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu = _problem(call, ordered), call.q.get_device()
+    launch = kernels.launching(*_steps(kernels, call, common), BackwardProblem, gpu)
     sums, total, counts = _room(call, ordered)
     tile = _rows(call), _KEYS
     as_they_lie, copied = (gluon.large_rows(call) for _ in range(2))  # copies have strides of their own
@@ -173,6 +175,30 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         return results[0], results[1], results[2], results[3]
 
     return run
+
+
+def _steps(
+    kernels: library.Kernels, call: GradientCall, problem: BackwardProblem
+) -> tuple[list[library.Step], list[library.Map]]:
+    """Return the launches of a call, and the maps of ``cuda/backward_tiles.cuh``; set how many tiles the problem has."""
+    q, k, v = call[2:5]
+    shape, size = plans.shape_of(tuple(call.mask), ()), HEADS[_widest(call) > HEADS[0]]
+    name = f"gradients_{size}{'_banded' if shape.banded or shape.mask else ''}"
+    _, _, block, keys, boxes = kernels.numbers[name]
+    problem.tiles = -(-k.shape[2] // keys) * k.shape[0] * k.shape[1]
+    parts = (  # a tensor's name, another one of its sizes, rows of a box, and boxes
+        ("q", q, block, boxes), ("k", k, keys, boxes), ("v", v, keys, boxes),
+        *((name, call.out, rows, boxes) for name, rows in (("gradient", block), ("out", block // 2), ("gradient", block // 2))),
+        ("of_q", q, _PART_ROWS, 1),
+    )  # fmt: skip
+    maps = [
+        library.map_of(getattr(BackwardProblem, name).offset, q.dtype, x.shape[:3], x.shape[3], rows, at_once)
+        for name, x, rows, at_once in parts
+    ]
+    return [
+        library.Step(f"rows_{size}", (-(-q.shape[2] // block), problem.prepared, 1)),
+        library.Step(name, (min(problem.tiles, problem.processors), 1, 1)),
+    ], maps
 
 
 def _rows(call: GradientCall) -> int:

@@ -85,7 +85,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: AttentionCall) -> bool:
-    """Return whether a call is for :func:`decode`: few rows, some keys, on sm_90 with nvcc installed."""
+    """Return whether a call is for :func:`decode`: few rows, some keys, on sm_90 with a CUDA compiler."""
     if (
         not hopper.on_hopper(call.q)
         or config.get().batch_invariant
@@ -146,7 +146,7 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
+        ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the kernel in Triton is called.
     """
     call = AttentionCall(*args)
     decoding.refuse_batch_invariance("opkit::attention", NAME)
@@ -162,13 +162,14 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    launch = library.launcher_or_none("decode", call.q.dtype)
-    if launch is None:
+    kernels = library.kernels_or_none("decode", call.q.dtype)
+    if kernels is None:
         return decoding.decode.prepare(*call)
     described = all(hopper.describable(each) for each in call[:3])
     made = rows(call.q, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
+    launch = kernels.launching(*_steps(kernels, common, call.q.dtype), DecodeProblem, gpu)
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, problem = *args[:3], args[5], DecodeProblem.from_buffer_copy(common)
@@ -181,6 +182,37 @@ def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
         return launched(launch, problem, new_out(), new_lse(), sinks, gpu)
 
     return run
+
+
+_KERNELS = {
+    64: ((16, "decode_64_16"), (32, "decode_64_32"), (64, "together_64_64")),
+    128: ((16, "decode_128_16"), (32, "decode_128_32"), (64, "together_128_64")),
+    256: ((16, "decode_256_16"), (32, "together_256_32")),
+}
+"""Kernels in ``cuda/decode.cu``, and of how many rows at most their tiles are, by the channels of a head."""
+_DIVIDED = {"decode_128_32": "together_128_32", "decode_256_16": "together_256_16"}
+"""Those for tiles that are divided, whose blocks have a few steps: a warpgroup multiplies wide ones together."""
+_FEW_SPLITS = 32  # that the threads of a smaller block merge
+
+
+def _steps(
+    kernels: library.Kernels, problem: DecodeProblem, dtype: torch.dtype
+) -> tuple[list[library.Step], list[library.Map]]:
+    """Return the launches of a call, and the maps of k and v."""
+    rows, size, pages = problem.group * problem.queries, problem.head_size, problem.pages
+    name: str = next(name for most, name in _KERNELS[size] if rows <= most)
+    if problem.splits > 1:
+        name = _DIVIDED.get(name, name)
+    name += "_paged" if pages.count else ""
+    _, _, box, boxes = kernels.numbers[name]
+    length = pages.size if pages.count else max(problem.first + problem.seen, 1)
+    sizes = (pages.count or problem.batch, problem.key_heads, length)
+    places = (DecodeProblem.k.offset, DecodeProblem.v.offset)
+    steps = [library.Step(name, (problem.key_heads, problem.splits, problem.batch), early=True)]
+    if problem.splits > 1:
+        merge = f"merge_{size}{'_few' if problem.splits <= _FEW_SPLITS else ''}"
+        steps.append(library.Step(merge, (rows, problem.key_heads, problem.batch), early=True))
+    return steps, [library.map_of(place, dtype, sizes, size, box, boxes) for place in places]
 
 
 def launched(
@@ -232,7 +264,7 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_pages(call: PagedCall) -> bool:
-    """Return whether a call is for :func:`paged`: few queries, some keys, on sm_90 with nvcc installed."""
+    """Return whether a call is for :func:`paged`: few queries, some keys, on sm_90 with a CUDA compiler."""
     if not fits_paged(call) or not hopper.on_hopper(call.q) or config.get().batch_invariant:
         return False
     some = call.page_table.shape[1] * call.k_pages.shape[1] >= decoding.MANY
@@ -272,7 +304,7 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Triton is called.
+        ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the kernel in Triton is called.
     """
     call = PagedCall(*args)
     decoding.refuse_batch_invariance("opkit::paged_attention", NAME)
@@ -288,12 +320,13 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    launch = library.launcher_or_none("decode", call.q.dtype)
-    if launch is None:
+    kernels = library.kernels_or_none("decode", call.q.dtype)
+    if kernels is None:
         return split_paged.prepare(*call)
     new_out = overwritten(call.q.new_empty(call.q.shape))
     new_lse = overwritten(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     common, gpu = _paged_problem(call), call.q.get_device()
+    launch = kernels.launching(*_steps(kernels, common, call.q.dtype), DecodeProblem, gpu)
     dense = call.q.stride(2) == 1 and all(stride % 8 == 0 for stride in call.q.stride()[:2])
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ together with queries of 256 channels; and how much of the softmax comes before 
 compiler. Calls that are not short get it, and those that ask for ``kernel="hopper_cuda"``; the kernel in Gluon is as fast or
 faster for others.
 
-Under segments nvcc compiles a second library. If numbers of keys are in order, as those of packed sequences are, a tile's steps
-begin where its first sequence does, and a row's span of keys is computed before: to hide other keys takes as little as a band.
-Else the blocks of keys that a tile visits are listed. Both are in :mod:`opkit.attn.gpu.tile_lists`.
+Under segments the source is compiled a second time. If numbers of keys are in order, as those of packed sequences are, a tile's
+steps begin where its first sequence does, and a row's span of keys is computed before: to hide other keys takes as little as a
+band. Else the blocks of keys that a tile visits are listed. Both are in :mod:`opkit.attn.gpu.tile_lists`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: AttentionCall) -> bool:
-    """Return whether a call is for :func:`forward`: long, on sm_90 with nvcc installed."""
+    """Return whether a call is for :func:`forward`: long, on sm_90 with a CUDA compiler."""
     return fits(call) and long(call) and gluon.applies(call) and library.there(library_of(call), call.q.dtype)
 
 
@@ -143,7 +143,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the kernel in Gluon is called.
+        ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the kernel in Gluon is called.
     """
     call = AttentionCall(*args)
     if not fits(call):
@@ -157,11 +157,11 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    launch = library.launcher_or_none(library_of(call), call.q.dtype)
-    return gluon.forward.prepare(*call) if launch is None else launching(launch, call, call.q)
+    kernels = library.kernels_or_none(library_of(call), call.q.dtype)
+    return gluon.forward.prepare(*call) if kernels is None else launching(kernels, call, call.q)
 
 
-def launching(launch: library.Launcher, call: AttentionCall, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
 
     Where queries and keys are float8 it takes ``by``: three of float32, (batch, key heads) and dense, that their numbers and
@@ -173,6 +173,7 @@ def launching(launch: library.Launcher, call: AttentionCall, like: Tensor) -> Ca
     made = rows(like, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
+    launch = kernels.launching(*_steps(kernels, call, common), ForwardProblem, gpu)
     tile = _groups(call) * _ROWS, _LISTED_KEYS.get(call.q.shape[3], 0)
 
     def run(*args: Any, by: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -204,6 +205,36 @@ def _problem(call: AttentionCall, out: Tensor) -> ForwardProblem:
         "device": q.get_device(), "factor": call.scale * gluon.LOG2E,
     }  # fmt: skip
     return ForwardProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
+
+
+def _kernel_of(call: AttentionCall) -> str:
+    """Return the name of the kernel in ``cuda/forward.cu``."""
+    banded = plans.shape_of(tuple(call.mask), ()).banded or _listed(call)
+    return f"attention_{call.q.shape[3]}{'_brief' if _brief(call) else ''}{'_banded' if banded else ''}"
+
+
+def _steps(
+    kernels: library.Kernels, call: AttentionCall, problem: ForwardProblem
+) -> tuple[list[library.Step], list[library.Map]]:
+    """Return the launches of a call, and the maps of q, k and v; set how many tiles the problem has."""
+    q, k, v = call[:3]
+    name, size, float8 = _kernel_of(call), q.shape[3], q.dtype not in gluon.DTYPES
+    _, _, rows, keys, key_boxes, value_boxes = kernels.numbers[name]
+    problem.blocks = -(-q.shape[2] // rows)
+    problem.tiles = q.shape[0] * q.shape[1] * problem.blocks
+    places = (getattr(ForwardProblem, each).offset for each in ("q", "k", "v"))
+    of_v = torch.float16 if float8 else v.dtype
+    shapes = ((q, q.dtype, rows, key_boxes), (k, k.dtype, keys, key_boxes), (v, of_v, keys, value_boxes))
+    maps = [
+        library.map_of(place, dtype, x.shape[:3], size, box, boxes)
+        for place, (x, dtype, box, boxes) in zip(places, shapes, strict=True)
+    ]
+    steps = [library.Step(name, (min(problem.tiles, problem.processors), 1, 1), early=True)]
+    if float8:
+        threads, _, piece, at_once = kernels.numbers["widen_values"]
+        blocks = -(-k.shape[2] // (threads // (v.shape[3] // piece) * at_once))
+        steps.insert(0, library.Step("widen_values", (blocks, k.shape[1], k.shape[0]), early=True))
+    return steps, maps
 
 
 def _set_float8(problem: ForwardProblem, v: Tensor, by: Sequence[Tensor]) -> Tensor:
@@ -245,7 +276,7 @@ def register_float8(op: CustomOp[Any, Any]) -> None:
 
 
 def takes_float8(call: Float8Call) -> bool:
-    """Return whether a call is for :func:`forward_float8`: long, on sm_90 with nvcc installed."""
+    """Return whether a call is for :func:`forward_float8`: long, on sm_90 with a CUDA compiler."""
     if not fits_float8(call) or not long(call.plain) or not gluon.applies(call.plain):
         return False
     return library.there(library_of(call.plain), call.q.dtype)
@@ -267,7 +298,7 @@ def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Raises:
         KernelError: it does not take the call.
-        ToolchainError: there is no nvcc. One that refuses the source is warned of, and the portable kernel is called.
+        ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the portable kernel is called.
     """
     call = Float8Call(*args)
     if not fits_float8(call):
@@ -278,10 +309,10 @@ def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             "or no mask. Leave the choice to opkit, or force kernel='triton'."
         )
     plain = call.plain
-    launch = library.launcher_or_none(library_of(plain), call.q.dtype)
-    if launch is None:
+    kernels = library.kernels_or_none(library_of(plain), call.q.dtype)
+    if kernels is None:
         return portable.forward_float8.prepare(*call)
-    inner = launching(launch, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
+    inner = launching(kernels, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         call = Float8Call(*args)

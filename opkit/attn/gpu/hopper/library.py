@@ -1,7 +1,7 @@
-"""The kernels for sm_90a in CUDA C++, in the folder ``cuda``: compiled by nvcc at the first call, then found in the build cache.
+"""The kernels for sm_90a in CUDA C++, in the folder ``cuda``: compiled at the first call, then found in the build cache.
 
-They are built as those of :func:`opkit.cuda_kernel` are, and called by address: they take more than an operator's arguments
-(counters, and the numbers that the Gluon kernels take), and a first call from the cache has no time to bind any.
+NVRTC, which comes with torch, or nvcc compiles a source to a cubin. opkit's extension loads it and launches its kernels, which
+take a structure, the problem, and what TMA needs to know of tensors in it. So no compiler of the host and no toolkit is needed.
 
 Under segments they read the numbers of segments, the list of tiles that each tile visits, and the span that each row sees:
 :func:`lists_of` computes these.
@@ -10,12 +10,13 @@ Under segments they read the numbers of segments, the list of tiles that each ti
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
-import os
+import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ from opkit.attn.masks import program
 from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
+from opkit.op.triton.variants import driver_library
+
+if TYPE_CHECKING:
+    from opkit import _core
 
 Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"
@@ -36,8 +41,8 @@ _HOPPER = ("hopper_cuda", "hopper")
 _INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
 _INSTEAD_OF_FLOAT8 = ("hopper_cuda", "triton")
-_LISTED_STEPS = "#define STEPS_LISTED true\n"
-_IN_ORDER = "#define SUMS_ORDERED true\n"
+_LISTED_STEPS = "#define STEPS_LISTED\n"
+_IN_ORDER = "#define SUMS_ORDERED\n"
 _DEFINED = {
     "forward_of_lists": _LISTED_STEPS,
     "backward_of_lists": _LISTED_STEPS,
@@ -47,15 +52,12 @@ _DEFINED = {
 """The definitions with which a source is compiled under a longer name than its own."""
 _FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 _TYPES = {
-    torch.bfloat16: "#include <cuda_bf16.h>\nusing T = __nv_bfloat16;\n",
-    torch.float16: "#include <cuda_fp16.h>\nusing T = __half;\n",
-    **{
-        dtype: f"#include <cuda_fp16.h>\nusing T = __half;\n#define FLOAT8 sm90::{name}\n"
-        for dtype, name in _FLOAT8.items()
-    },
+    torch.bfloat16: "#define ELEMENT Bfloat16\n",
+    torch.float16: "#define ELEMENT Half\n",
+    **{dtype: f"#define ELEMENT Half\n#define FLOAT8 {name}\n" for dtype, name in _FLOAT8.items()},
 }
 """The definitions of a source's element type; in float8 are queries and keys, values become float16."""
-_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's nvcc could not compile
+_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's compiler could not compile
 _LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
 _LIST_STRIDES = (
     "queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch", "spans_batch", "ranges_batch",
@@ -75,7 +77,7 @@ def rows_of(x: torch.Tensor, data: int = 0) -> Rows:
 
 
 def compiler_there() -> bool:
-    """Return whether this machine has nvcc."""
+    """Return whether this machine has a compiler of CUDA C++."""
     try:
         toolchain.find("cuda")
     except ToolchainError:
@@ -84,22 +86,22 @@ def compiler_there() -> bool:
 
 
 def there(name: str, dtype: torch.dtype) -> bool:
-    """Return whether this machine has an nvcc that has not refused ``name`` for a dtype."""
+    """Return whether this machine has a compiler that has not refused ``name`` for a dtype."""
     return (name, dtype) not in _refused and compiler_there()
 
 
-def launcher_or_none(name: str, dtype: torch.dtype) -> Launcher | None:
-    """Return the :func:`launcher`; None, and one warning, where nvcc refuses the source: calls get another kernel then."""
+def kernels_or_none(name: str, dtype: torch.dtype) -> Kernels | None:
+    """Return the :func:`kernels`; None, and one warning, where the source is refused: calls get another kernel then."""
     if (name, dtype) in _refused:
         return None
     try:
-        return launcher(name, dtype)
+        return kernels(name, dtype)
     except CompileError as error:
         _refused.add((name, dtype))
         file, (kernel, instead) = f"{source_of(name)}.cu", _names(name, dtype)
         warnings.warn(
-            f"opkit::attention: nvcc could not compile {file}, so that calls get kernel {instead!r} in place of {kernel!r}: "
-            f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer, with its headers; OPKIT_NVCC names another nvcc.",
+            f"opkit::attention: {file} could not be compiled, so that calls get kernel {instead!r} in place of {kernel!r}: "
+            f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer; OPKIT_CUDA_COMPILER chooses between NVRTC and nvcc.",
             NoCompilerWarning,
             stacklevel=2,
         )
@@ -121,37 +123,138 @@ def source_of(name: str) -> str:
 
 
 def request(name: str, dtype: torch.dtype) -> Request:
-    """Return what nvcc is asked for: a source for elements of a dtype, in the way that ``name`` says."""
+    """Return what a compiler is asked for: a source for elements of a dtype, in the way that ``name`` says."""
     file = f"{source_of(name)}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
     text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
     unit = Unit(f"{file} for {dtype}", text, "cuda")
-    return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,))
+    return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,), kind="cubin")
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A launch: of a kernel, with a grid. ``early``: it may begin before the one before it has ended, and waits by itself."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    early: bool = False
+
+
+Map = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
+"""What TMA needs to know of a tensor, as ``opkit._core.ProblemLaunch`` takes it."""
+_ELEMENT_TYPES = {torch.float16: 6, torch.bfloat16: 9, **dict.fromkeys(_FLOAT8, 0)}  # of CUtensorMapDataType in cuda.h
+_BOX_BYTES = 128
+
+
+def map_of(place: int, dtype: torch.dtype, sizes: Sequence[int], columns: int, rows: int, boxes: int) -> Map:
+    """Return how TMA finds some rows of a head, in boxes of 128 bytes; what is not there are zeros.
+
+    Args:
+        place: of the tensor's :class:`Rows` in the problem.
+        dtype: of its elements.
+        sizes: batches, heads, and rows of a head.
+        columns: of a row.
+        rows: of a box.
+        boxes: next to one another that are loaded at once.
+    """
+    batch, heads, length = sizes
+    width = _BOX_BYTES // dtype.itemsize
+    of_tensor = (min(columns, width), length, max(columns // width, 1), heads, batch)
+    return place, _ELEMENT_TYPES[dtype], dtype.itemsize, of_tensor, (width, rows, boxes, 1, 1)
+
+
+class Kernels:
+    """The kernels of a compiled source, by name.
+
+    Attributes:
+        numbers: of each kernel threads of a block, bytes of dynamic shared memory, and what else its source gives; of "problem"
+            the bytes of the structure that they take.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, image: bytes) -> None:
+        self.numbers = _numbers_in(image)
+        self._name, self._dtype, self._image = name, dtype, image
+        self._binaries: dict[tuple[str, bool], _core.Binary] = {}
+
+    def launching(
+        self, steps: Sequence[Step], maps: Sequence[Map], problem: type[ctypes.Structure], device: int
+    ) -> Launcher:
+        """Return a function that launches some kernels one after another; it takes a problem and a stream.
+
+        Raises:
+            KernelError: a launch failed, which is raised by the function.
+        """
+        from opkit import _core
+
+        found = [(self._binary(step.kernel, step.early), step.grid) for step in steps]
+        run, instead = (
+            _core.ProblemLaunch(found, maps, ctypes.sizeof(problem), device),
+            _names(self._name, self._dtype)[1],
+        )
+
+        def launch(call: ctypes.Structure, stream: int) -> None:
+            try:
+                run(ctypes.addressof(call), stream)
+            except RuntimeError as error:
+                raise KernelError(
+                    f"opkit::attention: the kernels of hopper_{self._name} were not launched: {error}. Force "
+                    f"kernel={instead!r} to go on without them."
+                ) from error
+
+        return launch
+
+    def _binary(self, kernel: str, early: bool) -> _core.Binary:
+        from opkit import _core
+
+        threads, shared = self.numbers[kernel][:2]
+        if (kernel, early) not in self._binaries:
+            self._binaries[kernel, early] = _core.Binary(
+                _driver(), self._image, kernel, threads=threads, shared=shared, pdl=early, prefer_shared=False
+            )
+        return self._binaries[kernel, early]
 
 
 @functools.cache
-def launcher(name: str, dtype: torch.dtype) -> Launcher:
-    """Return the function that launches the kernels of a source, compiled in the way that ``name`` says.
+def _driver() -> _core.Driver:
+    from opkit import _core
 
-    It takes a call, a structure of ctypes, and a stream.
+    return _core.Driver(driver_library(), "cuda")
+
+
+@functools.cache
+def kernels(name: str, dtype: torch.dtype) -> Kernels:
+    """Return the kernels of a source, compiled in the way that ``name`` says.
 
     Raises:
-        ToolchainError: there is no nvcc.
-        CompileError: nvcc refused the source.
-        KernelError: a launch failed, which is raised by the function.
+        ToolchainError: there is neither NVRTC nor nvcc.
+        CompileError: the compiler refused the source.
     """
-    function = ctypes.CDLL(os.fspath(build(request(name, dtype))))[f"hopper_{source_of(name)}"]
-    function.restype, function.argtypes = ctypes.c_int, [ctypes.c_void_p, ctypes.c_void_p]
+    return Kernels(name, dtype, build(request(name, dtype)).read_bytes())
 
-    def launch(call: ctypes.Structure, stream: int) -> None:
-        error = function(ctypes.addressof(call), stream)
-        if error:
-            raise KernelError(
-                f"opkit::attention: the kernel hopper_{name} was not launched: CUDA's error {error}. Force "
-                f"kernel={_names(name, dtype)[1]!r} to go on without it."
-            )
 
-    return launch
+_NUMBERS = "_numbers"  # ends the names of constants
+_SYMBOLS = 2  # a section's type
+
+
+def _numbers_in(image: bytes) -> Mapping[str, tuple[int, ...]]:
+    """Return the constants of a compiled file that hold numbers of kernels, by kernel; the file is in ELF, of 64 bits."""
+    (start,), (size, count) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<HH", image, 0x3A)
+    # name, type, flags, address, offset, size, link, info, alignment, size of an entry
+    sections = [struct.unpack_from("<IIQQQQIIQQ", image, start + size * number) for number in range(count)]
+    found: dict[str, tuple[int, ...]] = {}
+    for section in (each for each in sections if each[1] == _SYMBOLS):
+        names = sections[section[6]][4]
+        for at in range(section[4], section[4] + section[5], section[9]):
+            name, _, _, place, value, length = struct.unpack_from("<IBBHQQ", image, at)
+            text = image[names + name : image.index(b"\0", names + name)].decode()
+            if text.endswith(_NUMBERS) and place < count:
+                found[text.removesuffix(_NUMBERS)] = struct.unpack_from(
+                    f"<{length // 4}i", image, sections[place][4] + value
+                )
+    return found
 
 
 class Lists(ctypes.Structure):

@@ -4,11 +4,7 @@
 #include "machine.hpp"
 
 #define __device__
-#define __host__
 #define __forceinline__ inline
-#define __global__ static
-#define __launch_bounds__(...)
-#define __grid_constant__
 
 struct Coordinate {
     unsigned (*ask)();
@@ -107,87 +103,54 @@ static inline int atomicAdd(int* at, int x) {
     return before;
 }
 
-// ---- the host ------------------------------------------------------------------------------------------------------------------
-
 static inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 
-struct dim3 {
-    unsigned x, y, z;
-    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-using cudaStream_t = uintptr_t;  // the seed of an order of events
-using cuuint32_t = uint32_t;
-using cuuint64_t = uint64_t;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorSymbolNotFound = 500, cudaErrorLaunchFailure = 719 };
-enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
-enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
-enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B };
-enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
-enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-constexpr int cudaEnableDefault = 0;
+// ---- the host ------------------------------------------------------------------------------------------------------------------
 
 // A tensor of elements of some bytes, the innermost dimension first, and the boxes that are copied of it.
 struct CUtensorMap {
     const unsigned char* data;
-    int rank, element;
+    int element;
     int64_t sizes[5], strides[5];  // strides in bytes
     int box[5];
 };
 
-static inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
-                                              const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                                              const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-    const int element = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
-    *map = {static_cast<const unsigned char*>(data), int(rank), element, {1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}};
-    bool fits = rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] * element <= 128;
-    for (cuuint32_t i = 0; i < rank; i++) {
-        map->sizes[i] = sizes[i], map->box[i] = box[i], map->strides[i] = i ? strides[i - 1] : element;
-        fits &= sizes[i] > 0 && sizes[i] <= uint64_t(1) << 32 && box[i] > 0 && box[i] <= 256 && steps[i] == 1;
-        fits &= i == 0 || (strides[i - 1] % 16 == 0 && strides[i - 1] < uint64_t(1) << 40);
+// As the driver makes one; false where it would refuse.
+static inline bool describe(CUtensorMap& map, void* data, int element, const int64_t* sizes, const int64_t* strides, const int* box) {
+    map = {static_cast<const unsigned char*>(data), element, {}, {}, {}};
+    bool fits = reinterpret_cast<uintptr_t>(data) % 16 == 0 && box[0] * element <= 128;
+    for (int i = 0; i < 5; i++) {
+        map.sizes[i] = sizes[i], map.box[i] = box[i], map.strides[i] = i ? strides[i - 1] : element;
+        fits &= sizes[i] > 0 && sizes[i] <= int64_t(1) << 32 && box[i] > 0 && box[i] <= 256;
+        fits &= i == 0 || (strides[i - 1] % 16 == 0 && strides[i - 1] >= 0 && strides[i - 1] < int64_t(1) << 40);
     }
-    return fits ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-static inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
-                                                           cudaDriverEntryPointQueryResult*) {
-    *function = reinterpret_cast<void*>(cuTensorMapEncodeTiled);
-    return cudaSuccess;
-}
-static inline cudaError_t cudaGetDevice(int* device) {
-    *device = -1;
-    return cudaSuccess;
-}
-static inline cudaError_t cudaSetDevice(int) { return cudaErrorInvalidValue; }
-template <typename K>
-static inline cudaError_t cudaFuncSetAttribute(K, cudaFuncAttribute, int bytes) {
-    return bytes <= int(machine::SHARED) ? cudaSuccess : cudaErrorInvalidValue;
+    return fits;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
-struct cudaLaunchAttribute {
-    cudaLaunchAttributeID id;
-    struct {
-        int programmaticStreamSerializationAllowed;
-    } val;
+// A launch, as opkit's extension makes it: of a tensor for TMA the place of its rows in the problem, the size of an element, sizes and box.
+struct Described {
+    int64_t place, element, sizes[5];
+    int box[5];
 };
-struct cudaLaunchConfig_t {
-    dim3 gridDim, blockDim;
-    size_t dynamicSmemBytes = 0;
-    cudaStream_t stream = 0;
-    cudaLaunchAttribute* attrs = nullptr;
-    unsigned numAttrs = 0;
-};
-template <typename... P, typename... A>
-static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
-    const unsigned grid[] = {config->gridDim.x, config->gridDim.y, config->gridDim.z};
+
+template <typename Problem, typename Maps>
+int launch(void (*kernel)(const Problem&, const Maps&), const Problem* problem, const Described* described, int count,
+           const unsigned* grid, int threads, int shared, unsigned seed) {
+    Maps maps;
+    for (int i = 0; i < count; i++) {
+        int64_t rows[4];  // address, and strides by batch, head and row
+        std::memcpy(rows, reinterpret_cast<const char*>(problem) + described[i].place, sizeof(rows));
+        const int64_t element = described[i].element, strides[] = {rows[3] * element, 128, rows[2] * element, rows[1] * element};
+        CUtensorMap& map = reinterpret_cast<CUtensorMap*>(&maps)[i];
+        if (!describe(map, reinterpret_cast<void*>(rows[0]), int(element), described[i].sizes, strides, described[i].box)) return 1;
+    }
+    if (shared > int(machine::SHARED) || count * sizeof(CUtensorMap) != sizeof(Maps)) return 1;
     try {
-        machine::run(grid, config->blockDim.x, unsigned(config->stream), [&] { kernel(arguments...); });
-        return cudaSuccess;
+        const unsigned size[] = {grid[0], grid[1], grid[2]};
+        machine::run(size, threads, seed, [&] { kernel(*problem, maps); });
+        return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());
-        return cudaErrorLaunchFailure;
+        return 719;
     }
 }

@@ -4,10 +4,20 @@
 #include "cuda.h"
 
 #define SM90 static inline
+#define SM90_NUMBERS(NAME, ...) \
+    extern "C" { extern const int NAME##_numbers[] = {__VA_ARGS__}; extern const int NAME##_count = sizeof(NAME##_numbers) / 4; }
+#define SM90_KERNEL(NAME, BOUNDS, CALL, ...)                                                                                  \
+    SM90_NUMBERS(NAME, __VA_ARGS__)                                                                                           \
+    extern "C" int NAME(const Problem* problem, const Described* described, int count, const unsigned* grid, unsigned seed) { \
+        return launch<Problem, Maps>(CALL, problem, described, count, grid, NAME##_numbers[0], NAME##_numbers[1], seed);      \
+    }
 
 namespace sm90 {
 
+using Half = ::__half;
+using Bfloat16 = ::__nv_bfloat16;
 using machine::self;
+using T = ELEMENT;
 
 SM90 unsigned char* dynamic_shared() { return self().block->shared.data(); }
 SM90 uint32_t shared(const void* at) {

@@ -255,8 +255,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(THREADS, 1)
-    gradients(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
+SM90 void gradients(const Problem& problem, const Maps& maps) {
     const uint32_t bytes = shared(dynamic_shared()), base = bytes + (-bytes & 1023), barriers = base + S::BARRIERS;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / LANES, 0);
     if (threadIdx.x == 0) {

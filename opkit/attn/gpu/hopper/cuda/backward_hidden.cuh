@@ -9,7 +9,7 @@ using namespace sm90;
 
 // Zeros in place of what is not finite: times the zero of what is hidden it would be NaN.
 SM90 uint32_t finite(uint32_t both) {
-    constexpr uint32_t TOP = std::is_same<T, __half>::value ? 0x7C00u : 0x7F80u;
+    constexpr uint32_t TOP = std::is_same<T, Half>::value ? 0x7C00u : 0x7F80u;
     if ((both & TOP) == TOP) both &= 0xFFFF0000u;
     if ((both >> 16 & TOP) == TOP) both &= 0x0000FFFFu;
     return both;

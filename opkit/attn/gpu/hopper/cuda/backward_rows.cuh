@@ -63,7 +63,7 @@ SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& 
 // What products read of a block of rows, and zeros for the sum of their gradients. The last rows come first: products begin with
 // the first heads, whose numbers then are in the L2 cache.
 template <class S>
-__global__ void __launch_bounds__(ROW_THREADS) before(const __grid_constant__ Problem problem) {
+SM90 void before(const Problem& problem, const Maps&) {
     constexpr int OF_ROW = S::D / 8, AT_ONCE = ROW_THREADS / OF_ROW, PASSES = S::ROWS / AT_ONCE;
     const int of_head = gridDim.y - 1 - blockIdx.y, at = gridDim.x - 1 - blockIdx.x;
     const int batch = of_head / problem.heads, head = of_head % problem.heads;

@@ -1,78 +1,38 @@
-// Decoding on the host. Who includes this file names the elements T.
+// The kernels that decode. Who includes this file names their ELEMENT. opkit/attn/gpu/hopper/decode_cuda.py chooses among them, and
+// launches.
 #include "decode.cuh"
 #include "decode_together.cuh"
-#include "host.cuh"
 
-namespace {
+// By the channels of heads, and how many rows a tile has at most: threads, shared memory, keys of a box and boxes next to one another.
+#define DECODE(NAME, PAGED, D, SETS)                                                                \
+    SM90_KERNEL(NAME, (THREADS, 1), (decode<Layout<D, PAGED, SETS>>), THREADS,                      \
+                (Layout<D, PAGED, SETS>::SHARED), (Layout<D, PAGED, SETS>::BOX_ROWS), (Layout<D, PAGED, SETS>::BOXES_AT_ONCE))
+#define TOGETHER(NAME, PAGED, D, ROWS)                                                              \
+    SM90_KERNEL(NAME, (GATHERED, 1), (decode_together<Together<D, PAGED, ROWS>>), GATHERED,         \
+                (Together<D, PAGED, ROWS>::SHARED), (Together<D, PAGED, ROWS>::BOX_ROWS), (Together<D, PAGED, ROWS>::BOXES_AT_ONCE))
+#define MERGE(NAME, D, GROUPS)                                                                      \
+    SM90_KERNEL(NAME, (Merging<D, GROUPS>::THREADS), (merge<D, GROUPS>), (Merging<D, GROUPS>::THREADS), (Merging<D, GROUPS>::SHARED))
 
-template <int D, int GROUPS>
-cudaError_t launch_merge(const Problem& call, cudaStream_t stream) {
-    using M = Merging<D, GROUPS>;
-    const dim3 rows(call.height(), call.key_heads, call.batch);
-    return launch_early(configured(rows, M::THREADS, M::SHARED, stream), merge<D, GROUPS>, call);
-}
+#define DECODES(ENDING, PAGED)                           \
+    DECODE(decode_64_16##ENDING, PAGED, 64, 1)           \
+    DECODE(decode_64_32##ENDING, PAGED, 64, 2)           \
+    DECODE(decode_128_16##ENDING, PAGED, 128, 1)         \
+    DECODE(decode_128_32##ENDING, PAGED, 128, 2)         \
+    DECODE(decode_256_16##ENDING, PAGED, 256, 1)         \
+    TOGETHER(together_64_64##ENDING, PAGED, 64, 64)      \
+    TOGETHER(together_128_32##ENDING, PAGED, 128, 32)    \
+    TOGETHER(together_128_64##ENDING, PAGED, 128, 64)    \
+    TOGETHER(together_256_16##ENDING, PAGED, 256, 16)    \
+    TOGETHER(together_256_32##ENDING, PAGED, 256, 32)
 
-// Keys and values as TMA finds them: boxes of some keys of a head, of a batch or of a page.
-template <typename L>
-cudaError_t described(const Problem& call, CUtensorMap* k, CUtensorMap* v) {
-    const int batch = L::PAGED ? call.pages.count : call.batch, keys = L::PAGED ? call.pages.size : max(call.first + call.seen, 1);
-    const cudaError_t error = describe(k, call.k, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES_AT_ONCE);
-    return error ? error : describe(v, call.v, batch, call.key_heads, keys, L::D, L::BOX_ROWS, L::BOXES_AT_ONCE);
-}
+DECODES(, false)
+DECODES(_paged, true)
+// Of up to 8 AT_ONCE splits, and of more.
+MERGE(merge_64_few, 64, 8)
+MERGE(merge_64, 64, 16)
+MERGE(merge_128_few, 128, 8)
+MERGE(merge_128, 128, 16)
+MERGE(merge_256_few, 256, 8)
+MERGE(merge_256, 256, 16)
 
-template <typename L>
-cudaError_t launch(const Problem& call, void (*kernel)(Problem, CUtensorMap, CUtensorMap), int threads, cudaStream_t stream) {
-    CUtensorMap k, v;
-    cudaError_t error = described<L>(call, &k, &v);
-    if (!error) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::SHARED);
-    if (error) return error;
-    const dim3 splits(call.key_heads, call.splits, call.batch);
-    error = launch_early(configured(splits, threads, L::SHARED, stream), kernel, call, k, v);
-    if (error || call.splits == 1) return error;
-    return call.splits <= 8 * AT_ONCE ? launch_merge<L::D, 8>(call, stream) : launch_merge<L::D, 16>(call, stream);
-}
-
-template <int D, bool PAGED, int SETS>
-cudaError_t launch_apart(const Problem& call, cudaStream_t stream) {
-    using L = Layout<D, PAGED, SETS>;
-    return launch<L>(call, decode<L>, THREADS, stream);
-}
-template <int D, bool PAGED, int ROWS>
-cudaError_t launch_together(const Problem& call, cudaStream_t stream) {
-    using L = Together<D, PAGED, ROWS>;
-    return launch<L>(call, decode_together<L>, GATHERED, stream);
-}
-
-// By the channels of heads and how many rows a tile has: of tiles that are divided, whose blocks have a few steps, a warpgroup multiplies
-// wide ones together.
-template <bool PAGED>
-cudaError_t launch_for(const Problem& call, cudaStream_t stream) {
-    const int d = call.head_size, rows = call.height();
-    const bool divided = call.splits > 1;
-    if (d == 64 && rows <= 16) return launch_apart<64, PAGED, 1>(call, stream);
-    if (d == 64 && rows <= 32) return launch_apart<64, PAGED, 2>(call, stream);
-    if (d == 64 && rows <= 64) return launch_together<64, PAGED, 64>(call, stream);
-    if (d == 128 && rows <= 16) return launch_apart<128, PAGED, 1>(call, stream);
-    if (d == 128 && rows <= 32 && !divided) return launch_apart<128, PAGED, 2>(call, stream);
-    if (d == 128 && rows <= 32) return launch_together<128, PAGED, 32>(call, stream);
-    if (d == 128 && rows <= 64) return launch_together<128, PAGED, 64>(call, stream);
-    if (d == 256 && rows <= 16 && !divided) return launch_apart<256, PAGED, 1>(call, stream);
-    if (d == 256 && rows <= 16) return launch_together<256, PAGED, 16>(call, stream);
-    if (d == 256 && rows <= 32) return launch_together<256, PAGED, 32>(call, stream);
-    return cudaErrorInvalidValue;
-}
-
-}  // namespace
-
-// Launch; an error of CUDA's, or 0.
-extern "C" __attribute__((visibility("default"))) int hopper_decode(const Problem* call, cudaStream_t stream) {
-    const OnDevice device(call->device);
-    if (device.error) return device.error;
-    return call->pages.count ? launch_for<true>(*call, stream) : launch_for<false>(*call, stream);
-}
-
-// What opkit's tests hold its own description of a call against, and what a block asks for of shared memory.
-extern "C" __attribute__((visibility("default"))) int hopper_decode_call_bytes() { return sizeof(Problem); }
-extern "C" __attribute__((visibility("default"))) int hopper_decode_shared_bytes() {
-    return max(max(Layout<256, true, 1>::SHARED, Together<256, true, 32>::SHARED), Together<128, true, 64>::SHARED);
-}
+SM90_NUMBERS(problem, sizeof(Problem))

@@ -1,4 +1,4 @@
-// Attention of few queries for sm_90a in CUDA C++, of elements T, which who includes this file names: __nv_bfloat16 or __half.
+// Attention of few queries for sm_90a in CUDA C++, of elements T.
 //
 // A tile is all rows of a head of keys, a row being one query of one of the heads that share it. Its keys are divided among blocks,
 // its *splits*, and those of a split among warps, which go on by themselves: each loads by TMA, into a buffer of its own, the keys and
@@ -224,8 +224,7 @@ SM90 void merge_warps(const Problem& problem, const Shared<L>& shared, const Til
 }
 
 template <typename L>
-__global__ void __launch_bounds__(THREADS, 1)
-    decode(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+SM90 void decode(const Problem& problem, const Maps& maps) {
     const Tile tile = {int(blockIdx.z), int(blockIdx.x)};
     const int split = blockIdx.y;
     const int warp = __shfl_sync(~0u, threadIdx.x / LANES, 0), lane = threadIdx.x % LANES;
@@ -241,10 +240,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     const Reach& reach = steps.reach;
     const auto key_of = [&](int number) { return steps.first + number * (L::SHARERS * L::KEYS); };
     const auto load_keys = [&](int number) {
-        if (number < steps.count) load<L>(problem, &k, tile, reach, key_of(number), shared.keys, shared.filled);
+        if (number < steps.count) load<L>(problem, &maps.k, tile, reach, key_of(number), shared.keys, shared.filled);
     };
     const auto load_values = [&](int number) {
-        if (number < steps.count) load<L>(problem, &v, tile, reach, key_of(number), shared.values, shared.filled + 8);
+        if (number < steps.count) load<L>(problem, &maps.v, tile, reach, key_of(number), shared.values, shared.filled + 8);
     };
     load_keys(0), load_values(0);
     next_launch_may_begin();

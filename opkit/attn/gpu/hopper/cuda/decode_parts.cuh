@@ -42,7 +42,12 @@ struct Problem {
     float factor;  // of logits, whose exponentials' base is 2
     Pages pages;
 
-    __host__ __device__ int height() const { return group * queries; }  // rows of a tile
+    __device__ __forceinline__ int height() const { return group * queries; }  // rows of a tile
+};
+
+// How TMA finds keys and values.
+struct Maps {
+    CUtensorMap k, v;
 };
 
 // A head of keys, and a row of its tile: the queries come one after the other, each with all its heads.
@@ -136,7 +141,7 @@ struct Merging {
 
 // A block merges the splits of a row.
 template <int D, int GROUPS>
-__global__ void __launch_bounds__(Merging<D, GROUPS>::THREADS) merge(const __grid_constant__ Problem problem) {
+SM90 void merge(const Problem& problem, const Maps&) {
     constexpr int EACH = Merging<D, GROUPS>::EACH;
     const Tile tile = {int(blockIdx.z), int(blockIdx.y)};
     const int row = blockIdx.x;

@@ -296,8 +296,7 @@ SM90 void finish_all(const Problem& problem, const Tile& tile, const Gathered<L>
 }
 
 template <typename L>
-__global__ void __launch_bounds__(GATHERED, 1)
-    decode_together(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+SM90 void decode_together(const Problem& problem, const Maps& maps) {
     const Tile tile = {int(blockIdx.z), int(blockIdx.x)};
     const Gathered<L> shared(dynamic_shared());
     if (threadIdx.x == 0) {
@@ -313,7 +312,7 @@ __global__ void __launch_bounds__(GATHERED, 1)
     next_launch_may_begin();
     const Steps steps = steps_of<L>(reach_of<L>(problem, tile), problem.splits, blockIdx.y, 0);
     if (__shfl_sync(~0u, threadIdx.x / WARPGROUP, 0) == 1) {
-        load_all<L>(problem, &k, &v, tile, steps, shared);
+        load_all<L>(problem, &maps.k, &maps.v, tile, steps, shared);
         return;
     }
     load_columns<L>(problem, tile, shared.queries());

@@ -1,4 +1,4 @@
-// Attention for sm_90a in CUDA C++, of elements T, which who includes this file names: __nv_bfloat16 or __half.
+// Attention for sm_90a in CUDA C++, of elements T.
 //
 // One thread loads by TMA, and warpgroups multiply, 64 rows of queries each. A block takes tiles, some rows of one head each,
 // from a counter until there are no more. The keys of a tile are visited from the last to the first. The product of queries with
@@ -295,14 +295,12 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
 }
 
 template <typename L, bool BANDED>
-__global__ void __launch_bounds__(L::THREADS, 1)
-    attention(const __grid_constant__ Problem problem, const __grid_constant__ CUtensorMap q,
-              const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+SM90 void attention(const Problem& problem, const Maps& maps) {
     unsigned char* bytes = dynamic_shared();
     Shared<L> shared = shared_of<L>(bytes + (-sm90::shared(bytes) & 1023));
     constexpr int WARPS = L::GROUPS * WARPGROUP / LANES;
     if (threadIdx.x == 0) {
-        prefetch_map(&q), prefetch_map(&k), prefetch_map(&v);
+        prefetch_map(&maps.q), prefetch_map(&maps.k), prefetch_map(&maps.v);
         initialize(shared.rows, WARPS);
         initialize(shared.keys, WARPS);
         initialize(shared.values, WARPS);
@@ -316,7 +314,7 @@ __global__ void __launch_bounds__(L::THREADS, 1)
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / LANES, 0), group = warp / (WARPGROUP / LANES);
     if (group == L::GROUPS) {
         fewer_registers<L::LOADER_REGISTERS>();
-        if (warp == WARPS && elected()) load<L, BANDED>(problem, shared, &q, &k, &v);
+        if (warp == WARPS && elected()) load<L, BANDED>(problem, shared, &maps.q, &maps.k, &maps.v);
     } else {
         more_registers<L::REGISTERS>();
         multiply<L, BANDED>(problem, shared, group);

@@ -13,7 +13,7 @@ using namespace sm90;
 // the descales, and values become T (forward_values.cuh).
 #ifdef FLOAT8
 using Key = FLOAT8;
-using Result = __nv_bfloat16;
+using Result = Bfloat16;
 #else
 using Key = T;
 using Result = T;
@@ -41,6 +41,11 @@ struct Problem {
     Lists lists;
     Rows narrow;                      // values as they are given, if that is in 8 bits: v is room for others then, dense
     const float *q_by, *k_by, *v_by;  // descales, (batch, heads of keys), dense
+};
+
+// How TMA finds queries, keys and values.
+struct Maps {
+    CUtensorMap q, k, v;
 };
 
 // A block of queries of a head, and the steps of keys that it needs; `last` is the first one that is taken. No steps: no tile. With

@@ -2,13 +2,45 @@
 // PTX ISA 8.0, https://docs.nvidia.com/cuda/parallel-thread-execution.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <cstdint>
 
 #define SM90 static __device__ __forceinline__
 
+// Whole numbers that who launches a kernel has to know, as a constant in the compiled file.
+#define SM90_NUMBERS(NAME, ...) extern "C" __device__ const int NAME##_numbers[] = {__VA_ARGS__};
+// A kernel under a plain name, of so many threads a block; threads, dynamic shared memory and more of it are its numbers.
+#define SM90_KERNEL(NAME, BOUNDS, CALL, ...)                                                   \
+    SM90_NUMBERS(NAME, __VA_ARGS__)                                                            \
+    extern "C" __global__ void __launch_bounds__ BOUNDS                                        \
+        NAME(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {     \
+        CALL(problem, maps);                                                                   \
+    }
+
+// How TMA finds a tensor, which the driver writes: cuda.h, which a torch that is installed need not have, says no more.
+struct alignas(64) CUtensorMap {
+    uint64_t opaque[16];
+};
+
 namespace sm90 {
+
+// Elements of 16 bits; what a float becomes is rounded to nearest.
+struct Half {
+    uint16_t bits;
+    Half() = default;
+    __device__ __forceinline__ explicit Half(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ __forceinline__ explicit operator float() const { return widened(bits); }
+    static __device__ __forceinline__ float widened(uint16_t bits) {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+struct Bfloat16 {
+    uint16_t bits;
+    Bfloat16() = default;
+    __device__ __forceinline__ explicit Bfloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ __forceinline__ explicit operator float() const { return __uint_as_float(uint32_t(bits) << 16); }
+};
 
 // The shared memory that a launch asks for, and an address in it as instructions take it.
 SM90 unsigned char* dynamic_shared() {
@@ -189,8 +221,8 @@ struct Product;
         }                                                                                                                    \
     };
 #define SM90_PRODUCTS(...)                              \
-    SM90_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)    \
-    SM90_PRODUCT(__half, "f16", __VA_ARGS__)
+    SM90_PRODUCT(Bfloat16, "bf16", __VA_ARGS__)    \
+    SM90_PRODUCT(Half, "f16", __VA_ARGS__)
 
 SM90_PRODUCTS(16, 8, 8, 9, 10, 11, 12, 13, 14)
 SM90_PRODUCTS(32, 16, 16, 17, 18, 19, 20, 21, 22)
@@ -208,7 +240,7 @@ SM90_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
             asm("cvt.rn.f16x2." NAME "x2 %0, %1;" : "=r"(found) : "h"(both));                                     \
             return found;                                                                                         \
         }                                                                                                         \
-        __device__ __forceinline__ explicit operator float() const { return __half2float(__ushort_as_half(two(bits))); } \
+        __device__ __forceinline__ explicit operator float() const { return Half::widened(uint16_t(two(bits))); } \
     };
 SM90_BYTE(E4M3, "e4m3")
 SM90_BYTE(E5M2, "e5m2")
@@ -279,8 +311,8 @@ SM90 void load_matrices(uint32_t (&x)[4], uint32_t at) {
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                       \
     }
-SM90_MULTIPLY_ADD(__nv_bfloat16, "bf16")
-SM90_MULTIPLY_ADD(__half, "f16")
+SM90_MULTIPLY_ADD(Bfloat16, "bf16")
+SM90_MULTIPLY_ADD(Half, "f16")
 template <typename T>
 SM90 void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { multiply_add(d, a, b0, b1, T()); }
 
@@ -350,12 +382,12 @@ SM90 float exp2_approx(float x) {
 SM90 float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 // Two floats, rounded to nearest, the first in the lower half.
-SM90 uint32_t pack(float first, float second, __nv_bfloat16) {
+SM90 uint32_t pack(float first, float second, Bfloat16) {
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     return both;
 }
-SM90 uint32_t pack(float first, float second, __half) {
+SM90 uint32_t pack(float first, float second, Half) {
     uint32_t both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
     return both;

@@ -1,11 +1,13 @@
 // Tensors (batch, heads, rows, channels) in memory, and rows of results that go there from registers.
 #pragma once
 
-#include <cstdint>
+#include <cmath>
 
 #include "sm90.cuh"
 
 namespace {
+
+using T = sm90::ELEMENT;  // of products and of results: who includes the kernels names it, Half or Bfloat16
 
 constexpr int LANES = 32, WARPGROUP = 128;
 constexpr int COLUMNS = 64, ROW_BYTES = 128;  // of a box in shared memory; columns of 16 bits
