@@ -19,7 +19,7 @@ _TEMPLATE = re.compile(r"\btemplate\s*<(?:[^<>()]|<[^<>]*>|\([^()]*\))*>")
 _FUNCTION = re.compile(r"\)\s*(?:\b(?:const|noexcept|override|final)\b\s*|->[\w:<>,\s*&]+)*\Z")
 _TYPE = re.compile(r"\s*(?:\b(?:typedef|static|const|constexpr)\b\s*)*\b(?:struct|class|union|enum)\b")
 _NO_VARIABLE = re.compile(
-    r"\s*(?:typedef|using|template|static_assert|friend|struct|class|union|enum|namespace|constexpr)\b"
+    r"\s*(?:typedef|using|template|static_assert|friend|struct|class|union|enum|namespace)\b|.*\bconstexpr\b", re.DOTALL
 )
 _TOOLKIT = re.compile(
     r"cuda\w*\.h|cuComplex\.h|device_launch_parameters\.h|math_constants\.h|mma\.h|cooperative_groups\S*|curand_kernel\.h"

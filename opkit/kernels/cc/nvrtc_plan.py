@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opkit.kernels.cc import nvrtc
 from opkit.kernels.cc.cuda_split import CannotSplit, Split, place_of, split
-from opkit.kernels.cc.headers import headers
+from opkit.kernels.cc.processes import quoted_file
 from opkit.kernels.cc.request import Request, Unit
 from opkit.kernels.cc.toolchain import Compiler
 
@@ -28,9 +28,12 @@ _OF_DEVICE = re.compile(
     r"|device-debug|diag-suppress|w)(?:=.*)?|-G"
 )
 _UNUSED = re.compile(r"-O\d|--?(?:expt-)?(?:relaxed-constexpr|extended-lambda)|-g")
-_STANDARD = re.compile(r"[a-z_]+|(?:stddef|stdio|stdlib|string|errno|time|inttypes|complex|unistd)\.h")
-_IN_BOTH = re.compile(r"cuda(?:_runtime(?:_api)?)?\.h|device_launch_parameters\.h")
-_OF_TOOLKIT = re.compile(r"cuda_\w+\.h|cuComplex\.h|math_constants\.h|cooperative_groups\S*|curand_kernel\.h")
+_STANDARD = re.compile(
+    r"[a-z_]+|(?:stddef|stdio|stdlib|string|errno|time|inttypes|complex|unistd"
+    r"|cuda(?:_runtime(?:_api)?)?|device_launch_parameters)\.h"
+)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b.*", re.MULTILINE)
+_OF_TOOLKIT = re.compile(r"cuda_(?:fp|bf)16\.h|cuComplex\.h|math_constants\.h")
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:[<"]([^>"\n]+)[>"])?[^\n]*', re.MULTILINE)
 
 
@@ -72,15 +75,14 @@ def parts(request: Request, compiler: Compiler) -> Parts:
     """
     if request.libraries or request.library_dirs or request.kind != "shared":
         raise CannotSplit("it is linked with other libraries")
-    flags = _flags(request.flags)
-    _check_headers(request)
+    flags, folders = _flags(request.flags), _folders(request)
     units, commands, sources = [], [], []
     for number, unit in enumerate(request.units):
         if unit.language != "cuda":
             units.append(unit)
             continue
-        found = split(unit.text, unit.name)
-        device = _device_text(request, unit, found, compiler)
+        found = split(_with_headers(unit.text, unit.name, folders, set()), unit.name)
+        device = _device_text(unit, found, compiler)
         images = []
         for architecture in flags.architectures if found.names else ():
             image = f"unit{number}.{architecture}"
@@ -173,42 +175,48 @@ def _architectures(name: str, value: str) -> list[str]:
 # ---- headers ---------------------------------------------------------------------------------------------------------
 
 
-def _check_headers(request: Request) -> None:
-    """Refuse headers with kernels: the host's compiler does not know what is in them."""
-    for path, _ in headers(request):
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"\b__(?:global|device)__\b", text)
-        if found is not None and not path.startswith(str(nvrtc.HEADERS)):
-            raise CannotSplit(f"{path}:{text.count(chr(10), 0, found.start()) + 1}: a header has device code")
+def _folders(request: Request) -> list[Path]:
+    flags = (flag[2:] for flag in request.flags if flag.startswith("-I") and len(flag) > 2)
+    return [Path(folder).absolute() for folder in (*request.include_dirs, *flags)]
 
 
-def _device_text(request: Request, unit: Unit, found: Split, compiler: Compiler) -> str:
+def _with_headers(text: str, name: str, folders: Sequence[Path], seen: set[Path], above: tuple[Path, ...] = ()) -> str:
+    """Return a text with the headers of its author's folders in place of their includes, since these have two parts too."""
+
+    def inserted(include: re.Match[str]) -> str:
+        near = [above[-1].parent, *folders] if above else folders
+        path = next((each / include[1] for each in near if include[1] and (each / include[1]).is_file()), None)
+        if path is None:
+            return include[0]
+        if path in above or path in seen:
+            return ""
+        content = path.read_text(encoding="utf-8", errors="surrogateescape")
+        if _ONCE.search(content):
+            seen.add(path)
+        content = _with_headers(_ONCE.sub("", content), str(path), folders, seen, (*above, path))
+        file, _, line = place_of(text, include.start(), name).rpartition(":")
+        return f"#line 1 {quoted_file(str(path))}\n{content}\n#line {int(line) + 1} {quoted_file(file)}"
+
+    return _INCLUDE.sub(inserted, text)
+
+
+def _device_text(unit: Unit, found: Split, compiler: Compiler) -> str:
     """Return the device's part without the headers that NVRTC lacks: they are for the host's."""
-    own = [
-        *map(Path, request.include_dirs),
-        nvrtc.HEADERS,
-        *(Path(flag[2:]) for flag in request.flags if flag[:2] == "-I"),
-    ]
     toolkit = bool(nvrtc.toolkit_headers(Path(compiler.arguments[-1])))
 
     def kept(include: re.Match[str]) -> str:
-        name = include[1] or ""
-        if (
-            not name
-            or any((folder / name).is_file() for folder in own)
-            or (toolkit and _OF_TOOLKIT.fullmatch(name) and not _IN_BOTH.fullmatch(name))
-        ):
+        name, of_toolkit = include[1] or "", bool(_OF_TOOLKIT.fullmatch(include[1] or ""))
+        if not name or (nvrtc.HEADERS / name).is_file() or (toolkit and of_toolkit):
             return include[0]
-        if _STANDARD.fullmatch(name) or _IN_BOTH.fullmatch(name):
+        if _STANDARD.fullmatch(name):
             return ""
         missing = (
-            "which did not come with NVRTC: install nvidia-cuda-runtime"
-            if _OF_TOOLKIT.fullmatch(name)
-            else "of which NVRTC has none"
+            "which did not come with NVRTC: install nvidia-cuda-runtime" if of_toolkit else "of which NVRTC has none"
         )
         raise CannotSplit(f"{place_of(found.device, include.start(), unit.name)}: it includes {name}, {missing}")
 
-    return f"#include <stdint.h>\n{_INCLUDE.sub(kept, found.device)}"  # opkit.h takes types from the compiler, which has none
+    # opkit.h takes types from the compiler, which has none
+    return f"#include <stdint.h>\n{_INCLUDE.sub(kept, found.device)}"
 
 
 # ---- the host's part -------------------------------------------------------------------------------------------------

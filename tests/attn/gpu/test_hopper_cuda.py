@@ -4,9 +4,11 @@ import ctypes
 import dataclasses
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from fake_gpu import imported
 from hopper_calls import (
     BF16,
     CAUSAL,
@@ -30,10 +32,12 @@ from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
 from opkit.attn.gpu.hopper import forward as gluon
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.attn.masks import program
-from opkit.errors import ToolchainError
+from opkit.errors import KernelError, ToolchainError
 from opkit.kernels.cc import build_plan, processes, toolchain
 from opkit.masks import Causal, Segments
 
+_fixtures = imported("opkit_fake_driver_of_cuda", Path(__file__).parents[2] / "kernels" / "conftest.py")
+fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
 OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]
 OF_BACKWARD = {  # how many kernels multiply, and the most bytes that a thread puts aside
     "backward": (4, 300), "backward_of_lists": (2, 520), "backward_in_order": (4, 300), "backward_of_lists_in_order": (2, 760),
@@ -131,6 +135,20 @@ def test_it_compiles_where_there_is_neither_nvcc_nor_a_c_compiler(monkeypatch, s
     monkeypatch.setattr(processes, "run", None)
     library.kernels.cache_clear()
     assert library.kernels("forward_of_lists", BF16).numbers == kernels.numbers  # from the cache
+
+
+def test_a_launch_that_fails_raises(fake, monkeypatch):
+    monkeypatch.setattr(library, "_driver", lambda: fake.driver)
+    monkeypatch.setattr(library, "_numbers_in", lambda image: {"attention_128": (384, 200_000)})
+    kernels = library.Kernels("forward", BF16, b"image")
+    launch = kernels.launching([library.Step("attention_128", (7, 1, 1), early=True)], [], cuda.ForwardProblem, 0)
+    launch(cuda.ForwardProblem(), 0x70)
+    assert fake.launches[-1][1:7] == ["attention_128", "7,1,1", "384,1,1", "200000", "0x70", "6=1,0,0"]
+    fake.fail("cuLaunchKernelEx", 701)
+    with pytest.raises(
+        KernelError, match=r"hopper_forward were not launched: cuLaunchKernelEx failed .* Force kernel='hopper'"
+    ):
+        launch(cuda.ForwardProblem(), 0x70)
 
 
 def test_without_a_compiler_there_is_none(monkeypatch):

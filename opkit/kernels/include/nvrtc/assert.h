@@ -1,4 +1,5 @@
-// For NVRTC, which has __assert_fail built in.
+// For NVRTC, which has no headers; the GPU's driver has __assert_fail.
+extern "C" __device__ void __assert_fail(const char* condition, const char* file, unsigned line, const char* function);
 #undef assert
 #ifdef NDEBUG
 #define assert(condition) ((void)0)
