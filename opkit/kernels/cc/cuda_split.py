@@ -186,7 +186,7 @@ class _Splitter:
     def _stub(self, item: _Item) -> str:
         """Return what a kernel's body is on the host, with as many lines."""
         end = item.head.rstrip().rfind(")")
-        opening = scanner._opening(item.head, end + 1)
+        opening = scanner.opening_of(item.head, end + 1)
         names = [_name_of(each) for each in _listed(item.head[opening + 1 : end])]
         addresses = ", ".join(f"(void*)&{name}" for name in names if name)
         lines = "\n" * self.text.count("\n", item.opening, item.end)

@@ -153,7 +153,7 @@ class ScannedFunction:
         return frozenset(re.findall(r"\w+", self.prefix))
 
 
-def _opening(head: str, end: int) -> int:
+def opening_of(head: str, end: int) -> int:
     """Return the offset of the parenthesis that the one before ``end`` closes, or -1."""
     depth = 0
     for place in range(end - 1, -1, -1):
@@ -166,7 +166,7 @@ def _opening(head: str, end: int) -> int:
 def as_function(item: TopLevelItem) -> ScannedFunction | None:
     """Return the item as a function; None if it is none."""
     end = len(_TRAILING.sub("", item.head))
-    opening = _opening(item.head, end) if item.head[:end].endswith(")") else -1
+    opening = opening_of(item.head, end) if item.head[:end].endswith(")") else -1
     named = _NAME.search(item.head[: max(opening, 0)])
     if named is None or named["scope"]:
         return None

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from opkit import config
 from opkit.errors import ToolchainError
@@ -132,7 +133,11 @@ def find_nvrtc() -> Compiler:
     Raises:
         ToolchainError: there is none, and why.
     """
-    library = nvrtc.library()
+    return _nvrtc_at(nvrtc.library())
+
+
+@functools.lru_cache(maxsize=1)
+def _nvrtc_at(library: Path) -> Compiler:
     if not sys.executable:
         raise ToolchainError("NVRTC is run by Python in a process of its own, and sys.executable names no program.")
     files = [library, *nvrtc.OWN_FILES, *sorted(nvrtc.HEADERS.iterdir()), *nvrtc.toolkit_headers(library)]
