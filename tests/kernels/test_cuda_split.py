@@ -111,6 +111,36 @@ def test_a_template_that_launches_what_does_not_depend_on_it_is_split():
     assert split(KERNEL + "template <class E> void go(E* x) { of<3><<<1, 1>>>(x); }").names == ("of<3>",)
 
 
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [
+        ("void go(const float* x, half *y) { pair<<<1, 1>>>(x, y, 3); }", "pair<float, half>"),
+        ("void go(const T* __restrict__ x, void* y) { pair<<<1, 1>>>(x, (int4*)y, 3); }", "pair<T, int4>"),
+        ("void go(T* x, void* y) { pair<<<1, 1>>>(x, reinterpret_cast<const int4*>(y), 3); }", "pair<T, int4>"),
+        (
+            "void go(void* x) { const unsigned* z = f(x);\n for (int n = 0; n < 3; n++) { value<<<1, 1>>>(n, z); } }",
+            "value<int>",
+        ),
+    ],
+)
+def test_arguments_of_templates_are_deduced(launch, name):
+    kernels = """template <typename A, class B> __global__ void pair(const A* x, B* __restrict__ y, int n) {}
+template <class V> __global__ void value(V x, const unsigned* y) {}
+"""
+    assert split(kernels + launch).names == (name,)
+
+
+@pytest.mark.parametrize(
+    "launch", ["void go(float* x) { V<<<1, 1>>>(x + 1, 2); }", "void go(auto x) { V<<<1, 1>>>(x, 2); }"]
+)
+def test_what_takes_a_compiler_to_deduce_is_refused(launch):
+    kernels = (
+        "template <class A> __global__ void V(A* x, int n) {}\ntemplate <class A> __global__ void by_value(A x) {}\n"
+    )
+    with pytest.raises(CannotSplit, match="is a template: write its arguments"):
+        split(kernels + launch)
+
+
 def test_a_place_is_that_of_the_last_directive():
     text = 'x\n#line 9 "b.cu"\ny\n#line 2 "<d>"\nz'
     assert [place_of(text, text.index(each)) for each in "xyz"] == ["<source>:1", "b.cu:9", "<d>:2"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from opkit.kernels.cc import scanner
 
@@ -185,9 +185,7 @@ class _Splitter:
 
     def _stub(self, item: _Item) -> str:
         """Return what a kernel's body is on the host, with as many lines."""
-        end = item.head.rstrip().rfind(")")
-        opening = scanner.opening_of(item.head, end + 1)
-        names = [_name_of(each) for each in _listed(item.head[opening + 1 : end])]
+        names = [_name_of(each) for each in _parameters(item.head)]
         addresses = ", ".join(f"(void*)&{name}" for name in names if name)
         lines = "\n" * self.text.count("\n", item.opening, item.end)
         return f"{{ void* opk_arguments[] = {{{addresses or 'nullptr'}}}; ::opk_launch(opk_arguments); {lines}}}"
@@ -204,7 +202,10 @@ class _Splitter:
             end = _closing_of_launch(self.code, at, item.end)
             if start is None or end is None:
                 raise self._refuse(at, "it is not clear which kernel is launched")
-            number = self._number(item, start, self.code[start:at])
+            given = re.compile(r"\s*\(").match(self.code, end + 3)
+            after = scanner.closing(self.code, given.end() - 1) if given else end
+            arguments = _listed(self.code[given.end() : after - 1]) if given else []
+            number = self._number(item, start, self.code[start:at], arguments)
             config = self.text[at + 3 : end]
             self.host.append((start, end + 3, f"::opk_configure({number}, {config}), {self.text[start:at].strip()}"))
         for found in _ATTRIBUTE_CALL.finditer(body):
@@ -218,11 +219,13 @@ class _Splitter:
             number = self._number(item, start, given[cast:])
             self.host.append((item.opening + found.start(), start + len(given), f"::opk_set_attribute({number}"))
 
-    def _number(self, item: _Item, offset: int, expression: str) -> int:
-        """Return the number of a kernel that a function of the host names."""
+    def _number(self, item: _Item, offset: int, expression: str, arguments: Sequence[str] = ()) -> int:
+        """Return the number of a kernel that a function of the host names, or calls with some arguments."""
         expression = self._resolved(self.code[item.opening : offset], " ".join(expression.split()))
         name = re.match(r"[\w:]*", expression)
         base = name[0].rpartition("::")[2] if name else ""
+        if base in self.kernels and "<" not in expression:
+            expression += _deduced(self.kernels[base].head, arguments, item.head, self.code[item.opening : offset])
         parameters = "".join(_TEMPLATE.findall(item.head))
         depends = [each for each in re.findall(r"\w+", expression) if re.search(rf"\b{each}\b", parameters)]
         kernel = self.kernels.get(base)
@@ -272,6 +275,51 @@ class _Splitter:
             pieces += [self.text[position:start], replacement]
             position = end
         return "".join((*pieces, self.text[position:]))
+
+
+def _deduced(kernel: str, arguments: Sequence[str], function: str, before: str) -> str:
+    """Return the arguments of a kernel template that a call deduces, "<float>"; "" for others, and where it takes a compiler.
+
+    Types are deduced of parameters ``const V* x`` and ``V x``, from parameters and variables of the function and from casts.
+    """
+    template = _TEMPLATE.search(kernel)
+    if template is None:
+        return ""
+    names = [
+        re.fullmatch(r"\s*(?:class|typename)\s+(\w+)\s*", each) for each in _listed(template[0].partition("<")[2][:-1])
+    ]
+    types: dict[str, str] = {}
+    for parameter, argument in zip(_parameters(kernel), arguments, strict=False):
+        found = re.fullmatch(rf"\s*{_CONST}(\w+)\s*{_CONST}(\*?)\s*{_CONST}\w+\s*", parameter)
+        of_argument = _type_of(argument.strip(), function, before)
+        if found is not None and of_argument is not None and of_argument.endswith("*") == bool(found[2]):
+            types.setdefault(found[1], of_argument.rstrip("* "))
+    known = [types.get(each[1]) if each else None for each in names]
+    return f"<{', '.join(map(str, known))}>" if None not in known else ""
+
+
+def _type_of(argument: str, function: str, before: str) -> str | None:
+    """Return the type of a variable or a cast, without ``const``: "float*"; None if it is not that plain."""
+    cast = re.fullmatch(
+        r"(?:reinterpret|static)_cast\s*<([^<>]*)>\s*\([^()]*\)|\(([\w:\s]+\*?\s*)\)\s*[\w.]+", argument
+    )
+    declared = (
+        rf"(?:^|[(,;{{}}])\s*({_CONST}[A-Za-z_][\w:]*\s*{_CONST}\*?\s*{_CONST})\b{re.escape(argument)}\s*(?=[,)=;]|\Z)"
+    )
+    texts = [cast[1] or cast[2]] if cast else re.findall(declared, function + before) if argument.isidentifier() else []
+    words = (re.sub(r"\b(?:const|__restrict(?:__)?)\b", " ", text).replace("*", " *").split() for text in texts)
+    found = {" ".join(each).replace(" *", "*") for each in words}
+    (only,) = found if len(found) == 1 else ("",)  # variables of one name may be of several types
+    return only if only and not re.search(r"\b(?:auto|return|else)\b", only) else None
+
+
+_CONST = r"(?:\bconst\b\s*|\b__restrict(?:__)?\b\s*)*"
+
+
+def _parameters(head: str) -> list[str]:
+    """Return the parameters of a function."""
+    end = head.rstrip().rfind(")")
+    return _listed(head[scanner.opening_of(head, end + 1) + 1 : end])
 
 
 def _is_function(head: str) -> bool:
