@@ -49,7 +49,8 @@ class Binary:
     """One compiled kernel; its function is loaded once for each device, at its first launch there.
 
     ``image`` is a cubin or a code object, ``name`` its function, ``shared`` bytes of dynamic shared memory; ``scratch`` and
-    ``profile_scratch`` are bytes for each program (and each block of a cluster), their alignments powers of two.
+    ``profile_scratch`` are bytes for each program (and each block of a cluster), their alignments powers of two. Where ``shared``
+    is more than 48 KiB and ``prefer_shared`` is set, the GPU is asked for shared memory rather than L1 cache.
 
     Raises:
         ValueError: a number is out of range.

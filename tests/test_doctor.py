@@ -58,6 +58,19 @@ def bare(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def test_the_compiler_of_cuda_is_the_one_that_is_used(monkeypatch, tmp_path, settings):
+    library = tmp_path / "libnvrtc.so.13"
+    library.touch()
+    monkeypatch.setattr(nvrtc, "library", lambda: library)
+    monkeypatch.setattr(toolchain, "version", lambda compiler: {"nvrtc": "NVRTC 13.0"}.get(compiler.family, "nvcc's"))
+    toolchain._nvrtc_at.cache_clear()
+    assert by_name(doctor._compilers())["CUDA"].value == f"{library}: NVRTC 13.0"
+    (tmp_path / "nvcc").touch(0o700)
+    settings(nvcc=tmp_path / "nvcc")
+    assert by_name(doctor._compilers())["CUDA"].value == f"{tmp_path / 'nvcc'}: nvcc's"
+    toolchain._nvrtc_at.cache_clear()
+
+
 def test_no_compiler_is_missing_both(bare):
     found = by_name(doctor._compilers())
     assert [found[name].status for name in ("C", "C++", "CUDA")] == ["missing", "missing", "note"]

@@ -66,14 +66,23 @@ def toolkit_headers(found: Path) -> tuple[Path, ...]:
 
 def major_architectures() -> tuple[str, ...]:
     """Return what nvcc's ``-arch=all-major`` names, of what torch runs on: code for each generation, and PTX for later ones."""
-    folder = _torch()
-    version = (_cuda_of(folder) if folder is not None else None) or ""
-    majors = _MAJORS if tuple(map(int, re.findall(r"\d+", version))) >= _BLACKWELL else _MAJORS[:-2]
+    majors = _MAJORS if _is_12_8() else _MAJORS[:-2]
     return (*(f"sm_{each}" for each in majors), f"compute_{majors[-1]}")
 
 
-_MAJORS = (75, 80, 90, 100, 120)
-_BLACKWELL = (12, 8)  # the first version of CUDA that has the last two
+def parallel_options() -> tuple[str, ...]:
+    """Return the options by which all cores optimise the kernels of a source, where they are known to be there."""
+    return ("--split-compile=0",) if _is_12_8() else ()
+
+
+_MAJORS = (75, 80, 90, 100, 120)  # CUDA 12.8 is the first that has the last two
+
+
+def _is_12_8() -> bool:
+    """Return whether torch's CUDA is 12.8 or newer."""
+    folder = _torch()
+    version = (_cuda_of(folder) if folder is not None else None) or ""
+    return tuple(map(int, re.findall(r"\d+", version))) >= (12, 8)
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def cubin(request: Request, compiler: Compiler, source: str, output: str) -> tup
     flags = _flags(request.flags)
     if len(flags.architectures) != 1:
         raise CannotSplit(f"{' '.join(request.flags) or 'no flag'} does not name one architecture")
-    return _command(request, compiler, flags, flags.architectures[0], (), source, output)
+    return _command(request, compiler, flags, flags.architectures[0], nvrtc.parallel_options(), source, output)
 
 
 def parts(request: Request, compiler: Compiler) -> Parts:
