@@ -1,7 +1,7 @@
 """The container of a saved model: a zip file with a manifest, the members that it names, and weights as safetensors.
 
-The manifest lists the size and sha256 of each member, and the archive's comment has the manifest's. Weights are aligned and not
-compressed, so that they are mapped into memory where they are. The format is described in ``docs/models.md``.
+The manifest lists the size and sha256 of each member (of weights: of each 16 MiB), and the archive's comment has the manifest's.
+Weights are aligned and not compressed, so that they are mapped into memory where they are. The format is described in ``docs/models.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import re
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ _MANIFEST = "manifest.json"
 _COMMENT = re.compile(rb"opkit model, sha256 ([0-9a-f]{64})")
 _ALIGNMENT = 64
 _MAX_HEADER = 100 << 20  # bytes, as in safetensors
-_CHUNK = 1 << 24
+_CHUNK = 1 << 24  # bytes of weights that have a sha256 of their own
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -85,16 +86,45 @@ def _write_weights(archive: zipfile.ZipFile, weights: Mapping[str, torch.Tensor]
             header[f"padding.{len(header)}"] = {"dtype": "U8", "shape": [begin - end], "data_offsets": [end, begin]}
         end = begin + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _dtype_name(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    digest, size = hashlib.sha256(), 0
     with archive.open(WEIGHTS, "w", force_zip64=True) as member:
         assert archive.fp is not None
         text = json.dumps(header).encode()
         text += b" " * (-(archive.fp.tell() + 8 + len(text)) % _ALIGNMENT)
+        sums = _ChunkSums()
         for part in _parts(text, header, weights):
             member.write(part)
-            digest.update(part)
-            size += len(part)
-    return [size, digest.hexdigest()]
+            sums.update(part)
+    return [sums.size, *sums.done()]
+
+
+class _ChunkSums:
+    """The sha256 of each chunk of what passes by."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._sums: list[str] = []
+        self._digest = hashlib.sha256()
+
+    def update(self, part: Any) -> None:
+        view = memoryview(part)
+        while len(view):
+            room = _CHUNK - self.size % _CHUNK
+            self._digest.update(view[:room])
+            self.size += len(view[:room])
+            view = view[room:]
+            if self.size % _CHUNK == 0:
+                self._sums.append(self._digest.hexdigest())
+                self._digest = hashlib.sha256()
+
+    def done(self) -> list[str]:
+        return [*self._sums, *([self._digest.hexdigest()] if self.size % _CHUNK else [])]
+
+
+def _are_right(content: memoryview, sums: Sequence[str]) -> bool:
+    """Return whether the chunks have these sums; threads compute them."""
+    chunks = [content[begin : begin + _CHUNK] for begin in range(0, len(content), _CHUNK)]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(lambda chunk: hashlib.sha256(chunk).hexdigest(), chunks)) == list(sums)
 
 
 def _parts(text: bytes, header: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Iterator[Any]:
@@ -222,7 +252,7 @@ class Archive:
 
     def _weights(self, verify: bool) -> dict[str, torch.Tensor]:
         info = self._zip.getinfo(WEIGHTS)
-        size, checksum = self.manifest["members"][WEIGHTS]
+        size, *sums = self.manifest["members"][WEIGHTS]
         self._file.seek(info.header_offset + 26)
         name, extra = struct.unpack("<HH", self._file.read(4))
         begin = info.header_offset + 30 + name + extra
@@ -231,7 +261,7 @@ class Archive:
             raise self.damaged("the weights are not where the archive says")
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         with memoryview(mapped) as view:
-            if verify and hashlib.sha256(view[begin : begin + size]).hexdigest() != checksum:
+            if verify and not _are_right(view[begin : begin + size], sums):
                 raise self.damaged("the weights have another sha256 than the manifest says")
             (length,) = struct.unpack_from("<Q", view, begin)
             if length > min(_MAX_HEADER, size - 8):
