@@ -1,7 +1,8 @@
 """The container of a saved model: a zip file with a manifest, the members that it names, and weights as safetensors.
 
 The manifest lists the size and sha256 of each member (of weights: of each 16 MiB), and the archive's comment has the manifest's.
-Weights are aligned and not compressed, so that they are mapped into memory where they are. The format is described in ``docs/models.md``.
+Weights are aligned and not compressed, so that they are mapped into memory where they are. The format is described in
+``docs/models.md``.
 """
 
 from __future__ import annotations
