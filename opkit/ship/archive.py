@@ -13,8 +13,8 @@ import json
 import mmap
 import os
 import re
+import secrets
 import struct
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,22 +58,20 @@ def write(
     Raises:
         OSError: it cannot be written.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:20]}-", dir=path.parent)
+    temporary = path.with_name(f".{path.name[:20]}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w+b") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                listed = {WEIGHTS: _write_weights(archive, weights)}
-                for name, content in members.items():
-                    listed[name] = [len(content), hashlib.sha256(content).hexdigest()]
-                    archive.writestr(name, content, zipfile.ZIP_DEFLATED, 1)
-                text = json.dumps({"format": FORMAT, **manifest, "members": listed}, indent=1).encode()
-                archive.writestr(_MANIFEST, text, zipfile.ZIP_DEFLATED)
-                archive.comment = f"opkit model, sha256 {hashlib.sha256(text).hexdigest()}".encode()
-            os.fchmod(file.fileno(), 0o644)
+        with open(temporary, "x+b") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            listed = {WEIGHTS: _write_weights(archive, weights)}
+            for name, content in members.items():
+                listed[name] = [len(content), hashlib.sha256(content).hexdigest()]
+                archive.writestr(name, content, zipfile.ZIP_DEFLATED, 1)
+            text = json.dumps({"format": FORMAT, **manifest, "members": listed}, indent=1).encode()
+            archive.writestr(_MANIFEST, text, zipfile.ZIP_DEFLATED)
+            archive.comment = f"opkit model, sha256 {hashlib.sha256(text).hexdigest()}".encode()
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 

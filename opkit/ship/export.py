@@ -89,12 +89,17 @@ def export(
     writer, members = WeightWriter(storage_dtype(storage)), dict[str, bytes]()
     wanted = (isa,) if isinstance(isa, str) else tuple(isa)
     entries: dict[str, Any] = {}
-    device = torch.device("cpu")
+    device: torch.device | None = None
     for name, program in programs.items():
         with torch.no_grad():
             entry = _Entry(name, entry_graph(program, _label(name), freeze), freeze)
-        device = entry.device if entry.device.type != "cpu" else device
+        device = device or entry.device
+        if entry.device != device:
+            raise ArgumentError(
+                f"opkit.export: {_label(name)} is on {entry.device}, and another on {device}. Export one file for each."
+            )
         entries[name] = entry.write(writer, members, wanted)
+    assert device is not None
     manifest = {"made_for": processors.made_for(device), "entries": entries}
     archive.write(target, manifest, members, writer.weights)
     return target
@@ -141,6 +146,7 @@ class _Entry:
         self.device = conversion.device_of(graph.module)
         if freeze and self.device.type == "cpu":
             self.packed = packing.pack_weights(graph.module)
+        freezing.copy_constant_results(graph.module)
 
     def write(self, writer: WeightWriter, members: dict[str, bytes], wanted: Sequence[str]) -> dict[str, Any]:
         """Compile the entry, add what is compiled to the members of the file, and return what the manifest says of it."""
@@ -149,7 +155,7 @@ class _Entry:
         )
         listed: list[dict[str, Any]] = []
         for isa, features, target in variants:
-            folder = "/".join(filter(None, (f"entries/{self.name or 'main'}", isa)))
+            folder = "/".join(filter(None, (f"entries/{self.name}" if self.name else "entry", isa)))
             captured, compiled = self._compile(target or backend.gpu_target())
             kernels = self._kernels(compiled, isa, folder, members)
             assert compiled.plan is not None

@@ -30,6 +30,19 @@ def freeze(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def copy_constant_results(module: fx.GraphModule) -> None:
+    """Let a graph return copies of constants, which its callers may write to."""
+    output = module.graph.output_node()
+    for node in [*output.all_input_nodes]:
+        tensor = constant_of(node)
+        if tensor is not None:
+            with module.graph.inserting_before(output):
+                copy = module.graph.call_function(aten.clone.default, (node,))
+            copy.meta = {"val": tensor}
+            output.replace_input_with(node, copy)
+    module.recompile()
+
+
 def constant_of(node: Any) -> torch.Tensor | None:
     """Return the tensor of a constant's node; None for anything else."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":

@@ -62,12 +62,11 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             raise ModelFileError(
                 f"opkit.load: {path} does not run here: {why}. Export the model here, or for this machine."
             )
-        weights = archive.weights(verify)
-        reader = WeightReader(weights, on, made["layouts"] == processors.layouts())
+        reader = WeightReader(archive.weights(verify), on, made["layouts"] == processors.layouts())
         entries = {
             name: _entry(archive, name, content, reader, on) for name, content in archive.manifest["entries"].items()
         }
-        return LoadedModel(entries, weights)
+        return LoadedModel(entries)
 
 
 @contextlib.contextmanager
@@ -88,9 +87,8 @@ class LoadedModel:
         entries: its entry points by name; one without a name for a file of one module.
     """
 
-    def __init__(self, entries: Mapping[str, LoadedEntry], weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, entries: Mapping[str, LoadedEntry]) -> None:
         self.entries = dict(entries)
-        self._weights = weights  # weights in layouts of oneDNN's do not own their memory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with the arguments of the module that was exported.
@@ -153,6 +151,7 @@ class LoadedEntry:
         self._taken, self._returned = convention["taken"], convention["returned"]
         self._results = convention["results"]
         self._tensors = [*self.state.values()]
+        self._reader = reader  # weights in layouts of oneDNN's do not own their memory
         self._run, self._checks = run, InputChecks(plan, convention, len(self._tensors))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Models that were exported and loaded again give the results of their modules."""
 
 import collections
+import gc
 import os
 import subprocess
 import sys
@@ -185,6 +186,28 @@ def test_entries_share_weights(tmp_path):
     assert path.stat().st_size < 1.5 * model.weight.nbytes
     with pytest.raises(ArgumentError, match="'rows', 'tanh'"):
         loaded(x)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_results_that_are_constants(tmp_path, freeze):
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.arange(3) * 2, x
+
+    x = torch.ones(3)
+    loaded = reloaded(Model(), (x,), path=tmp_path, freeze=freeze)
+    for _ in range(2):
+        table, same = loaded(x)
+        assert table.tolist() == [0, 2, 4]
+        table.zero_()
+        torch.testing.assert_close(same, x)
+
+
+def test_an_entry_outlives_its_model(tmp_path):
+    model, x = Convolutions().eval(), torch.randn(2, 3, 8, 8)
+    entry = reloaded(model, (x,), path=tmp_path).entries[""]
+    gc.collect()
+    torch.testing.assert_close(entry(x), model(x), atol=1e-5, rtol=1e-5)
 
 
 def test_entries_with_state(tmp_path):
