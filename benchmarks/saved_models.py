@@ -28,7 +28,7 @@ from compile_models import task
 FILES = {"opkit": "model.opk", "AOTInductor": "model.pt2", "ONNX Runtime": "model.onnx"}
 COLUMNS = ["model", "way", "export s", "load s", "first ms", "call ms", "of AOTInductor", "file MiB", "private MiB"]
 PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-PAUSE = 0.02  # seconds between calls, in which threads that wait for work go to sleep
+PAUSE = 0.1  # seconds between calls, in which threads that wait for work go to sleep
 LENGTHS = {"resnet50": 224}
 
 
@@ -136,7 +136,7 @@ def steady(ways: list[str], model: str, folder: Path, options: argparse.Namespac
     servers = {way: subprocess.Popen(_command("serve", way, model, folder, options), **PIPES) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(options.rounds + 5):
-        for way, server in servers.items():
+        for way, server in [*servers.items()][:: 1 if number % 2 else -1]:  # none always follows the same one
             time.sleep(PAUSE)
             server.stdin.write("\n")
             server.stdin.flush()
