@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,11 +46,18 @@ class WeightWriter:
     storage: torch.dtype | None = None
     weights: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict[str, torch.Tensor])
     _known: dict[Any, str] = dataclasses.field(default_factory=dict[Any, str])
+    _records: dict[Any, dict[str, Any]] = dataclasses.field(default_factory=dict[Any, dict[str, Any]])
+    _alive: list[torch.Tensor] = dataclasses.field(
+        default_factory=list[torch.Tensor]
+    )  # an address names memory until it is freed
 
     def add_packed(self, weight: PackedWeight, name: str) -> dict[str, Any]:
         """Add a weight in a layout of oneDNN's, as ``add`` does; if it is stored narrower, it is laid out when it is read."""
         if self._is_narrowed(weight.plain):
             return {**self.add(weight.plain, name), "packing": weight.packing}
+        return self._once(weight.plain, weight.packing, lambda: self._packed(weight, name))
+
+    def _packed(self, weight: PackedWeight, name: str) -> dict[str, Any]:
         metadata, content = private.packed_bytes(weight.packed)
         text = base64.b64encode(metadata).decode()
         return {
@@ -68,7 +75,7 @@ class WeightWriter:
     def add(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
         """Add a tensor, and return the JSON that :class:`WeightReader` reads it by; ``name`` is for the file."""
         if self._is_narrowed(tensor):
-            return self._add_narrowed(tensor, name)
+            return self._once(tensor, self.storage, lambda: self._add_narrowed(tensor, name))
         dense = private.is_dense(tensor)
         plain = tensor if dense else tensor.contiguous()
         flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
@@ -86,6 +93,14 @@ class WeightWriter:
         stored = scaled.round().to(torch.int8) if self.storage is torch.int8 else scaled.to(self.storage)
         return {**record, "at": self._add(stored, name), "scale": self._add(scale, f"{name}.scale")}
 
+    def _once(self, tensor: torch.Tensor, form: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the record of a tensor in another form, which programs for several instruction sets share."""
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, repr(form))
+        if key not in self._records:
+            self._records[key] = make()
+            self._alive.append(tensor)
+        return self._records[key]
+
     def _add(self, tensor: torch.Tensor, name: str) -> str:
         """Add a contiguous tensor, unless the same memory was added, and return its name."""
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
@@ -96,9 +111,6 @@ class WeightWriter:
             self._known[key] = known
             self._alive.append(tensor)
         return known
-
-    def __post_init__(self) -> None:
-        self._alive: list[torch.Tensor] = []  # an address names memory while it is not freed
 
 
 class WeightReader:

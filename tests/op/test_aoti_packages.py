@@ -170,12 +170,13 @@ print([name for name in sys.modules if name.startswith("opkit")])
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of a line of torch 2.13's
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "freezing"),
     [
         pytest.param(Small, False, id="small"),
-        pytest.param(Large, False, id="large", marks=pytest.mark.exhaustive),
-        pytest.param(Large, True, id="frozen", marks=pytest.mark.exhaustive),
+        pytest.param(Large, False, id="large"),
+        pytest.param(Large, True, id="frozen"),
     ],
 )
 def test_a_process_without_opkit_runs_a_package(tmp_path, model, freezing):

@@ -107,6 +107,12 @@ def test_structures(tmp_path):
     assert (point.y, nothing) == (3, None)
 
 
+@pytest.fixture(scope="module")
+def up_to_64_rows(tmp_path_factory):
+    shapes = ({0: Dim("batch", max=64)},)
+    return reloaded(Mlp().eval(), (torch.randn(3, 4),), path=tmp_path_factory.mktemp("model"), dynamic_shapes=shapes)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -118,11 +124,9 @@ def test_structures(tmp_path):
         (lambda m, x: m(y=x), "0 values|'y'"),
     ],
 )
-def test_arguments_that_do_not_fit(tmp_path, call, message):
-    x = torch.randn(3, 4)
-    loaded = reloaded(Mlp().eval(), (x,), path=tmp_path, dynamic_shapes=({0: Dim("batch", max=64)},))
+def test_arguments_that_do_not_fit(up_to_64_rows, call, message):
     with pytest.raises(ArgumentError, match=message):
-        call(loaded, x)
+        call(up_to_64_rows, torch.randn(3, 4))
 
 
 class Counter(nn.Module):
@@ -165,7 +169,9 @@ def test_weights_that_are_replaced(tmp_path):
         reloaded(model, (x,), path=tmp_path).load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, "int8", torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "storage", ["int8", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in (torch.bfloat16, torch.float8_e4m3fn))]
+)
 def test_narrow_storage(tmp_path, storage):
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).eval(), torch.randn(3, 64)
     loaded = reloaded(model, (x,), path=tmp_path, storage=storage)
@@ -247,6 +253,16 @@ def test_instruction_sets(tmp_path, monkeypatch):
         opkit.load(path)
     with pytest.raises(ArgumentError, match="isa='avx3'"):
         opkit.export(model, (x,), path=path, isa="avx3")
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_instruction_sets_share_weights(tmp_path, storage):
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval(), torch.randn(3, 256)
+    one, three = (
+        opkit.export(model, (x,), path=tmp_path / "model.opk", isa=isa, storage=storage).stat().st_size
+        for isa in ("baseline", ("baseline", "avx2", "avx512"))
+    )
+    assert three < 1.5 * one
 
 
 def test_layouts_of_another_processor(tmp_path, monkeypatch):
