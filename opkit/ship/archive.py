@@ -25,7 +25,7 @@ import torch
 
 from opkit.errors import ModelFileError
 
-FORMAT = 1
+FORMAT = 2
 """The number of the format; a reader refuses others."""
 
 WEIGHTS = "weights.safetensors"
@@ -64,9 +64,9 @@ def write(
             listed = {WEIGHTS: _write_weights(archive, weights)}
             for name, content in members.items():
                 listed[name] = [len(content), hashlib.sha256(content).hexdigest()]
-                archive.writestr(name, content, zipfile.ZIP_DEFLATED, 1)
+                archive.writestr(name, content)
             text = json.dumps({"format": FORMAT, **manifest, "members": listed}, indent=1).encode()
-            archive.writestr(_MANIFEST, text, zipfile.ZIP_DEFLATED)
+            archive.writestr(_MANIFEST, text)
             archive.comment = f"opkit model, sha256 {hashlib.sha256(text).hexdigest()}".encode()
         os.replace(temporary, path)
     except BaseException:

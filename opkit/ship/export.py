@@ -23,9 +23,10 @@ from opkit.compiler.run.plan import ExecutionPlan, opaque_names
 from opkit.errors import ArgumentError, CompileError
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.compilation import Request, Unit, build
-from opkit.ship import archive, freezing, operators, packing, processors, structure
+from opkit.ship import archive, freezing, operators, packing, processors, program_text, structure
 from opkit.ship.entry import EntryGraph, entry_graph
 from opkit.ship.packing import PackedWeight
+from opkit.ship.program_text import NotWritable, ProgramText
 from opkit.ship.weights import WeightWriter, storage_dtype
 
 Programs = Mapping[str, ExportedProgram]
@@ -157,14 +158,22 @@ class _Entry:
         for isa, features, target in variants:
             folder = "/".join(filter(None, (f"entries/{self.name}" if self.name else "entry", isa)))
             captured, compiled = self._compile(target or backend.gpu_target())
-            kernels = self._kernels(compiled, isa, folder, members)
             assert compiled.plan is not None
             called = operators.add_operators(compiled.plan, captured.targets, isa, folder, members)
             plan = operators.add_functions(compiled.plan, folder, members)
-            members[f"{folder}/plan.json"] = self._plan(captured, plan, kernels, writer)
+            program, why = self._program(captured, plan)
+            kernels = self._kernels(compiled, program, isa, folder, members)
+            content = self._plan(captured, plan, kernels, writer)
+            members[f"{folder}/plan.json"] = json.dumps(content).encode()
+            if program:
+                constants = [content["constants"][name] for name in program.constants]
+                described = {**program.description, "constants": constants}
+                members[f"{folder}/program.json"] = json.dumps(described).encode()
             if plan.functions:  # they were compiled for this processor
                 features |= processors.features()
-            listed.append({"folder": folder, "isa": isa, "features": sorted(features), "operators": called})
+            listed.append(
+                {"folder": folder, "isa": isa, "features": sorted(features), "operators": called, "needs_python": why}
+            )
         return {"variants": listed, **self._convention(writer)}
 
     def _compile(self, target: LoweringTarget) -> tuple[Captured, CompiledGraph]:
@@ -180,14 +189,23 @@ class _Entry:
         except Unsupported as error:
             raise CompileError(f"opkit.export: {_label(self.name)} cannot be compiled: {error}.") from error
 
+    @staticmethod
+    def _program(captured: Captured, plan: ExecutionPlan) -> tuple[ProgramText | None, str]:
+        """Return the program that runs a plan without Python, or why there is none."""
+        try:
+            return program_text.write(plan, captured), ""
+        except NotWritable as error:
+            return None, str(error)
+
     def _kernels(
-        self, compiled: CompiledGraph, isa: str, folder: str, members: dict[str, bytes]
+        self, compiled: CompiledGraph, program: ProgramText | None, isa: str, folder: str, members: dict[str, bytes]
     ) -> list[dict[str, Any]]:
         """Compile the kernels, add them to the members, and return what describes them."""
         assert compiled.plan is not None
         if self.device.type == "cpu":
-            if compiled.plan.segments:
-                units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(compiled.texts))
+            texts = [*(compiled.texts if compiled.plan.segments else ()), *([program.text] if program else ())]
+            if texts:
+                units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
                 label = f"opkit.export: {_label(self.name)}"
                 members[f"{folder}/kernels.so"] = build(Request(label, units, library.flags(), isa=isa)).read_bytes()
             return []
@@ -198,11 +216,11 @@ class _Entry:
             members[f"{folder}/kernel{number}"] = binary.image
         return [binary.to_json() for binary in binaries]
 
-    def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any, writer: WeightWriter) -> bytes:
+    def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any, writer: WeightWriter) -> dict[str, Any]:
         names = opaque_names(
             {text: value for text, value in captured.opaques.items() if not text.startswith("tensor ")}
         )
-        content = {
+        return {
             "plan": plan_cache.encode(dataclasses.replace(plan, name=_label(self.name))),
             "constants": {name: writer.add(tensor, name) for name, tensor in captured.constants.items()},
             "packed": {
@@ -215,7 +233,6 @@ class _Entry:
             "resolved": sorted(captured.resolved),
             "kernels": kernels,
         }
-        return json.dumps(content).encode()
 
     def _convention(self, writer: WeightWriter) -> dict[str, Any]:
         graph = self.graph

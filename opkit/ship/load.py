@@ -18,7 +18,8 @@ from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, named
 from opkit.compiler.run.runner import Runner
 from opkit.errors import ArgumentError, ModelFileError
 from opkit.kernels.triton.binaries import Binary
-from opkit.ship import operators, processors, structure
+from opkit.runtime import structure
+from opkit.ship import operators, processors
 from opkit.ship.archive import Archive
 from opkit.ship.checks import InputChecks
 from opkit.ship.weights import WeightReader

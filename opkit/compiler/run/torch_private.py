@@ -140,6 +140,11 @@ def qualified_name(target: Any) -> str:
     return target._schema.name if is_overload(target) else ""
 
 
+def overload_name(overload: Any) -> str:
+    """Return the name of an OpOverload among those of its operator, such as "default"."""
+    return overload._overloadname
+
+
 def is_torchs_own(target: Any) -> bool:
     """Return whether an FX target is an operator, or a packet of overloads, that torch itself defines."""
     if isinstance(target, torch._ops.OpOverload):

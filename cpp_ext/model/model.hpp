@@ -1,0 +1,90 @@
+// A saved model: its entries, and calls of them.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "../runtime/library.hpp"
+#include "operators.hpp"
+#include "opkit_model.h"
+#include "weights.hpp"
+
+namespace opkit::model {
+
+// One function of a model, for this processor.
+class Entry {
+public:
+    // Throws std::runtime_error where the file does not fit this processor, or needs Python or operators that nobody has.
+    Entry(const std::string& name, const Json& convention, const Archive& archive, Weights& weights, const opkit_operators* host);
+    ~Entry();
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+    const std::string& name() const { return name_; }
+    size_t inputs() const { return inputs_.size() - states_.size(); }
+    size_t outputs() const { return static_cast<size_t>(outputs_); }
+
+    // Runs it on the caller's tensors: the results, in order. Throws std::runtime_error, or std::invalid_argument where a tensor
+    // is not what the model takes.
+    std::vector<Tensor> run(const std::vector<opk_tensor>& inputs) const;
+
+private:
+    friend struct Host;
+    struct Input {
+        std::string name, text;  // the text is of what it takes
+        int32_t dtype = -1;      // -1: a size
+        int64_t rank = 0;
+        bool is_written = false;
+    };
+    struct Size {
+        int64_t number, input, dimension;
+        std::string name;
+        enum class From { Size, Stride, Value } from;
+        int64_t least, most;
+    };
+    struct Call {
+        std::string name, overload;
+        Operator own = nullptr;
+        const opk_kernel* kernel = nullptr;
+    };
+
+    void read_inputs(const Json& convention, const Json& program);
+    void read_operators(const Json& program, const Json& variant, const Archive& archive);
+    void read_functions(const Json& program, const Archive& archive);
+    void load_kernels(const Archive& archive, const std::string& folder);
+    std::vector<int64_t> bind(const std::vector<opk_tensor>& inputs) const;
+    std::vector<Tensor> laid_out(std::vector<opk_tensor>& inputs, const std::vector<int64_t>& layouts) const;
+
+    std::string name_;
+    const opkit_operators* host_;
+    std::vector<Input> inputs_;  // the states, then the arguments
+    std::vector<Tensor> states_;
+    std::vector<Size> sizes_;
+    int64_t size_count_ = 0, layout_count_ = 1, buffers_ = 0, outputs_ = 0;
+    std::vector<Call> calls_;
+    std::vector<std::string> steps_, function_names_;
+    std::vector<void*> constants_, functions_;
+    void* library_ = nullptr;
+    void (*compute_sizes_)(int64_t*) = nullptr;
+    void (*compute_layouts_)(const int64_t*, int64_t*) = nullptr;
+    int64_t (*run_)(opk_host*, const int64_t*, char*, void* const*, void* const*) = nullptr;
+    mutable std::mutex mutex_;
+    mutable std::vector<std::pair<int64_t, Memory>> arenas_;  // that no call uses
+};
+
+class Model {
+public:
+    Model(const std::string& path, bool verify, const opkit_operators* host);
+    const std::vector<std::unique_ptr<Entry>>& entries() const { return entries_; }
+    const Entry& entry(const char* name) const;  // throws std::invalid_argument
+    std::string description() const;             // the manifest
+
+private:
+    Archive archive_;
+    Weights weights_;
+    opkit_operators host_{};
+    std::vector<std::unique_ptr<Entry>> entries_;
+};
+
+}  // namespace opkit::model

@@ -1,0 +1,27 @@
+// The constants of a program, by the records of opkit/ship/weights.py.
+#pragma once
+
+#include <unordered_map>
+
+#include "archive.hpp"
+#include "tensor.hpp"
+
+namespace opkit::model {
+
+class Weights {
+public:
+    Weights(const Archive& archive, bool verify);
+
+    // The constant of a record: in the file's memory, or, where it is stored narrower or not packed, made once.
+    // Throws std::runtime_error where the record does not fit the weights.
+    const Tensor& constant(const Json& record);
+
+private:
+    Tensor make(const Json& record) const;
+    const Weight& find(const std::string& name, int32_t* dtype) const;
+
+    std::unordered_map<std::string, Weight> weights_;
+    std::unordered_map<std::string, Tensor> made_;
+};
+
+}  // namespace opkit::model
