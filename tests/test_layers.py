@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A room may import its own modules and those of any room in a lower row; rooms of one row do not import each other.
 _ROWS = (
     ("errors", "page"),
-    ("config", "compat", "_core"),
+    ("config", "compat", "_core", "runtime"),
     ("kernels",),
     ("op",),
     ("sharding",),

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "../runtime/execute.hpp"
-#include "../runtime/failure.hpp"
+#include "../runtime/tensor.hpp"
 #include "model.hpp"
 #include "threads.hpp"
 
@@ -88,8 +88,18 @@ struct KernelCall {
     std::vector<std::vector<void*>> lists;
     std::vector<std::vector<uint8_t>> bools;
 
-    void* handle(const DLTensor* tensor) {
-        tensors.push_back(std::make_unique<Tensor>(Tensor::view(Taken(tensor).tensor)));
+    // What the kernel does not write to is copied where its rows have gaps: the sizes of outputs are known for tensors without.
+    void* handle(const DLTensor* given, bool is_written) {
+        const Taken taken(given);
+        const opk_tensor& tensor = taken.tensor;
+        Tensor held = Tensor::view(tensor);
+        if (!is_written && !opkit::row_major(tensor.sizes, tensor.strides, tensor.rank)) {
+            int64_t count = 1;
+            for (int64_t d = tensor.rank; d-- > 0; count *= tensor.sizes[d]) held.strides[static_cast<size_t>(d)] = count;
+            held = Tensor::empty(held.described());
+            opkit::model::copy(tensor, held.described());
+        }
+        tensors.push_back(std::make_unique<Tensor>(std::move(held)));
         return tensors.back().get();
     }
 
@@ -102,12 +112,12 @@ struct KernelCall {
         if (input.present) switch (argument.kind) {
             case OPK_KIND_TENSOR:
                 if (value.kind != OPKIT_TENSOR) throw wrong();
-                input.as.tensor = handle(value.as.tensor);
+                input.as.tensor = handle(value.as.tensor, argument.written != 0);
                 break;
             case OPK_KIND_TENSORS:
                 if (value.kind != OPKIT_TENSORS) throw wrong();
                 lists.emplace_back();
-                for (int64_t i = 0; i < value.count; ++i) lists.back().push_back(handle(value.as.tensors[i]));
+                for (int64_t i = 0; i < value.count; ++i) lists.back().push_back(handle(value.as.tensors[i], argument.written != 0));
                 input.as.tensors = lists.back().data();
                 break;
             case OPK_KIND_FLOAT:

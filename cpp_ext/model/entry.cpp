@@ -105,11 +105,7 @@ Entry::Entry(const Text& name, const Json& convention, const Archive& archive, W
     const Json program = archive.read_json(folder + "/program.json");
     if (program.at("version").integer() != OPK_PROGRAM_VERSION)
         throw std::runtime_error("its program is for another version of opkit. Export the model again");
-    for (const auto& [key, record] : convention.at("state").fields()) {
-        const Tensor& constant = weights.constant(record);
-        states_.push_back(Tensor::empty(constant.described()));
-        copy(constant.described(), states_.back().described());
-    }
+    for (const auto& field : convention.at("state").fields()) states_.push_back(weights.state(field.second));
     read_inputs(convention, program);
     read_operators(program, variant, archive);
     read_functions(program, archive);

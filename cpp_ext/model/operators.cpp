@@ -1,16 +1,10 @@
 #include "operators.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <vector>
 
-#include "../attention/forward_call.hpp"
-#include "../isa/dispatch.hpp"
-#include "../runtime/failure.hpp"
 #include "tensor.hpp"
-#include "threads.hpp"
 
 namespace opkit::model {
 
@@ -40,6 +34,13 @@ double Arguments::number(int64_t position, double otherwise, const char* name) c
 const char* Arguments::text(int64_t position, const char* otherwise, const char* name) const {
     const opk_passed* found = find(position, name);
     return found ? found->as.text : otherwise;
+}
+
+std::vector<int64_t> Arguments::integers(int64_t position) const {
+    std::vector<int64_t> found;
+    if (const opk_passed* list = find(position))
+        for (int32_t i = 0; i < list->count; ++i) found.push_back(list->as.items[i].as.i);
+    return found;
 }
 
 void Arguments::integers(int64_t position, int64_t* found, int64_t count) const {
@@ -88,58 +89,6 @@ void product(const Arguments& arguments, const opk_result* results) {
     }
 }
 
-// ---- attention -------------------------------------------------------------------------------------------------------
-
-attention::Operand operand(const opk_tensor& tensor) {
-    floats(tensor);
-    return {tensor.data, {tensor.strides[0], tensor.strides[1], tensor.strides[2]}, attention::Type::Float};
-}
-
-Tensor with_dense_rows(const opk_tensor& tensor) {
-    if (tensor.sizes[3] == 1 || tensor.strides[3] == 1) return Tensor::view(tensor);
-    int64_t strides[4] = {tensor.sizes[1] * tensor.sizes[2] * tensor.sizes[3], tensor.sizes[2] * tensor.sizes[3], tensor.sizes[3], 1};
-    opk_tensor layout = tensor;
-    layout.strides = strides;
-    Tensor made = Tensor::empty(layout);
-    copy(tensor, made.described());
-    return made;
-}
-
-// q, k, v, dropout_p, is_causal, attn_mask, scale: the result and its log-sum-exp.
-void attend(const Arguments& arguments, const opk_result* results) {
-    using namespace attention;
-    const Tensor tensors[3] = {with_dense_rows(required(arguments, 0)), with_dense_rows(required(arguments, 1)), with_dense_rows(required(arguments, 2))};
-    const opk_tensor q = tensors[0].described(), k = tensors[1].described(), v = tensors[2].described();
-    if (arguments.number(3, 0, "dropout_p") != 0) throw std::runtime_error("there is no dropout without torch");
-    std::vector<int64_t> mask_program, bias_program;
-    std::vector<Typed> added;
-    if (arguments.integer(4, 0, "is_causal")) mask_program = {static_cast<int64_t>(Opcode::Band), -(int64_t{1} << 40), 0};
-    if (const opk_tensor* bias = arguments.tensor(5, "attn_mask")) {
-        Typed typed;
-        typed.data = floats(*bias);
-        for (int64_t d = 0; d < bias->rank; ++d) typed.stride[4 - bias->rank + d] = bias->sizes[d] == 1 ? 0 : bias->strides[d];
-        added.push_back(typed);
-        bias_program = {0, 0};
-    }
-    const Mask mask(mask_program, {}, q.sizes[0], k.sizes[2]);
-    const Biases biases(bias_program, added, q.sizes[2], k.sizes[2]);
-    std::vector<float> lse(static_cast<size_t>(q.sizes[0] * q.sizes[1] * q.sizes[2]));
-    const float scale = static_cast<float>(arguments.number(6, 1 / std::sqrt(static_cast<double>(q.sizes[3])), "scale"));
-    Call call{q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2], q.sizes[3], v.sizes[3], operand(q), operand(k), operand(v), nullptr, {},
-              lse.data(), nullptr, scale, 0, mask, biases, &isa::choose("").kernels};
-    const opk_tensor& out = results[0].tensor;
-    if (out.strides[3] != 1 && out.sizes[3] != 1) throw std::runtime_error("a result of attention has gaps in its rows");
-    call.out = out.data;
-    std::copy_n(out.strides, 3, call.out_stride);
-    const Report report;
-    forward(call);
-    if (report.failed()) throw std::runtime_error(report.text());
-    if (results[1].buffer < 0) return;
-    const opk_tensor& sums = results[1].tensor;  // (batch, heads, queries)
-    const int64_t strides[3] = {q.sizes[1] * q.sizes[2], q.sizes[2], 1};
-    copy({lse.data(), sums.sizes, strides, 3, OPK_FLOAT32, -1}, sums);
-}
-
 struct Row {
     const char *name, *overload;
     Operator function;
@@ -154,7 +103,8 @@ constexpr Row kOperators[] = {
     {"aten::addmm", "out", product<1>},
     {"aten::baddbmm", "default", product<1>},
     {"aten::baddbmm", "out", product<1>},
-    {"aten::_scaled_dot_product_flash_attention_for_cpu", "default", attend},
+    {"aten::_scaled_dot_product_flash_attention_for_cpu", "default", torch_attention},
+    {"opkit::attention", "default", opkit_attention},
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "../../opkit/kernels/include/opkit.h"
 #include "../../opkit/kernels/include/opkit_program.h"
@@ -18,6 +19,7 @@ public:
     int64_t integer(int64_t position, int64_t otherwise, const char* name = nullptr) const;  // of an int or bool
     double number(int64_t position, double otherwise, const char* name = nullptr) const;
     const char* text(int64_t position, const char* otherwise, const char* name = nullptr) const;
+    std::vector<int64_t> integers(int64_t position) const;
     void integers(int64_t position, int64_t* found, int64_t count) const;  // one stands for all
 
 private:
@@ -27,6 +29,9 @@ private:
 
 // Computes results, whose memory exists. Throws std::runtime_error.
 using Operator = void (*)(const Arguments& arguments, const opk_result* results);
+
+void opkit_attention(const Arguments& arguments, const opk_result* results);
+void torch_attention(const Arguments& arguments, const opk_result* results);
 
 // Null: this library does not compute it.
 Operator find_operator(const std::string& name, const std::string& overload);

@@ -56,16 +56,35 @@ const Weight& Weights::find(const std::string& name, int32_t* dtype) const {
     return weight;
 }
 
-const Tensor& Weights::constant(const Json& record) {
+namespace {
+
+std::string key_of(const Json& record) {
     std::string key;
     for (const char* field : {"at", "shape", "strides", "dtype"})
         if (const Json* value = record.find(field)) {
-            if (value->is_text()) key += value->text() + '\n';
+            if (value->is_text()) key += value->text();
             else for (int64_t n : value->integers()) key += std::to_string(n) + ',';
-            key += ';';
+            key += '\n';
         }
+    return key;
+}
+
+}  // namespace
+
+const Tensor& Weights::constant(const Json& record) {
+    const std::string key = key_of(record);
     const auto known = made_.find(key);
     return known != made_.end() ? known->second : made_.emplace(key, make(record)).first->second;
+}
+
+const Tensor& Weights::state(const Json& record) {
+    const std::string key = key_of(record);
+    const auto known = states_.find(key);
+    if (known != states_.end()) return known->second;
+    const Tensor& from = constant(record);
+    Tensor made = Tensor::empty(from.described());
+    copy(from.described(), made.described());
+    return states_.emplace(key, std::move(made)).first->second;
 }
 
 Tensor Weights::make(const Json& record) const {

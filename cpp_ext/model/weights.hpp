@@ -16,12 +16,15 @@ public:
     // Throws std::runtime_error where the record does not fit the weights.
     const Tensor& constant(const Json& record);
 
+    // The same for a weight that programs write to: a copy, which all entries of a model share.
+    const Tensor& state(const Json& record);
+
 private:
     Tensor make(const Json& record) const;
     const Weight& find(const std::string& name, int32_t* dtype) const;
 
     std::unordered_map<std::string, Weight> weights_;
-    std::unordered_map<std::string, Tensor> made_;
+    std::unordered_map<std::string, Tensor> made_, states_;
 };
 
 }  // namespace opkit::model

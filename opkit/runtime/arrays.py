@@ -94,7 +94,7 @@ class Taken:
     """
 
     def __init__(self, value: Any, name: str) -> None:
-        if isinstance(value, int) and not isinstance(value, bool):
+        if type(value) is int:
             self._held: Any = (ctypes.c_int64(value), Tensor())
             number, tensor = self._held
             tensor.data, tensor.device.device_type = ctypes.addressof(number), _CPU[0]
@@ -105,7 +105,7 @@ class Taken:
             raise ArgumentError(
                 f"{name} is a {type(value).__name__}; pass a NumPy array, or another tensor with __dlpack__."
             )
-        if tuple(value.__dlpack_device__())[0] != _CPU[0]:
+        if next(iter(value.__dlpack_device__())) != _CPU[0]:
             raise ArgumentError(f"{name} is not on the CPU.")
         try:
             self._held = value.__dlpack__()

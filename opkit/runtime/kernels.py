@@ -89,7 +89,9 @@ class Kernel:
         names = [each.name for each in self.parameters]
         unknown = [name for name in kwargs if name not in names[len(args) :]]
         if len(args) > len(names) or unknown:
-            raise ArgumentError(f"{self.schema} was called with {len(args)} arguments and {', '.join(kwargs) or 'no names'}.")
+            raise ArgumentError(
+                f"{self.schema} was called with {len(args)} arguments and {', '.join(kwargs) or 'no names'}."
+            )
         given = dict(zip(names, args, strict=False)) | kwargs
         values = [given.get(each.name, each.default) for each in self.parameters]
         missing = [name for name, value in zip(names, values, strict=True) if value is ...]

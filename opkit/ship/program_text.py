@@ -21,7 +21,6 @@ from opkit.compiler.ir.index import Div, Index, Mod, Symbol
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
 from opkit.compiler.run import driver
 from opkit.compiler.run import plan as plans
-from opkit.compiler.run import driver
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, Segment
 
@@ -158,7 +157,8 @@ class _ProgramWriter:
             if isinstance(atom, Symbol):
                 return f"sizes[{self.plan.sizes.index(atom.name)}]"
             assert isinstance(atom, Div | Mod), atom
-            return f"opk_{'floordiv' if isinstance(atom, Div) else 'rem'}({self._size(atom.dividend)}, {self._size(atom.divisor)})"
+            function = "opk_floordiv" if isinstance(atom, Div) else "opk_rem"
+            return f"{function}({self._size(atom.dividend)}, {self._size(atom.divisor)})"
 
         return expressions.index_text(at, spell)
 
