@@ -321,8 +321,8 @@ class _ProgramWriter:
         ]
         functions = [[f.library, f.name, f.instance if f.run_parameters else -1] for f in self.plan.functions]
         return {
-            "version": VERSION, "inputs": inputs, "sizes": len(self.plan.sizes), "bound": self._bound(), "buffers": len(self.plan.buffers),
-            "operators": [list(each) for each in self.operators], "steps": steps, "functions": functions,
+            "version": VERSION, "inputs": inputs, "sizes": len(self.plan.sizes), "bound": self._bound(),
+            "buffers": len(self.plan.buffers), "operators": [list(each) for each in self.operators], "steps": steps, "functions": functions,
             "outputs": len(self.plan.outputs),
         }  # fmt: skip
 
