@@ -13,6 +13,9 @@ void bind_runtime(py::module_& m);
 namespace opkit::attention {
 void bind(py::module_& m);
 }
+namespace opkit::product {
+void bind(py::module_& m);
+}
 namespace opkit::launch {
 void bind(py::module_& m);
 }
@@ -33,4 +36,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     opkit::isa::bind(m);
     opkit::attention::bind(m);
     opkit::attention::bind_decode(m);
+    opkit::product::bind(m);
 }

@@ -407,3 +407,52 @@ class AttentionBackward(_Attention):
         mask_tensors: Sequence[int] = (),
         bias_tensors: Sequence[int] = (),
     ) -> None: ...
+
+# Products and convolutions of float32 with packed weights (cpp_ext/product), by addresses; 0 for none. The activation is "none"
+# or "relu".
+
+def packed_floats(columns: int, depth: int) -> int:
+    """How many numbers the packed weight of a product has."""
+
+def pack(w: int, column_stride: int, depth_stride: int, columns: int, depth: int, packed: int) -> None:
+    """Pack a weight of any strides."""
+
+def packed_convolution_floats(
+    out_channels: int, in_per_group: int, kernel_height: int, kernel_width: int, groups: int
+) -> int:
+    """How many numbers the packed weight of a convolution has."""
+
+def pack_convolution(
+    w: int, out_channels: int, in_per_group: int, kernel_height: int, kernel_width: int, groups: int, packed: int
+) -> None:
+    """Pack a contiguous weight."""
+
+def linear(
+    x: int, x_pitch: int, packed: int, bias: int, y: int, rows: int, columns: int, depth: int, activation: str
+) -> None:
+    """``activation(x @ w.T + bias)``, by the instruction set that ``OPKIT_ISA`` allows and torch's threads.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+
+def convolution(
+    x: int,
+    packed: int,
+    bias: int,
+    addend: int,
+    y: int,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+    channels_last: bool,
+) -> None:
+    """``activation(convolution of x + bias + addend)``, likewise.
+
+    Sizes: batch, channels, height and width of x, channels, height and width of y. All images have their channels next to each
+    other, or none.
+    """

@@ -5,11 +5,18 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx512.hpp"
+#include "../product/depthwise.hpp"
 #include "table.hpp"
 #include "vector_products.hpp"
 
 namespace opkit::isa {
 namespace {
+
+// A tile is 12 x 32.
+struct ProductVectors : Vectors {
+    static constexpr int kTileRows = 12, kTilePanels = 2, kRowPanels = 4;
+    static Floats positive(Floats a) { return _mm512_max_ps(zero(), a); }
+};
 
 constexpr Table make_table() {
     Table table{"avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}};
@@ -23,6 +30,8 @@ constexpr Table make_table() {
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::Vectors>>;
     table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<attention::Vectors>>;
     table.attend_decode = attention::attend_decode<attention::Vectors>;
+    table.product_f32 = product::multiply<ProductVectors>;
+    table.depthwise_f32 = product::depthwise<ProductVectors>;
     return table;
 }
 

@@ -4,6 +4,7 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_plain.hpp"
+#include "../product/depthwise.hpp"
 #include "scalar.hpp"
 #include "table.hpp"
 
@@ -18,6 +19,12 @@ void pack_b_bf16(const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, in
     for (int64_t p = 0; p < k; p += 2) pair_rows(b + p * ldb, p + 1 < k ? b + (p + 1) * ldb : nullptr, packed + p * n, n);
 }
 
+// A tile is 3 x 16.
+struct ProductVectors : attention::PlainVectors {
+    static constexpr int kTileRows = 3, kTilePanels = 1, kRowPanels = 2;
+    static Floats positive(Floats a) { return where(a < zero(), zero(), a); }
+};
+
 constexpr Table make_table() {
     Table table{"baseline"};
     table.pair_rows = 12;
@@ -31,6 +38,8 @@ constexpr Table make_table() {
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::PlainVectors>>;
     table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<attention::PlainVectors>>;
     table.attend_decode = attention::attend_decode<attention::PlainVectors>;
+    table.product_f32 = product::multiply<ProductVectors>;
+    table.depthwise_f32 = product::depthwise<ProductVectors>;
     return table;
 }
 

@@ -5,11 +5,18 @@
 #include "../attention/forward.hpp"
 #include "../attention/products.hpp"
 #include "../attention/vectors_neon.hpp"
+#include "../product/depthwise.hpp"
 #include "table.hpp"
 #include "vector_products.hpp"
 
 namespace opkit::isa {
 namespace {
+
+// A tile is 6 x 16.
+struct ProductVectors : NeonVectors {
+    static constexpr int kTileRows = 6, kTilePanels = 1, kRowPanels = 4;
+    static Floats positive(Floats a) { return vbslq_f32(vcltq_f32(a, zero()), zero(), a); }
+};
 
 constexpr Table make_table() {
     Table table{"neon", {"neon"}};
@@ -24,6 +31,8 @@ constexpr Table make_table() {
     table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<Attention>>;
     table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<Attention>>;
     table.attend_decode = attention::attend_decode<Attention>;
+    table.product_f32 = product::multiply<ProductVectors>;
+    table.depthwise_f32 = product::depthwise<ProductVectors>;
     return table;
 }
 

@@ -23,6 +23,7 @@
 
 #include "../attention/block.hpp"
 #include "../attention/decode_task.hpp"
+#include "../product/block.hpp"
 
 // name, parameters. All matrices are stored by rows, ld* is the distance of two rows in elements; every size may be zero.
 // Matrices may have any alignment; an output overlaps no input. bf16 values travel as uint16_t.
@@ -34,6 +35,7 @@
 //   attention_*: a block of queries (attention/forward.hpp). attention_cells_*: rows, `pitch` elements apart, as cells, which are of
 //     the ISA's own kind; attention_backward_*: rows against a tile of keys (attention/backward.hpp).
 //   attend_decode: one part of attention with few queries; see attention/decode_task.hpp and decode.hpp.
+//   product_f32, depthwise_f32: a part of a product or convolution with a packed weight; see product/block.hpp.
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
     KERNEL(pack_b_bf16, (const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, int64_t k))                      \
@@ -44,7 +46,9 @@
     KERNEL(attention_cells_bf16, (const void* rows, int64_t pitch, int64_t count, int64_t elements, void* out))        \
     KERNEL(attention_backward_f32, (const attention::BackwardTile& tile))                                              \
     KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))                                             \
-    KERNEL(attend_decode, (const attention::DecodeTask* task))
+    KERNEL(attend_decode, (const attention::DecodeTask* task))                                                         \
+    KERNEL(product_f32, (const product::Block& block))                                                                 \
+    KERNEL(depthwise_f32, (const product::DepthwiseRow& row))
 
 namespace opkit::isa {
 

@@ -161,7 +161,7 @@ bool Call::bind_variadic(const opk_argument& argument, const View& view) {
     const int64_t count = view.rank - shape.before - shape.after;
     const int64_t* sizes = view.sizes + shape.before;
     if (sizes_[shape.variadic] == kUnbound) {
-        sizes_[shape.variadic] = product(sizes, count);
+        sizes_[shape.variadic] = element_count(sizes, count);
         int64_t* run = arena_.take<int64_t>(count + 1);
         run[0] = count;
         std::copy(sizes, sizes + count, run + 1);

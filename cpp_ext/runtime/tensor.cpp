@@ -2,7 +2,7 @@
 
 namespace opkit {
 
-int64_t product(const int64_t* sizes, int64_t count) {
+int64_t element_count(const int64_t* sizes, int64_t count) {
     int64_t result = 1;
     for (int64_t i = 0; i < count; i++) result *= sizes[i];
     return result;
@@ -23,7 +23,7 @@ const char* dtype_name(int32_t dtype) {
     return "unknown";
 }
 
-int64_t View::numel() const { return product(sizes, rank); }
+int64_t View::numel() const { return element_count(sizes, rank); }
 
 bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank) {
     bool fits = true;

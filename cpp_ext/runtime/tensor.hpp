@@ -30,6 +30,6 @@ bool row_major(const int64_t* sizes, const int64_t* strides, int64_t rank);
 // What torch calls an opk_dtype.
 const char* dtype_name(int32_t dtype);
 
-int64_t product(const int64_t* sizes, int64_t count);
+int64_t element_count(const int64_t* sizes, int64_t count);
 
 }  // namespace opkit

@@ -39,6 +39,7 @@ void check_conversions(const Isas& isas, Checks& checks);
 void check_masks(Checks& checks);
 void check_attention(const Isas& isas, Checks& checks);
 void check_decoding(const Isas& isas, Checks& checks);
+void check_products(const Isas& isas, Checks& checks);
 
 extern int32_t threads;  // that kernels find
 

@@ -44,6 +44,7 @@ int run() {
     check_masks(checks);
     check_attention(isas, checks);
     check_decoding(isas, checks);
+    check_products(isas, checks);
     for (const isa::Choice* choice : isas) std::printf("%s ", choice->cap.c_str());
     std::printf("were checked: %lld checks, %lld failed\n", static_cast<long long>(checks.made()),
                 static_cast<long long>(checks.failed()));

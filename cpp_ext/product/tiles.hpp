@@ -1,0 +1,137 @@
+// The kernel of products: tiles of some rows by some panels, whose sums are in registers.
+//
+// V is an ISA's vectors, and has besides what isa/*_vectors.hpp give
+//   kTileRows, kTilePanels   of a tile; kRowPanels: of a tile of one row, which waits for memory and not for sums
+//   positive(a)              the larger of a and 0; NaN where a is
+#pragma once
+
+#include <stddef.h>
+
+#include "../isa/unroll.hpp"
+#include "block.hpp"
+
+namespace opkit::product {
+namespace {
+
+inline float positive(float a) { return a < 0.0f ? 0.0f : a; }
+
+template <class V, int R, int P>
+using Sums = typename V::Floats[R][P * kPanel / V::kLanes];
+
+template <class V, int R, int P>
+inline __attribute__((always_inline)) void add_step(Sums<V, R, P>& sum, const float* x, int64_t pitch, const float* panel,
+                                                    int64_t panel_pitch) {
+    constexpr int kVectors = static_cast<int>(kPanel) / V::kLanes;
+    typename V::Floats right[P * kVectors];
+    OPKIT_UNROLL
+    for (int j = 0; j < P * kVectors; ++j) right[j] = V::load(panel + j / kVectors * panel_pitch + j % kVectors * V::kLanes);
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i) {
+        const typename V::Floats left = V::broadcast(x[i * pitch]);
+        OPKIT_UNROLL
+        for (int j = 0; j < P * kVectors; ++j) sum[i][j] = V::fma(left, right[j], sum[i][j]);
+    }
+}
+
+template <class V>
+inline __attribute__((always_inline)) void finish(const Block& block, typename V::Floats sum, int64_t row, int64_t column) {
+    float* y = block.y + row * block.y_pitch + column;
+    if (!block.first) {
+        sum = V::plus(sum, V::load(y));
+    } else {
+        if (block.bias) sum = V::plus(sum, V::load(block.bias + column));
+        if (block.addend) sum = V::plus(sum, V::load(block.addend + row * block.addend_pitch + column));
+    }
+    V::store(y, block.last && block.activation == kRelu ? V::positive(sum) : sum);
+}
+
+// The same for the columns of a panel that is not full.
+inline void finish_columns(const Block& block, const float* sums, int64_t row, int64_t column) {
+    float* y = block.y + row * block.y_pitch;
+    for (; column < block.columns; ++column, ++sums) {
+        float sum = *sums;
+        if (!block.first) {
+            sum += y[column];
+        } else {
+            if (block.bias) sum += block.bias[column];
+            if (block.addend) sum += block.addend[row * block.addend_pitch + column];
+        }
+        y[column] = block.last && block.activation == kRelu ? positive(sum) : sum;
+    }
+}
+
+// `next` is of the next panels: a quarter of one of them is brought near, since a tile of many rows takes longer than that.
+template <class V, int R, int P>
+inline __attribute__((always_inline)) void tile(const Block& block, int64_t row, int64_t column, const float* next) {
+    constexpr int kVectors = static_cast<int>(kPanel) / V::kLanes, kSteps = 4;
+    Sums<V, R, P> sum;
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i)
+        OPKIT_UNROLL
+        for (int j = 0; j < P * kVectors; ++j) sum[i][j] = V::zero();
+    const int64_t pitch = block.x_pitch, panel_pitch = block.panel_pitch;
+    const float* x = block.x + row * pitch;
+    const float* panel = block.panels + column / kPanel * panel_pitch;
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i)
+        OPKIT_UNROLL
+        for (int j = 0; j < P; ++j) __builtin_prefetch(block.y + (row + i) * block.y_pitch + column + j * kPanel, 0, 2);
+    int64_t at = 0;
+    for (; at + kSteps <= block.depth; at += kSteps, x += kSteps, panel += kSteps * kPanel, next += kPanel) {
+        __builtin_prefetch(next, 0, 2);
+        OPKIT_UNROLL
+        for (int n = 0; n < kSteps; ++n) add_step<V, R, P>(sum, x + n, pitch, panel + n * kPanel, panel_pitch);
+    }
+    for (; at < block.depth; ++at, ++x, panel += kPanel) add_step<V, R, P>(sum, x, pitch, panel, panel_pitch);
+    if (block.columns - column >= P * kPanel) {
+        OPKIT_UNROLL
+        for (int i = 0; i < R; ++i)
+            OPKIT_UNROLL
+            for (int j = 0; j < P * kVectors; ++j) finish<V>(block, sum[i][j], row + i, column + j * V::kLanes);
+        return;
+    }
+    OPKIT_UNROLL
+    for (int i = 0; i < R; ++i) {
+        float sums[P * kPanel];
+        OPKIT_UNROLL
+        for (int j = 0; j < P * kVectors; ++j) V::store(sums + j * V::kLanes, sum[i][j]);
+        finish_columns(block, sums, row + i, column);
+    }
+}
+
+template <class V, int P, int R>
+__attribute__((noinline)) void one_tile(const Block& block, int64_t row, int64_t column, const float* next) {
+    tile<V, R, P>(block, row, column, next);
+}
+
+template <class V, int P, int R = V::kTileRows>
+inline void tile_of(const Block& block, int64_t row, int64_t rows, int64_t column, const float* next) {
+    if (rows == R) return one_tile<V, P, R>(block, row, column, next);
+    if constexpr (R > 1) tile_of<V, P, R - 1>(block, row, rows, column, next);
+}
+
+// All rows by P panels. Rows are shared out evenly, since tiles of few rows are slower.
+template <class V, int P>
+void column_of_tiles(const Block& block, int64_t column) {
+    const int64_t tiles = (block.rows + V::kTileRows - 1) / V::kTileRows;
+    const float* next = block.panels + (column / kPanel + P) * block.panel_pitch;
+    for (int64_t n = 0; n < tiles; ++n) {
+        const int64_t row = block.rows * n / tiles, end = block.rows * (n + 1) / tiles;
+        const int64_t panel = n / 4 % P, quarter = n % 4;
+        tile_of<V, P>(block, row, end - row, column, next + panel * block.panel_pitch + quarter * (block.depth / 4) * kPanel);
+    }
+}
+
+template <class V>
+void multiply(const Block& block) {
+    constexpr int P = V::kTilePanels, kRow = V::kRowPanels;
+    int64_t column = 0;
+    if (block.rows == 1)
+        for (; block.columns - column >= kRow * kPanel; column += kRow * kPanel)
+            one_tile<V, kRow, 1>(block, 0, column, block.panels + (column / kPanel + kRow) * block.panel_pitch);
+    for (; block.columns - column > (P - 1) * kPanel; column += P * kPanel) column_of_tiles<V, P>(block, column);
+    for (; column < block.columns; column += kPanel) column_of_tiles<V, 1>(block, column);
+}
+
+}  // namespace
+}  // namespace opkit::product
