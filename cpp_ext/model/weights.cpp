@@ -106,21 +106,25 @@ Tensor Weights::make(const Json& record) const {
     made.strides.resize(made.sizes.size());
     int64_t count = 1;
     for (int64_t d = rank; d-- > 0; count *= made.sizes[d]) made.strides[d] = count;
-    if (rank == 0 || span(made.sizes.data(), made.strides.data(), rank) > room) throw std::runtime_error("a weight is not within the file");
+    if (span(made.sizes.data(), made.strides.data(), rank) > room) throw std::runtime_error("a weight is not within the file");
+    // one scale for each row of what is stored, or for each place in its last dimension and each in its first
     const float* scales = nullptr;
+    int64_t inner = 1;
     if (const Json* scale = record.find("scale")) {
         int32_t dtype = 0;
         const Weight& found = find(scale->text(), &dtype);
-        if (dtype != OPK_FLOAT32 || static_cast<int64_t>(found.bytes.size) < 4 * made.sizes[0]) throw std::runtime_error("a weight has too few scales");
+        if (found.shape.size() > 1) inner = found.shape.back();
+        if (dtype != OPK_FLOAT32 || weight.shape.empty() || inner < 1 || static_cast<int64_t>(found.bytes.size) < 4 * weight.shape[0] * inner)
+            throw std::runtime_error("a weight has too few scales");
         scales = reinterpret_cast<const float*>(found.bytes.data);
     }
     const std::string& name = narrowed->text();
     made.dtype = name == "float32" ? OPK_FLOAT32 : name == "bfloat16" ? OPK_BFLOAT16 : OPK_FLOAT16;
     if (made.dtype == OPK_FLOAT16 && name != "float16") throw std::runtime_error("a weight of " + name + " is stored narrower");
     made = Tensor::empty(made.described());
-    const int64_t row = count / std::max<int64_t>(1, made.sizes[0]);
+    const int64_t row = scales ? count / std::max<int64_t>(1, weight.shape[0]) : 1;
     for (int64_t i = 0; i < count; ++i) {
-        const float value = widened(stored, weight.bytes.data, i) * (scales ? scales[i / row] : 1.0f);
+        const float value = widened(stored, weight.bytes.data, i) * (scales ? scales[i / row * inner + i % inner] : 1.0f);
         if (made.dtype == OPK_FLOAT32)
             static_cast<float*>(made.data)[i] = value;
         else

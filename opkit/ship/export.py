@@ -25,7 +25,7 @@ from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.ship import archive, freezing, operators, packing, processors, program_text, structure
 from opkit.ship.entry import EntryGraph, entry_graph
-from opkit.ship.packing import PackedWeight
+from opkit.ship.packing import PackedWeights
 from opkit.ship.program_text import NotWritable, ProgramText
 from opkit.ship.weights import WeightWriter, storage_dtype
 
@@ -47,8 +47,8 @@ def export(
 
     The model is captured by ``torch.export.export`` for inference, in the mode that it is in: call ``model.eval()`` first.
     Weights are constants of the compiled program: what they alone decide is computed now, batch norm becomes part of the
-    convolution or product before it, and on CPUs weights have the layouts that oneDNN's kernels read. A CUDA model gets kernels
-    for the GPU that it is on.
+    convolution or product before it, and on CPUs weights are packed as opkit's kernels read them. A CUDA model gets kernels for
+    the GPU that it is on.
 
     Args:
         model: a module; or a program that ``torch.export.export`` returned, and then no ``args``; or several of these by name,
@@ -87,13 +87,13 @@ def export(
     if not target.parent.is_dir():
         raise ArgumentError(f"opkit.export: path={str(path)!r} is in a folder that does not exist.")
     programs = _programs(model, args, kwargs, dynamic_shapes)
-    writer, members = WeightWriter(storage_dtype(storage)), dict[str, bytes]()
+    writer, members, packed = WeightWriter(storage_dtype(storage)), dict[str, bytes](), PackedWeights()
     wanted = (isa,) if isinstance(isa, str) else tuple(isa)
     entries: dict[str, Any] = {}
     device: torch.device | None = None
     for name, program in programs.items():
         with torch.no_grad():
-            entry = _Entry(name, entry_graph(program, _label(name), freeze), freeze)
+            entry = _Entry(name, entry_graph(program, _label(name), freeze), freeze, packed)
         device = device or entry.device
         if entry.device != device:
             raise ArgumentError(
@@ -139,14 +139,13 @@ def _programs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | Non
 class _Entry:
     """One entry on its way into a file."""
 
-    def __init__(self, name: str, graph: EntryGraph, freeze: bool) -> None:
-        self.name, self.graph = name, graph
-        self.packed: dict[str, PackedWeight] = {}
+    def __init__(self, name: str, graph: EntryGraph, freeze: bool, packed: PackedWeights) -> None:
+        self.name, self.graph, self.packed = name, graph, packed
         if freeze:
             freezing.freeze(graph.module)
         self.device = conversion.device_of(graph.module)
         if freeze and self.device.type == "cpu":
-            self.packed = packing.pack_weights(graph.module)
+            packing.pack_weights(graph.module, packed)
         freezing.copy_constant_results(graph.module)
 
     def write(self, writer: WeightWriter, members: dict[str, bytes], wanted: Sequence[str]) -> dict[str, Any]:
@@ -217,18 +216,11 @@ class _Entry:
         return [binary.to_json() for binary in binaries]
 
     def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any, writer: WeightWriter) -> dict[str, Any]:
-        names = opaque_names(
-            {text: value for text, value in captured.opaques.items() if not text.startswith("tensor ")}
-        )
+        constants = captured.constants.items()
         return {
             "plan": plan_cache.encode(dataclasses.replace(plan, name=_label(self.name))),
-            "constants": {name: writer.add(tensor, name) for name, tensor in captured.constants.items()},
-            "packed": {
-                text: writer.add_packed(self.packed[text.removeprefix("tensor ")], text.removeprefix("tensor "))
-                for text in captured.opaques
-                if text.startswith("tensor ")
-            },
-            "opaques": names,
+            "constants": {name: writer.add(tensor, name, self.packed.depth(tensor)) for name, tensor in constants},
+            "opaques": opaque_names(captured.opaques),
             "computed": captured.computed,
             "resolved": sorted(captured.resolved),
             "kernels": kernels,

@@ -1,6 +1,6 @@
 """This module computes beforehand what constant weights decide: constants are folded, and batch norm into what it follows.
 
-On CPUs, weights of products and convolutions are laid out for oneDNN's kernels (``packing.py``).
+On CPUs, weights of products and convolutions are packed for opkit's kernels (``packing.py``).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             raise ModelFileError(
                 f"opkit.load: {path} does not run here: {why}. Export the model here, or for this machine."
             )
-        reader = WeightReader(archive.weights(verify), on, made["layouts"] == processors.layouts())
+        reader = WeightReader(archive.weights(verify), on)
         entries = {
             name: _entry(archive, name, content, reader, on) for name, content in archive.manifest["entries"].items()
         }
@@ -152,7 +152,6 @@ class LoadedEntry:
         self._taken, self._returned = convention["taken"], convention["returned"]
         self._results = convention["results"]
         self._tensors = [*self.state.values()]
-        self._reader = reader  # weights in layouts of oneDNN's do not own their memory
         self._run, self._checks = run, InputChecks(plan, convention, len(self._tensors))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +193,6 @@ def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, d
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}
     opaques = {text: _on_device(named(text), device) for text in content["opaques"]}
-    opaques |= {text: reader.tensor(record) for text, record in content["packed"].items()}
     constants = GraphConstants(tensors, {}, opaques, content["computed"], frozenset(content["resolved"]))
     segments = _kernels(archive, folder, plan, content["kernels"], device)
     runner = Runner(plan, constants, segments)

@@ -23,7 +23,7 @@ from opkit.op import registry
 from opkit.ship.archive import Archive
 
 _ERROR_BYTES = 1024
-_OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional")
+_OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional", "opkit.ship.products")
 """The modules that define opkit's own operators."""
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def add_operators(
     for target in called:
         function = targets.get(target)
         name = private.qualified_name(function)
-        if not name or private.is_torchs_own(function) or target.startswith("mkldnn."):
+        if not name or private.is_torchs_own(function):
             continue
         op = registry.find(name)
         module = "" if op is None else str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]

@@ -26,20 +26,10 @@ def made_for(device: torch.device) -> dict[str, Any]:
     """Return what a file says of the machine and the versions that it was made by."""
     found = {"torch": torch.__version__, "opkit": own_version(), "machine": isas.machine(), "device": device.type}
     if device.type == "cpu":
-        return {**found, "layouts": layouts()}
+        return found
     machine = machine_of(device.type)
     assert machine is not None
-    return {**found, "architecture": machine.target(device.index or 0), "layouts": layouts()}
-
-
-def layouts() -> str:
-    """Return what decides the layouts of oneDNN's weights besides its version: the instructions that it uses."""
-    return f"{torch.backends.cpu.get_cpu_capability()} {' '.join(sorted(features() & _LAYOUT_FEATURES))}"
-
-
-_LAYOUT_FEATURES = frozenset(
-    {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "avx_vnni"}
-)
+    return {**found, "architecture": machine.target(device.index or 0)}
 
 
 def mismatch(made: Mapping[str, Any], device: torch.device) -> str:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import collections
-import ctypes
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-
-from opkit.compiler.run.torch_private import tensors_of
 
 
 def composite_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -46,11 +41,6 @@ def is_view(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.is_view
 
 
-def hint(number: Any) -> int:
-    """Return the example of a size that may change."""
-    return int(number.node.hint)
-
-
 def propagate(module: fx.GraphModule) -> None:
     """Compute the fake results of a graph's nodes again, where a layout has changed."""
     mode = fake_mode(module)
@@ -59,7 +49,7 @@ def propagate(module: fx.GraphModule) -> None:
     known: dict[fx.Node, Any] = {}
     with mode, torch.no_grad():
         for node in module.graph.nodes:
-            value = node.meta.get("plain", node.meta.get("val"))
+            value = node.meta.get("val")
             if node.op == "get_attr" and isinstance(value, torch.Tensor):
                 known[node] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             elif node.op != "call_function":
@@ -71,70 +61,12 @@ def propagate(module: fx.GraphModule) -> None:
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     target: Any = node.target
-    if target is torch.ops.mkldnn._convolution_pointwise.binary:  # has no fake implementation
-        x, _, weight, *settings = args
-        return torch.ops.mkldnn._convolution_pointwise.default(x, weight, *settings[:5], "none", [], "")
     if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
         try:
             return target(*args, **kwargs)
         except (RuntimeError, ValueError):  # the operand's strides are others than when the graph was traced
             target = node.target = torch.ops.aten.reshape.default
     return target(*args, **kwargs)
-
-
-# ---- weights in oneDNN's layouts -------------------------------------------------------------------------------------
-
-
-def packed(tensor: torch.Tensor, kind: str, *settings: Any) -> torch.Tensor:
-    """Return a weight in the layout that oneDNN's kernel reads.
-
-    Args:
-        tensor: the weight: ``(out, in)`` of a product, ``(out, in, height, width)`` of a convolution.
-        kind: "product" or "convolution".
-        settings: the rows of the operand or None; padding, stride, dilation, groups and the sizes of the images.
-    """
-    if kind == "product":
-        return torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), *settings)
-    return torch.ops.mkldnn._reorder_convolution_weight(tensor.contiguous(), *settings)
-
-
-def packed_bytes(tensor: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """Return what describes the layout of a packed weight, and a copy of its memory."""
-    mkldnn = torch.ops.mkldnn
-    content = torch.empty(mkldnn._nbytes(tensor), dtype=torch.uint8)
-    ctypes.memmove(content.data_ptr(), mkldnn.data_ptr(tensor), content.numel())
-    return bytes(mkldnn._get_mkldnn_serialized_md(tensor).numpy()), content
-
-
-def from_packed_bytes(content: torch.Tensor, metadata: bytes, shape: Sequence[int]) -> torch.Tensor:
-    """Return the weight that :func:`packed_bytes` described, over the memory of ``content``.
-
-    Raises:
-        ValueError: torch refuses the description.
-    """
-    shim, handle, rank = _shim(), ctypes.c_void_p(), len(shape)
-    sizes = (ctypes.c_int64 * rank)(*shape)
-    failed = shim.aoti_torch_create_tensor_from_blob_v2(
-        ctypes.c_void_p(content.data_ptr()), ctypes.c_int64(rank), sizes, (ctypes.c_int64 * rank)(), ctypes.c_int64(0),
-        shim.aoti_torch_dtype_float32(), shim.aoti_torch_device_type_cpu(), 0, ctypes.byref(handle),
-        shim.aoti_torch_layout__mkldnn(), metadata, ctypes.c_int64(len(metadata)),
-    )  # fmt: skip
-    if failed:
-        raise ValueError(f"torch refuses the layout of a weight of {list(shape)}")
-    (tensor,) = tensors_of([_capsule(handle, None, None)])
-    if torch.ops.mkldnn._nbytes(tensor) > content.numel() or math.prod(shape) * 4 > content.numel():
-        raise ValueError(f"a weight of {list(shape)} is larger than its memory")
-    return tensor
-
-
-@functools.cache
-def _shim() -> ctypes.CDLL:
-    return ctypes.CDLL(torch._C.__file__)
-
-
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

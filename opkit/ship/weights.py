@@ -1,8 +1,7 @@
-"""This module writes constants of graphs as weights of a file, and reads them: views, narrower storage, oneDNN's layouts."""
+"""This module writes constants of graphs as weights of a file, and reads them: views, and narrower storage."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -12,26 +11,12 @@ import torch
 
 from opkit.errors import ArgumentError
 from opkit.ship import torch_private as private
+from opkit.ship.products import PANEL
 
 STORAGE = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 """The dtypes that weights may be stored in."""
 
 _MIN_STORED = 1 << 10  # elements of a weight that is worth narrower storage
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedWeight:
-    """A weight in a layout of oneDNN's.
-
-    Attributes:
-        packed: the weight.
-        plain: the same values as a strided tensor.
-        packing: what ``private.packed`` makes the first of the second by.
-    """
-
-    packed: torch.Tensor
-    plain: torch.Tensor
-    packing: tuple[Any, ...]
 
 
 @dataclasses.dataclass
@@ -51,44 +36,38 @@ class WeightWriter:
         default_factory=list[torch.Tensor]
     )  # an address names memory until it is freed
 
-    def add_packed(self, weight: PackedWeight, name: str) -> dict[str, Any]:
-        """Add a weight in a layout of oneDNN's, as ``add`` does; if it is stored narrower, it is laid out when it is read."""
-        if self._is_narrowed(weight.plain):
-            return {**self.add(weight.plain, name), "packing": weight.packing}
-        return self._once(weight.plain, weight.packing, lambda: self._packed(weight, name))
-
-    def _packed(self, weight: PackedWeight, name: str) -> dict[str, Any]:
-        metadata, content = private.packed_bytes(weight.packed)
-        text = base64.b64encode(metadata).decode()
-        return {
-            "at": self._add(content, name), "shape": list(weight.packed.shape), "packing": weight.packing, "metadata": text,
-        }  # fmt: skip
-
-    def _is_narrowed(self, tensor: torch.Tensor) -> bool:
+    def _is_narrowed(self, tensor: torch.Tensor, depth: int | None) -> bool:
         return (
             self.storage is not None
-            and tensor.dim() > 1
+            and (tensor.dim() > 1 or depth is not None)
             and tensor.numel() >= _MIN_STORED
             and tensor.dtype.is_floating_point
         )
 
-    def add(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
-        """Add a tensor, and return the JSON that :class:`WeightReader` reads it by; ``name`` is for the file."""
-        if self._is_narrowed(tensor):
-            return self._once(tensor, self.storage, lambda: self._add_narrowed(tensor, name))
+    def add(self, tensor: torch.Tensor, name: str, depth: int | None = None) -> dict[str, Any]:
+        """Add a tensor, and return the JSON that :class:`WeightReader` reads it by.
+
+        Args:
+            tensor: the tensor.
+            name: its name in the file.
+            depth: the depth of a packed weight; None for others.
+        """
+        if self._is_narrowed(tensor, depth):
+            return self._once(tensor, self.storage, lambda: self._add_narrowed(tensor, name, depth))
         dense = private.is_dense(tensor)
         plain = tensor if dense else tensor.contiguous()
         flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
         return {"at": self._add(flat, name), "shape": list(plain.shape), "strides": list(plain.stride())}
 
-    def _add_narrowed(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+    def _add_narrowed(self, tensor: torch.Tensor, name: str, depth: int | None) -> dict[str, Any]:
         assert self.storage is not None
         record = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        plain = tensor.contiguous()
+        plain = tensor.contiguous() if depth is None else tensor.view(-1, depth, PANEL)
+        row = tuple(range(1, plain.dim())) if depth is None else (1,)
         if self.storage is torch.bfloat16:
             return {**record, "at": self._add(plain.to(self.storage), name)}
         largest = 127.0 if self.storage is torch.int8 else torch.finfo(self.storage).max
-        scale = plain.abs().amax(tuple(range(1, plain.dim())), keepdim=True).float() / largest
+        scale = plain.abs().amax(row, keepdim=True).float() / largest
         scaled = plain / torch.where(scale == 0, 1, scale)
         stored = scaled.round().to(torch.int8) if self.storage is torch.int8 else scaled.to(self.storage)
         return {**record, "at": self._add(stored, name), "scale": self._add(scale, f"{name}.scale")}
@@ -119,11 +98,10 @@ class WeightReader:
     Args:
         weights: the tensors of the file.
         device: where the results are.
-        same_processor: whether layouts of oneDNN's were made on a processor like this one.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], device: torch.device, same_processor: bool) -> None:
-        self._weights, self._device, self._same_processor = weights, device, same_processor
+    def __init__(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._weights, self._device = weights, device
         self._moved: dict[str, torch.Tensor] = {}
         self._states: dict[str, torch.Tensor] = {}
 
@@ -133,14 +111,17 @@ class WeightReader:
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: the record does not fit the weights.
         """
-        packing: Any = record.get("packing")
-        if "metadata" in record:
-            found = private.from_packed_bytes(
-                self._weights[record["at"]], base64.b64decode(record["metadata"]), record["shape"]
-            )
-            return found if self._same_processor else private.packed(found.to_dense(), *packing)
-        plain = self._plain(record)
-        return plain if packing is None else private.packed(plain, *packing)
+        flat, shape = self._on_device(record["at"]), record["shape"]
+        if "dtype" in record:
+            dtype = getattr(torch, record["dtype"])
+            wide = flat.to(torch.float32)
+            return (wide * self._on_device(record["scale"]) if "scale" in record else wide).to(dtype).reshape(shape)
+        strides = record["strides"]
+        if any(n < 0 for n in (*shape, *strides)) or len(shape) != len(strides):
+            raise ValueError(f"a weight has the sizes {shape} and strides {strides}")
+        if flat.numel() <= sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) and 0 not in shape:
+            raise ValueError(f"a weight of {shape} is not within {record['at']}")
+        return flat.as_strided(shape, strides)
 
     def state(self, record: Mapping[str, Any]) -> torch.Tensor:
         """Return the tensor of a weight that a program takes or writes to: one for all entries that have it."""
@@ -148,19 +129,6 @@ class WeightReader:
         if key not in self._states:
             self._states[key] = self.tensor(record).clone()
         return self._states[key]
-
-    def _plain(self, record: Mapping[str, Any]) -> torch.Tensor:
-        flat, shape = self._on_device(record["at"]), record["shape"]
-        if "dtype" in record:
-            dtype = getattr(torch, record["dtype"])
-            wide = flat.reshape(shape).to(torch.float32)
-            return (wide * self._on_device(record["scale"]) if "scale" in record else wide).to(dtype)
-        strides = record["strides"]
-        if any(n < 0 for n in (*shape, *strides)) or len(shape) != len(strides):
-            raise ValueError(f"a weight has the sizes {shape} and strides {strides}")
-        if flat.numel() <= sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) and 0 not in shape:
-            raise ValueError(f"a weight of {shape} is not within {record['at']}")
-        return flat.as_strided(shape, strides)
 
     def _on_device(self, name: str) -> torch.Tensor:
         if name not in self._moved:

@@ -265,13 +265,6 @@ def test_instruction_sets_share_weights(tmp_path, storage):
     assert three < 1.5 * one
 
 
-def test_layouts_of_another_processor(tmp_path, monkeypatch):
-    model, x = Convolutions().eval(), torch.randn(2, 3, 8, 8)
-    path = opkit.export(model, (x,), path=tmp_path / "model.opk")
-    monkeypatch.setattr(processors, "layouts", lambda: "others")
-    torch.testing.assert_close(opkit.load(path)(x), model(x), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,0 +1,150 @@
+"""``opkit::packed_linear`` and ``opkit::packed_convolution``: products with weights that were packed before, on CPUs.
+
+A packed weight is a float32 tensor of one dimension: panels of 16 columns, each by rows of the depth (``cpp_ext/product``). It is
+the same on all processors. Importing this module defines the operators, which exported models call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opkit import _core
+from opkit.errors import ArgumentError
+
+PANEL = 16
+"""The columns of a panel."""
+
+_CHANNELS_LAST = torch.channels_last
+_library = torch.library.Library("opkit", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias, str activation) -> Tensor")
+_library.define(
+    "packed_convolution(Tensor x, Tensor packed, Tensor? bias, Tensor? addend, int[2] kernel, int[2] stride, int[2] padding, "
+    "int[2] dilation, int groups, int out_channels, str activation) -> Tensor"
+)
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """Pack the weight ``(out, in)`` of a product.
+
+    Args:
+        weight: a float32 tensor on the CPU, of any strides.
+
+    Example:
+        >>> packed = pack_linear(torch.eye(3))
+        >>> torch.ops.opkit.packed_linear(torch.ones(2, 3), packed, 3, None, "none").shape
+        torch.Size([2, 3])
+    """
+    columns, depth = weight.shape
+    packed = torch.empty(_core.packed_floats(columns, depth))
+    _core.pack(weight.data_ptr(), weight.stride(0), weight.stride(1), columns, depth, packed.data_ptr())
+    return packed
+
+
+def pack_convolution(weight: Tensor, groups: int) -> Tensor:
+    """Pack the weight ``(out, in / groups, height, width)`` of a convolution, a float32 tensor on the CPU."""
+    weight = weight.contiguous()
+    out, inner, height, width = weight.shape
+    packed = torch.empty(_core.packed_convolution_floats(out, inner, height, width, groups))
+    _core.pack_convolution(weight.data_ptr(), out, inner, height, width, groups, packed.data_ptr())
+    return packed
+
+
+def _linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activation: str) -> Tensor:
+    *outer, depth = x.shape
+    if not x.is_contiguous():
+        x = x.contiguous()
+    y = torch.empty((*outer, columns))
+    rows = y.numel() // columns if columns else 0
+    if (
+        x.dtype is not torch.float32
+        or packed.numel() != _core.packed_floats(columns, depth)
+        or _is_odd(packed, columns, bias)
+    ):
+        raise ArgumentError(
+            f"opkit::packed_linear: x {x.dtype} {[*x.shape]}, a packed weight of {packed.numel()} numbers and a bias "
+            f"{None if bias is None else [*bias.shape]} do not fit {columns} columns. All must be float32; pack the weight by "
+            "opkit.ship.products.pack_linear."
+        )
+    address = 0 if bias is None else bias.data_ptr()
+    _core.linear(x.data_ptr(), depth, packed.data_ptr(), address, y.data_ptr(), rows, columns, depth, activation)
+    return y
+
+
+def _is_odd(packed: Tensor, columns: int, bias: Tensor | None) -> bool:
+    """Return whether the packed weight or the bias is not as the kernels read it."""
+    if packed.dtype is not torch.float32 or not packed.is_contiguous():
+        return True
+    return bias is not None and (bias.dtype is not torch.float32 or bias.numel() != columns or not bias.is_contiguous())
+
+
+def _convolution(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    out_channels: int,
+    activation: str,
+) -> Tensor:
+    batch, channels, height, width = x.shape
+    if not x.is_contiguous(memory_format=_CHANNELS_LAST):
+        x = x.contiguous(memory_format=_CHANNELS_LAST)
+    size = _size(x, kernel, stride, padding, dilation)
+    y = torch.empty((batch, out_channels, *size), memory_format=_CHANNELS_LAST)
+    if addend is not None and not addend.is_contiguous(memory_format=_CHANNELS_LAST):
+        addend = addend.contiguous(memory_format=_CHANNELS_LAST)
+    if (
+        x.dtype is not torch.float32
+        or channels % groups
+        or out_channels % groups
+        or packed.numel()
+        != _core.packed_convolution_floats(out_channels, channels // groups, kernel[0], kernel[1], groups)
+        or _is_odd(packed, out_channels, bias)
+        or (addend is not None and (addend.shape != y.shape or addend.dtype is not torch.float32))
+    ):
+        raise ArgumentError(
+            f"opkit::packed_convolution: x {x.dtype} {[*x.shape]}, a packed weight of {packed.numel()} numbers, a bias "
+            f"{None if bias is None else [*bias.shape]} and an addend {None if addend is None else [*addend.shape]} do not fit "
+            f"{out_channels} channels, the kernel {[*kernel]} and {groups} groups. All must be float32; pack the weight by "
+            "opkit.ship.products.pack_convolution."
+        )
+    added = [0 if each is None else each.data_ptr() for each in (bias, addend)]
+    sizes = (batch, channels, height, width, out_channels, *size)
+    _core.convolution(
+        x.data_ptr(), packed.data_ptr(), added[0], added[1], y.data_ptr(), sizes, kernel, stride, padding, dilation, groups,
+        activation, True,
+    )  # fmt: skip
+    return y
+
+
+def _size(x: Tensor, *settings: Sequence[int]) -> list[int]:
+    """Return the height and width of a convolution's result."""
+    each = zip(x.shape[2:], *settings, strict=True)
+    return [
+        (n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n, kernel, stride, padding, dilation in each
+    ]
+
+
+def _fake_linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activation: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns))
+
+
+def _fake_convolution(
+    x: Tensor, packed: Tensor, bias: object, addend: object, kernel: Sequence[int], *settings: object
+) -> Tensor:
+    stride, padding, dilation, _, channels, _ = settings
+    size = (x.shape[0], channels, *_size(x, kernel, stride, padding, dilation))  # pyright: ignore[reportArgumentType]
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_CHANNELS_LAST)  # pyright: ignore
+
+
+_library.impl("packed_linear", _linear, "CPU")
+_library.impl("packed_convolution", _convolution, "CPU")
+torch.library.register_fake("opkit::packed_linear", _fake_linear, lib=_library)
+torch.library.register_fake("opkit::packed_convolution", _fake_convolution, lib=_library)
