@@ -115,8 +115,8 @@ def _fuse_sum(module: fx.GraphModule, node: fx.Node, order: dict[fx.Node, int]) 
         return
     last = max(candidates, key=lambda each: order.get(each, 0))
     other = operands[0] if operands[1] is last else operands[1]
-    shapes = [tuple(each.meta["val"].shape) for each in (last, other, node)]
-    if len({*shapes}) != 1 or other.meta["val"].dtype != torch.float32:
+    shapes = {str(each.meta["val"].shape) for each in (last, other, node)}  # sizes that may change have no hash
+    if len(shapes) != 1 or other.meta["val"].dtype != torch.float32:
         return
     with module.graph.inserting_before(node):
         new = module.graph.call_function(_CONVOLUTION, (*last.args[:_ADDEND], other, *last.args[_ADDEND + 1 :]))
