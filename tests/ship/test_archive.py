@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import opkit
+import opkit.runtime
 from opkit.errors import ModelFileError
 from opkit.ship import archive
 
@@ -43,18 +44,23 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+LOADERS = {"torch": opkit.load, "runtime": opkit.runtime.load}
+"""The two readers of files: in Python, and in C++."""
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_mutated_files(saved, tmp_path, count):
+def test_mutated_files(saved, tmp_path, count, loader):
     content, x, expected = saved
     rng, refused = random.Random(count), 0
     for _ in range(count):
         (tmp_path / "model.opk").write_bytes(mutated(content, rng))
         try:
-            loaded = opkit.load(tmp_path / "model.opk")
+            loaded = LOADERS[loader](tmp_path / "model.opk")
         except ModelFileError:
             refused += 1
         else:  # what changed is no part of any member
-            torch.testing.assert_close(loaded(x), expected)
+            torch.testing.assert_close(torch.from_dlpack(loaded(x)), expected)
     assert refused > 0.9 * count
 
 
@@ -84,11 +90,15 @@ def set_header(members, change):
     members[archive.WEIGHTS] = struct.pack("<Q", len(text)) + text + whole[8 + length :]
 
 
-def set_plan(members, change):
-    name = next(name for name in members if name.endswith("plan.json"))
+def set_plan(members, change, file="plan.json"):
+    name = next(name for name in members if name.endswith(file))
     plan = json.loads(members[name])
     change(plan)
     members[name] = json.dumps(plan).encode()
+
+
+def set_program(members, change):
+    set_plan(members, change, "program.json")
 
 
 def first(header):
@@ -140,6 +150,49 @@ def test_hostile_files(saved, tmp_path, case):
         rewritten(saved[0], path, HOSTILE[case])
     with pytest.raises(ModelFileError, match=r"model\.opk"):
         opkit.load(path)
+
+
+HOSTILE_PROGRAMS = {name: HOSTILE[name] for name in list(HOSTILE)[:8]} | {
+    "a constant outside": lambda manifest, members: set_program(
+        members, lambda program: program["constants"][0].update(strides=[1 << 40])
+    ),
+    "a constant of sizes that overflow": lambda manifest, members: set_program(
+        members, lambda program: program["constants"][0].update(shape=[1 << 62] * 2, strides=[1 << 62] * 2)
+    ),
+    "a constant that is none": lambda manifest, members: set_program(
+        members, lambda program: program["constants"][0].update(at="none")
+    ),
+    "another version": lambda manifest, members: set_program(members, lambda program: program.update(version=99)),
+    "a size of no input": lambda manifest, members: set_program(
+        members, lambda program: program.update(sizes=1, bound=[[0, "s0", 7, "size", 0]])
+    ),
+    "an operator that is none": lambda manifest, members: set_program(
+        members, lambda program: program.update(operators=[["none", "none"]])
+    ),
+    "a function that is none": lambda manifest, members: set_program(
+        members, lambda program: program.update(functions=[["libnone.so", "none", -1]])
+    ),
+    "no program": lambda manifest, members: set_program(members, lambda program: program.clear()),
+    "an array for an object": lambda manifest, members: members.update({
+        name: b"[1]" for name in members if name.endswith("program.json")
+    }),
+    "nested arrays": lambda manifest, members: members.update({
+        name: b"[" * 5000 for name in members if name.endswith("program.json")
+    }),
+    "no library": HOSTILE["no library"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE_PROGRAMS)
+def test_hostile_files_without_torch(saved, tmp_path, case):
+    path = tmp_path / "model.opk"
+    if HOSTILE_PROGRAMS[case] is None:
+        with zipfile.ZipFile(path, "w") as made:
+            made.writestr("manifest.json", "{}")
+    else:
+        rewritten(saved[0], path, HOSTILE_PROGRAMS[case])
+    with pytest.raises(ModelFileError, match=r"model\.opk"):
+        opkit.runtime.load(path)
 
 
 def test_files_that_are_none(tmp_path):
