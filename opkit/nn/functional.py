@@ -20,7 +20,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-@custom_op("opkit::rms_norm")
+@custom_op("opkit::rms_norm", mutates_args=())
 def rms_norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: float = 1e-6) -> Float[Tensor, "*batch d"]:
     """Divide ``x`` by its root mean square over the last dimension, then scale it by ``weight``.
 
@@ -42,7 +42,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: floa
     return (wide * scale * weight).to(x.dtype)
 
 
-@custom_op("opkit::rotary_embedding")
+@custom_op("opkit::rotary_embedding", mutates_args=())
 def rotary_embedding(
     x: Float[Tensor, "*batch length d"], positions: Integer[Tensor, "length"], base: float = 10000.0
 ) -> Float[Tensor, "*batch length d"]:
@@ -79,7 +79,7 @@ def rotary_embedding(
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-@custom_op("opkit::swiglu")
+@custom_op("opkit::swiglu", mutates_args=())
 def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """Gate ``up`` by ``silu(gate)``, between the two matrix products of a feed-forward layer.
 
@@ -98,7 +98,7 @@ def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Fl
     return F.silu(gate) * up
 
 
-@custom_op("opkit::cross_entropy")
+@custom_op("opkit::cross_entropy", mutates_args=())
 def cross_entropy(
     logits: Float[Tensor, "*batch classes"], targets: Integer[Tensor, "*batch"], ignore_index: int = -100
 ) -> Float[Tensor, ""]:
