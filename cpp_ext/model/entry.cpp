@@ -335,6 +335,20 @@ struct KernelInputs {
     }
 };
 
+// The layout of a kernel's outputs, as the program says it; empty where nobody needs one of them, and so the program does not.
+std::vector<int64_t> layout_of(const opk_kernel& kernel, const opk_result* results) {
+    std::vector<int64_t> words;
+    for (int32_t i = 0; i < kernel.output_count; ++i) {
+        if (kernel.outputs[i].alias >= 0) continue;
+        if (results[i].buffer < 0) return {};
+        const opk_tensor& tensor = results[i].tensor;
+        words.insert(words.end(), {tensor.dtype, tensor.rank});
+        words.insert(words.end(), tensor.sizes, tensor.sizes + tensor.rank);
+        words.insert(words.end(), tensor.strides, tensor.strides + tensor.rank);
+    }
+    return words;
+}
+
 }  // namespace
 
 void Host::run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t count, opk_result* results) {
@@ -344,7 +358,8 @@ void Host::run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t
     for (int32_t i = 0; i < kernel.argument_count; ++i) inputs.add(kernel.arguments[i], arguments.find(i, kernel.arguments[i].name));
     std::vector<void*> made(static_cast<size_t>(kernel.output_count));
     opk_message message;
-    const int32_t status = execute(&kernel, inputs.inputs.data(), nullptr, made.data(), &message);
+    const std::vector<int64_t> layout = layout_of(kernel, results);
+    const int32_t status = execute(&kernel, inputs.inputs.data(), layout.empty() ? nullptr : layout.data(), made.data(), &message);
     if (status == OPK_REFUSED) name_kernel(kernel, message);
     if (status != OPK_DONE) throw std::runtime_error(message.text);
     for (int32_t i = 0; i < kernel.output_count; ++i) {
@@ -352,9 +367,8 @@ void Host::run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t
         if (!tensor || results[i].buffer < 0) continue;
         opk_result& result = results[i];
         const opk_tensor found = tensor->described();
-        if (found.rank != result.tensor.rank || !std::equal(found.sizes, found.sizes + found.rank, result.tensor.sizes) || found.dtype != result.tensor.dtype)
-            throw std::runtime_error(call.name + " returned " + describe(found.dtype, found.sizes, found.rank) + " where its fake returns " +
-                                     describe(result.tensor.dtype, result.tensor.sizes, result.tensor.rank));
+        if (found.dtype != result.tensor.dtype || found.rank != result.tensor.rank || !std::equal(found.sizes, found.sizes + found.rank, result.tensor.sizes))
+            throw std::runtime_error(call.name + " returned " + describe(found.dtype, found.sizes, found.rank) + ", and its fake implementation another");
         if (result.tensor.data == nullptr && same_layout(found, result.tensor.strides)) {
             at(result.buffer) = tensor->memory;
             result.tensor.data = found.data;
