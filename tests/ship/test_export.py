@@ -2,22 +2,14 @@
 
 import collections
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 
-import fresh_process
 import pytest
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 import opkit
-from opkit.errors import ArgumentError, CompileError, ModelFileError
-from opkit.masks import Causal
-from opkit.ship import processors
+from opkit.errors import ArgumentError, CompileError
 
 Dim = torch.export.Dim
 
@@ -25,12 +17,6 @@ Dim = torch.export.Dim
 def reloaded(model, args=(), kwargs=None, *, path, **options):
     opkit.export(model, args, kwargs, path=path / "model.opk", **options)
     return opkit.load(path / "model.opk")
-
-
-def run_alone(script, folder):
-    """Run a script in a process that knows none of the operators of this one."""
-    environment = {**os.environ, "OPKIT_CACHE_DIR": str(folder / "cache")}
-    return fresh_process.run(["-c", textwrap.dedent(script)], environment, check=False)
 
 
 class Mlp(nn.Module):
@@ -241,66 +227,6 @@ def test_programs_stay_as_they_are(tmp_path):
     torch.testing.assert_close(program.module()(q), Model()(q))
 
 
-def test_instruction_sets(tmp_path, monkeypatch):
-    x = torch.randn(3, 4)
-    model = nn.Tanh()
-    path = opkit.export(model, (x,), path=tmp_path / "model.opk", isa=("baseline", "avx2", "avx512"))
-    torch.testing.assert_close(opkit.load(path)(x), model(x))
-    monkeypatch.setattr(processors, "features", frozenset)
-    torch.testing.assert_close(opkit.load(path)(x), model(x))
-    path = opkit.export(model, (x,), path=tmp_path / "model.opk", isa="avx2")
-    with pytest.raises(ModelFileError, match="made for avx2, which needs abm avx2"):
-        opkit.load(path)
-    with pytest.raises(ArgumentError, match="isa='avx3'"):
-        opkit.export(model, (x,), path=path, isa="avx3")
-
-
-@pytest.mark.parametrize("storage", [None, "int8"])
-def test_instruction_sets_share_weights(tmp_path, storage):
-    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval(), torch.randn(3, 256)
-    one, three = (
-        opkit.export(model, (x,), path=tmp_path / "model.opk", isa=isa, storage=storage).stat().st_size
-        for isa in ("baseline", ("baseline", "avx2", "avx512"))
-    )
-    assert three < 1.5 * one
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"torch": "1.2.3"}, "made by torch 1.2.3"),
-        ({"opkit": "9.9"}, "made by opkit 9.9"),
-        ({"machine": "riscv64"}, "made for riscv64"),
-        ({"device": "cuda"}, "made for the device cuda"),
-    ],
-)
-def test_files_for_others(tmp_path, monkeypatch, change, message):
-    made_for = processors.made_for
-    monkeypatch.setattr(processors, "made_for", lambda device: made_for(device) | change)
-    path = opkit.export(nn.Tanh(), (torch.ones(2),), path=tmp_path / "model.opk")
-    with pytest.raises(ModelFileError, match=message):
-        opkit.load(path, device="cpu")
-
-
-def test_a_process_without_a_compiler(tmp_path):
-    model, x = Mlp().eval(), torch.randn(3, 4)
-    path = opkit.export(model, (x,), path=tmp_path / "model.opk")
-    torch.save((x, model(x).detach()), tmp_path / "call.pt")
-    script = f"""
-        import sys, torch, opkit
-        x, expected = torch.load({str(tmp_path / "call.pt")!r})
-        result = opkit.load({str(path)!r})(x)
-        print([name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules])
-        torch.testing.assert_close(result, expected)
-    """
-    paths, cache = os.pathsep.join(sys.path), str(tmp_path / "cache")
-    environment = {**os.environ, "PYTHONPATH": paths, "PATH": "", "OPKIT_CC": "/no/compiler", "OPKIT_CACHE_DIR": cache}
-    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "[]\n", done.stderr
-    assert not (tmp_path / "cache").exists()
-
-
 def test_calls_under_autocast_and_without_gradients(tmp_path):
     model, x = Mlp().eval(), torch.randn(3, 4)
     loaded = reloaded(model, (x,), path=tmp_path)
@@ -335,85 +261,3 @@ class Nonzero(nn.Module):
 def test_what_cannot_be_compiled(tmp_path):
     with pytest.raises(CompileError, match="depends on the values"):
         opkit.export(Nonzero(), (torch.ones(2),), path=tmp_path / "model.opk")
-
-
-def test_kernels_of_operators_are_in_the_file(tmp_path):
-    @opkit.custom_op("ship::scaled")
-    def scaled(x: Float[Tensor, "rows columns"], scale: float) -> Float[Tensor, "rows columns"]:
-        return x * scale
-
-    @opkit.custom_op("ship::cube")
-    def cube(x: Tensor) -> Tensor:
-        return x**3
-
-    loop = "for (int64_t i = 0; i < out_numel; i++) out[i] ="
-    scaled.register_kernel(
-        "cpu",
-        opkit.c_kernel(f"void scaled(const T* x, double scale, T* out, int64_t out_numel) {{ {loop} x[i] * scale; }}"),
-    )
-    cube.register_kernel(
-        "cpu",
-        opkit.c_kernel(
-            f"void cube(const T* x, T* out, int64_t out_numel) {{ {loop} x[i] * x[i] * x[i]; }}", elementwise=True
-        ),
-    )
-
-    class Model(nn.Module):
-        def forward(self, x):
-            return scaled(cube(x + 1), 3.0) * 2
-
-    x = torch.randn(5, 4)
-    shapes = ({0: Dim("rows")},)
-    path = opkit.export(Model(), (x,), path=tmp_path / "model.opk", dynamic_shapes=shapes)
-    torch.save((x[:3], 6 * (x[:3] + 1) ** 3), tmp_path / "call.pt")
-    done = run_alone(
-        f"""
-        import torch, opkit
-        x, expected = torch.load({str(tmp_path / "call.pt")!r})
-        torch.testing.assert_close(opkit.load({str(path)!r})(x), expected)
-        print("done")
-        """,
-        tmp_path,
-    )
-    assert done.stdout == "done\n", done.stderr
-    torch.testing.assert_close(opkit.load(path)(x), 6 * (x + 1) ** 3)
-
-
-def test_operators_whose_kernels_are_python(tmp_path):
-    @opkit.custom_op("ship::python")
-    def python(x: Tensor) -> Tensor:
-        return x * 2
-
-    @python.register_kernel("cpu")
-    def _(x):
-        return torch.from_numpy(x.numpy() * 2)
-
-    class Model(nn.Module):
-        def forward(self, x):
-            return python(x) + 1
-
-    x = torch.randn(3)
-    path = opkit.export(Model(), (x,), path=tmp_path / "model.opk")
-    torch.testing.assert_close(opkit.load(path)(x), 2 * x + 1)
-    done = run_alone(f"import opkit; opkit.load({str(path)!r})", tmp_path)
-    assert "calls the operator ship::python, whose kernel is not in the file. Import " in done.stderr
-
-
-def test_attention(tmp_path):
-    class Model(nn.Module):
-        def forward(self, q, k, v):
-            return opkit.attention(q, k, v, mask=Causal()) + 1
-
-    q, k, v = torch.randn(3, 2, 4, 5, 16)
-    path = opkit.export(Model(), (q, k, v), path=tmp_path / "model.opk")
-    torch.save(((q, k, v), Model()(q, k, v)), tmp_path / "call.pt")
-    done = run_alone(
-        f"""
-        import torch, opkit
-        args, expected = torch.load({str(tmp_path / "call.pt")!r})
-        torch.testing.assert_close(opkit.load({str(path)!r})(*args), expected)
-        print("done")
-        """,
-        tmp_path,
-    )
-    assert done.stdout == "done\n", done.stderr

@@ -1,0 +1,100 @@
+"""Saved models that call operators of opkit's: their kernels are in the file, or the operators must be defined."""
+
+import os
+import textwrap
+
+import fresh_process
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import opkit
+from opkit.masks import Causal
+
+
+def run_alone(script, folder):
+    """Run a script in a process that knows none of the operators of this one."""
+    environment = {**os.environ, "OPKIT_CACHE_DIR": str(folder / "cache")}
+    return fresh_process.run(["-c", textwrap.dedent(script)], environment, check=False)
+
+
+def test_kernels_of_operators_are_in_the_file(tmp_path):
+    @opkit.custom_op("ship::scaled")
+    def scaled(x: Float[Tensor, "rows columns"], scale: float) -> Float[Tensor, "rows columns"]:
+        return x * scale
+
+    @opkit.custom_op("ship::cube")
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    loop = "for (int64_t i = 0; i < out_numel; i++) out[i] ="
+    scaled.register_kernel(
+        "cpu",
+        opkit.c_kernel(f"void scaled(const T* x, double scale, T* out, int64_t out_numel) {{ {loop} x[i] * scale; }}"),
+    )
+    cube.register_kernel(
+        "cpu",
+        opkit.c_kernel(
+            f"void cube(const T* x, T* out, int64_t out_numel) {{ {loop} x[i] * x[i] * x[i]; }}", elementwise=True
+        ),
+    )
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return scaled(cube(x + 1), 3.0) * 2
+
+    x = torch.randn(5, 4)
+    shapes = ({0: torch.export.Dim("rows")},)
+    path = opkit.export(Model(), (x,), path=tmp_path / "model.opk", dynamic_shapes=shapes)
+    torch.save((x[:3], 6 * (x[:3] + 1) ** 3), tmp_path / "call.pt")
+    done = run_alone(
+        f"""
+        import torch, opkit
+        x, expected = torch.load({str(tmp_path / "call.pt")!r})
+        torch.testing.assert_close(opkit.load({str(path)!r})(x), expected)
+        print("done")
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "done\n", done.stderr
+    torch.testing.assert_close(opkit.load(path)(x), 6 * (x + 1) ** 3)
+
+
+def test_operators_whose_kernels_are_python(tmp_path):
+    @opkit.custom_op("ship::python")
+    def python(x: Tensor) -> Tensor:
+        return x * 2
+
+    @python.register_kernel("cpu")
+    def _(x):
+        return torch.from_numpy(x.numpy() * 2)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return python(x) + 1
+
+    x = torch.randn(3)
+    path = opkit.export(Model(), (x,), path=tmp_path / "model.opk")
+    torch.testing.assert_close(opkit.load(path)(x), 2 * x + 1)
+    done = run_alone(f"import opkit; opkit.load({str(path)!r})", tmp_path)
+    assert "calls the operator ship::python, whose kernel is not in the file. Import " in done.stderr
+
+
+def test_attention(tmp_path):
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return opkit.attention(q, k, v, mask=Causal()) + 1
+
+    q, k, v = torch.randn(3, 2, 4, 5, 16)
+    path = opkit.export(Model(), (q, k, v), path=tmp_path / "model.opk")
+    torch.save(((q, k, v), Model()(q, k, v)), tmp_path / "call.pt")
+    done = run_alone(
+        f"""
+        import torch, opkit
+        args, expected = torch.load({str(tmp_path / "call.pt")!r})
+        torch.testing.assert_close(opkit.load({str(path)!r})(*args), expected)
+        print("done")
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "done\n", done.stderr
