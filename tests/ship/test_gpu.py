@@ -39,6 +39,13 @@ def test_models_on_a_gpu(tmp_path, dtype):
         torch.testing.assert_close(loaded(y), model(y), atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize("storage", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_narrow_storage_on_a_gpu(tmp_path, storage):
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).eval().cuda(), torch.randn(3, 64).cuda()
+    loaded = opkit.load(opkit.export(model, (x,), path=tmp_path / "model.opk", storage=storage))
+    torch.testing.assert_close(loaded(x), model(x), atol=0.1, rtol=0.1)
+
+
 def test_calls_are_recorded(tmp_path):
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU())]
     model, x = nn.Sequential(*layers).eval().cuda(), torch.randn(8, 32, device="cuda")
