@@ -94,19 +94,16 @@ Tensor Weights::make(const Json& record) const {
     Tensor made;
     made.sizes = record.at("shape").integers();
     const auto rank = static_cast<int64_t>(made.sizes.size());
+    made.strides = record.at("strides").integers();
+    const bool fits = made.strides.size() == made.sizes.size() && span(made.sizes.data(), made.strides.data(), rank) <= room;
+    if (!fits) throw std::runtime_error("a weight is not within " + record.at("at").text());
     const Json* narrowed = record.find("dtype");
     if (narrowed == nullptr) {
-        made.strides = record.at("strides").integers();
-        if (made.strides.size() != made.sizes.size() || span(made.sizes.data(), made.strides.data(), rank) > room)
-            throw std::runtime_error("a weight is not within " + record.at("at").text());
         made.dtype = stored;
         made.data = const_cast<char*>(weight.bytes.data);  // programs do not write to constants
         return made;
     }
-    made.strides.resize(made.sizes.size());
-    int64_t count = 1;
-    for (int64_t d = rank; d-- > 0; count *= made.sizes[d]) made.strides[d] = count;
-    if (span(made.sizes.data(), made.strides.data(), rank) > room) throw std::runtime_error("a weight is not within the file");
+    const int64_t count = span(made.sizes.data(), made.strides.data(), rank);
     // one scale for each row of what is stored, or for each place in its last dimension and each in its first
     const float* scales = nullptr;
     int64_t inner = 1;

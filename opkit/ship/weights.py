@@ -52,17 +52,19 @@ class WeightWriter:
             name: its name in the file.
             depth: the depth of a packed weight; None for others.
         """
+        if not private.is_dense(tensor):
+            tensor = tensor.contiguous()
+        record = {"shape": list(tensor.shape), "strides": list(tensor.stride())}
         if self._is_narrowed(tensor, depth):
-            return self._once(tensor, self.storage, lambda: self._add_narrowed(tensor, name, depth))
-        dense = private.is_dense(tensor)
-        plain = tensor if dense else tensor.contiguous()
-        flat = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-        return {"at": self._add(flat, name), "shape": list(plain.shape), "strides": list(plain.stride())}
+            return self._once(tensor, self.storage, lambda: {**record, **self._add_narrowed(tensor, name, depth)})
+        return {"at": self._add(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()), name), **record}
 
     def _add_narrowed(self, tensor: torch.Tensor, name: str, depth: int | None) -> dict[str, Any]:
+        """Add a tensor in the storage's dtype, with its dimensions in the order in which they lie in memory."""
         assert self.storage is not None
-        record = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        plain = tensor.contiguous() if depth is None else tensor.view(-1, depth, PANEL)
+        record = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        plain = tensor.permute(order).contiguous() if depth is None else tensor.view(-1, depth, PANEL)
         row = tuple(range(1, plain.dim())) if depth is None else (1,)
         if self.storage is torch.bfloat16:
             return {**record, "at": self._add(plain.to(self.storage), name)}
@@ -111,12 +113,11 @@ class WeightReader:
         Raises:
             KeyError, TypeError, ValueError, RuntimeError: the record does not fit the weights.
         """
-        flat, shape = self._on_device(record["at"]), record["shape"]
+        flat, shape, strides = self._on_device(record["at"]), record["shape"], record["strides"]
         if "dtype" in record:
-            dtype = getattr(torch, record["dtype"])
             wide = flat.to(torch.float32)
-            return (wide * self._on_device(record["scale"]) if "scale" in record else wide).to(dtype).reshape(shape)
-        strides = record["strides"]
+            wide = wide * self._on_device(record["scale"]) if "scale" in record else wide
+            flat = wide.to(getattr(torch, record["dtype"])).reshape(-1)
         if any(n < 0 for n in (*shape, *strides)) or len(shape) != len(strides):
             raise ValueError(f"a weight has the sizes {shape} and strides {strides}")
         if flat.numel() <= sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) and 0 not in shape:
