@@ -12,16 +12,20 @@ enum Activation : int32_t { kNone = 0, kRelu = 1 };
 
 constexpr int64_t kPanel = 16;
 
-// y[rows][columns] = x[rows][depth] w: a part of the depth of a product. The first part adds bias and addend, the others y; the last
-// applies the activation. x, addend and y are stored by rows, a pitch apart.
+// y[rows][columns] = x[rows][taps][depth] w: a part of the depth of a product. The first part adds bias and addend, the others y; the
+// last applies the activation. addend and y are stored by rows, a pitch apart.
+//
+// x is stored by rows of one tap, or `places` says where each tap of a row is. Rows of a line are next to each other; places of a line
+// are null where a tap has only zeros.
 struct Block {
     const float* x;
+    const float* const* places;  // [taps][rows], or null
     const float* panels;  // of the first column, at the first depth
     const float* bias;    // or null
     const float* addend;  // or null; it may be y
     float* y;
     int64_t x_pitch, panel_pitch, addend_pitch, y_pitch;
-    int64_t rows, columns, depth;
+    int64_t rows, line, columns, taps, depth;
     bool first, last;
     Activation activation;
 };

@@ -9,6 +9,7 @@
 namespace opkit::product {
 
 constexpr int64_t kMaxRows = 144, kMaxDepth = 768;  // of a block: x and two panels stay in a second-level cache of 1 MiB
+constexpr int64_t kMaxTaps = 1536;                  // numbers of all taps: rows share most of them
 
 // Products, as many as `groups`, that differ in where their operands are.
 struct Blocked {
@@ -19,10 +20,13 @@ struct Blocked {
     float* y;
     int64_t x_pitch, addend_pitch, y_pitch;
     int64_t x_group, packed_group, bias_group, addend_group, y_group;
-    int64_t groups, rows, columns, depth;
+    int64_t groups, rows, line, columns, taps, depth;  // lines and taps as in a Block
     Activation activation;
-    // Copies a part of x of a group to rows that are `pitch` apart; null: x is read where it is.
+    // Copies a part of x of a group to rows that are `pitch` apart, or finds the places of taps [begin, end), where `zeros` has the
+    // depth of a tap. Without both, x is read where it is.
     void (*copy)(const void* context, int64_t group, int64_t row, int64_t rows, int64_t begin, int64_t end, float* out, int64_t pitch);
+    void (*find)(const void* context, int64_t group, int64_t row, int64_t rows, int64_t begin, int64_t end, const float** out,
+                 const float* zeros);
     const void* context;
 };
 

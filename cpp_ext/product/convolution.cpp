@@ -15,6 +15,8 @@ struct Inside {
     int64_t begin, end;
 };
 
+constexpr int64_t kMinChannels = 16;  // of taps that are worth finding, one by one
+
 // Copies `count` floats for each of so many pixels, which are `step` apart, to rows that are `pitch` apart.
 void copy_runs(const float* from, int64_t step, int64_t count, int64_t pixels, float* to, int64_t pitch) {
     for (int64_t i = 0; i < pixels; ++i, from += step, to += pitch) {
@@ -87,6 +89,24 @@ void copy_pixels(const void* context, int64_t group, int64_t row, int64_t rows, 
     }
 }
 
+// Finds the taps that pixels of whole rows are computed from.
+void find_taps(const void* context, int64_t group, int64_t row, int64_t rows, int64_t begin, int64_t end, const float** out,
+               const float* zeros) {
+    const Convolution& call = *static_cast<const Convolution*>(context);
+    const float* images = call.x + group * (call.in_channels / call.groups);
+    for (int64_t tap = begin; tap < end; ++tap)
+        for (int64_t line = row / call.out_width; line < (row + rows) / call.out_width; ++line) {
+            const int64_t y = line % call.out_height * call.stride[0] - call.padding[0] + tap / call.kernel[1] * call.dilation[0];
+            const int64_t right = tap % call.kernel[1] * call.dilation[1] - call.padding[1];
+            const float* from = images + (line / call.out_height * call.height + y) * call.width * call.in_channels;
+            for (int64_t pixel = 0; pixel < call.out_width; ++pixel) {
+                const int64_t x = pixel * call.stride[1] + right;
+                const float* place = x < 0 || x >= call.width ? zeros : from + x * call.in_channels;
+                *out++ = y < 0 || y >= call.height ? nullptr : place;
+            }
+        }
+}
+
 bool is_depthwise(const Convolution& call) {
     return call.groups > 1 && call.in_channels == call.groups && call.out_channels == call.groups;
 }
@@ -111,12 +131,13 @@ void depthwise(const Convolution& call, const Parallel& parallel, const isa::Tab
 void channels_last(const Convolution& call, const Parallel& parallel, const isa::Table& kernels) {
     if (is_depthwise(call)) return depthwise(call, parallel, kernels);
     const int64_t channels = call.in_channels / call.groups, columns = call.out_channels / call.groups;
-    const int64_t depth = channels * call.kernel[0] * call.kernel[1];
-    const bool plain = call.kernel[0] * call.kernel[1] == 1 && call.stride[0] * call.stride[1] == 1 &&
-                       call.padding[0] == 0 && call.padding[1] == 0;
+    const int64_t taps = call.kernel[0] * call.kernel[1], pixels = call.batch * call.out_height * call.out_width;
+    const bool plain = taps == 1 && call.stride[0] * call.stride[1] == 1 && call.padding[0] == 0 && call.padding[1] == 0;
+    const bool copied = !plain && (taps == 1 || channels < kMinChannels);
     multiply({call.x, call.packed, call.bias, call.addend, call.y, call.in_channels, call.out_channels, call.out_channels, channels,
-              packed_floats(columns, depth), columns, columns, columns, call.groups,
-              call.batch * call.out_height * call.out_width, columns, depth, call.activation, plain ? nullptr : copy_pixels, &call},
+              packed_floats(columns, taps * channels), columns, columns, columns, call.groups, pixels, call.out_width, columns,
+              copied ? 1 : taps, copied ? taps * channels : channels, call.activation, copied ? copy_pixels : nullptr,
+              plain || copied ? nullptr : find_taps, &call},
              parallel, kernels);
 }
 

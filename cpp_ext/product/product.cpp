@@ -35,41 +35,60 @@ bool collide(int64_t pitch, int64_t rows) { return rows > 8 && pitch % 512 == 0;
 
 struct Plan {
     Plan(const Blocked& call, int64_t threads) {
-        copied = call.copy || collide(call.x_pitch, call.rows);
+        copied = call.copy || (!call.find && collide(call.x_pitch, call.rows));
         const bool few_columns = call.columns * std::min(call.depth, kMaxDepth) <= kMaxWeight;
-        row_parts = divided_up(call.rows, copied && few_columns ? kFewRows : kMaxRows);
-        depth_parts = call.rows == 1 && !call.copy ? 1 : std::max<int64_t>(1, divided_up(call.depth, kMaxDepth));
-        const int64_t work = call.groups * call.rows * call.columns * std::max<int64_t>(call.depth, 1);
+        const int64_t shallow = kMaxRows * kMaxDepth / std::clamp<int64_t>(call.depth, 1, kMaxDepth);
+        row_parts = divided_up(call.rows, !copied ? shallow : few_columns ? kFewRows : kMaxRows);
+        if (call.find)
+            depth_parts = divided_up(call.taps, std::max<int64_t>(1, kMaxTaps / std::max<int64_t>(call.depth, 1)));
+        else if (call.rows > 1 || call.copy)
+            depth_parts = std::max<int64_t>(1, divided_up(call.depth, kMaxDepth));
+        const int64_t work = call.groups * call.rows * call.columns * std::max<int64_t>(call.taps * call.depth, 1);
         workers = threads > 1 && work >= kMinShared ? threads : 1;
         if (workers == 1) return;
         const int64_t wanted = workers * (copied ? kTasks / 2 : kTasks), others = call.groups * row_parts;
         column_parts = std::clamp<int64_t>(divided_up(wanted, others), 1, divided_up(call.columns, kMinColumns));
     }
     bool copied;
-    int64_t row_parts, depth_parts, column_parts = 1, workers;
+    int64_t row_parts, depth_parts = 1, column_parts = 1, workers;
 };
 
 void run_task(const Blocked& call, const Plan& plan, int64_t task, const isa::Table& kernels) {
     const int64_t group = task / (plan.row_parts * plan.column_parts);
-    const Range rows(call.rows, 1, plan.row_parts, task / plan.column_parts % plan.row_parts);
+    const Range rows(call.rows, call.find ? call.line : 1, plan.row_parts, task / plan.column_parts % plan.row_parts);
     const Range columns(call.columns, 2 * kPanel, plan.column_parts, task % plan.column_parts);
     if (rows.size() == 0 || columns.size() == 0) return;
-    Block block;
+    Block block{};
     block.y = call.y + group * call.y_group + rows.begin * call.y_pitch + columns.begin;
     block.bias = call.bias ? call.bias + group * call.bias_group + columns.begin : nullptr;
     block.addend = call.addend ? call.addend + group * call.addend_group + rows.begin * call.addend_pitch + columns.begin : nullptr;
     block.addend_pitch = call.addend_pitch;
     block.y_pitch = call.y_pitch;
-    block.panel_pitch = call.depth * kPanel;
+    block.panel_pitch = call.taps * call.depth * kPanel;
     block.rows = rows.size();
+    block.line = call.find ? call.line : block.rows;
     block.columns = columns.size();
     block.activation = call.activation;
     const float* panels = call.packed + group * call.packed_group + columns.begin / kPanel * block.panel_pitch;
     for (int64_t part = 0; part < plan.depth_parts; ++part) {
-        const Range depth(call.depth, 1, plan.depth_parts, part);
-        block.depth = depth.size();
         block.first = part == 0;
         block.last = part + 1 == plan.depth_parts;
+        if (call.find) {
+            const Range taps(call.taps, 1, plan.depth_parts, part);
+            float* zeros = scratch(call.depth + kGap + taps.size() * rows.size() * static_cast<int64_t>(sizeof(float*) / sizeof(float)));
+            auto* places = reinterpret_cast<const float**>(zeros + divided_up(call.depth, kGap) * kGap);
+            std::fill_n(zeros, call.depth, 0.0f);
+            call.find(call.context, group, rows.begin, rows.size(), taps.begin, taps.end, places, zeros);
+            block.places = places;
+            block.taps = taps.size();
+            block.depth = call.depth;
+            block.panels = panels + taps.begin * call.depth * kPanel;
+            kernels.product_f32(block);
+            continue;
+        }
+        const Range depth(call.depth, 1, plan.depth_parts, part);
+        block.taps = 1;
+        block.depth = depth.size();
         block.panels = panels + depth.begin * kPanel;
         block.x = call.x + group * call.x_group + rows.begin * call.x_pitch + depth.begin;
         block.x_pitch = call.x_pitch;
@@ -160,7 +179,7 @@ void pack(const float* w, int64_t column_stride, int64_t depth_stride, int64_t c
 
 void linear(const Linear& call, const Parallel& parallel, const isa::Table& kernels) {
     multiply({call.x, call.packed, call.bias, call.addend, call.y, call.x_pitch, call.addend_pitch, call.y_pitch, 0, 0, 0, 0, 0, 1,
-              call.rows, call.columns, call.depth, call.activation, nullptr, nullptr},
+              call.rows, call.rows, call.columns, 1, call.depth, call.activation, nullptr, nullptr, nullptr},
              parallel, kernels);
 }
 
@@ -178,8 +197,8 @@ void matmul(const Matmul& call, const Parallel& parallel, const isa::Table& kern
              packed.data() + (n * panels + part.begin) * panel);
     });
     multiply({call.a, packed.data(), call.bias, call.addend, call.y, call.a_row, call.addend_pitch, call.y_pitch, call.a_batch,
-              call.b_batch == 0 ? 0 : panels * panel, 0, call.addend_batch, call.y_batch, call.batch, call.rows, call.columns,
-              call.depth, kNone, call.a_depth == 1 ? nullptr : copy_strided, &call},
+              call.b_batch == 0 ? 0 : panels * panel, 0, call.addend_batch, call.y_batch, call.batch, call.rows, call.rows,
+              call.columns, 1, call.depth, kNone, call.a_depth == 1 ? nullptr : copy_strided, nullptr, &call},
              parallel, kernels);
 }
 

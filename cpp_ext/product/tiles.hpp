@@ -19,7 +19,7 @@ template <class V, int R, int P>
 using Sums = typename V::Floats[R][P * kPanel / V::kLanes];
 
 template <class V, int R, int P>
-inline __attribute__((always_inline)) void add_step(Sums<V, R, P>& sum, const float* x, int64_t pitch, const float* panel,
+inline __attribute__((always_inline)) void add_step(Sums<V, R, P>& sum, const float* const (&x)[R], int64_t step, const float* panel,
                                                     int64_t panel_pitch) {
     constexpr int kVectors = static_cast<int>(kPanel) / V::kLanes;
     typename V::Floats right[P * kVectors];
@@ -27,22 +27,32 @@ inline __attribute__((always_inline)) void add_step(Sums<V, R, P>& sum, const fl
     for (int j = 0; j < P * kVectors; ++j) right[j] = V::load(panel + j / kVectors * panel_pitch + j % kVectors * V::kLanes);
     OPKIT_UNROLL
     for (int i = 0; i < R; ++i) {
-        const typename V::Floats left = V::broadcast(x[i * pitch]);
+        const typename V::Floats left = V::broadcast(x[i][step]);
         OPKIT_UNROLL
         for (int j = 0; j < P * kVectors; ++j) sum[i][j] = V::fma(left, right[j], sum[i][j]);
     }
 }
 
-template <class V>
-inline __attribute__((always_inline)) void finish(const Block& block, typename V::Floats sum, int64_t row, int64_t column) {
-    float* y = block.y + row * block.y_pitch + column;
+// What follows the sums of whole panels.
+template <class V, int R, int P>
+inline __attribute__((always_inline)) void finish(const Block& block, Sums<V, R, P>& sum, int64_t row, int64_t column) {
+    constexpr int kVectors = P * static_cast<int>(kPanel) / V::kLanes;
+    const auto each = [&](const auto& change) __attribute__((always_inline)) {
+        OPKIT_UNROLL
+        for (int i = 0; i < R; ++i)
+            OPKIT_UNROLL
+            for (int j = 0; j < kVectors; ++j) change(sum[i][j], row + i, column + j * V::kLanes);
+    };
+    using Floats = typename V::Floats;
     if (!block.first) {
-        sum = V::plus(sum, V::load(y));
+        each([&](Floats& a, int64_t i, int64_t j) { a = V::plus(a, V::load(block.y + i * block.y_pitch + j)); });
     } else {
-        if (block.bias) sum = V::plus(sum, V::load(block.bias + column));
-        if (block.addend) sum = V::plus(sum, V::load(block.addend + row * block.addend_pitch + column));
+        if (block.bias) each([&](Floats& a, int64_t, int64_t j) { a = V::plus(a, V::load(block.bias + j)); });
+        if (block.addend)
+            each([&](Floats& a, int64_t i, int64_t j) { a = V::plus(a, V::load(block.addend + i * block.addend_pitch + j)); });
     }
-    V::store(y, block.last && block.activation == kRelu ? V::positive(sum) : sum);
+    if (block.last && block.activation == kRelu) each([](Floats& a, int64_t, int64_t) { a = V::positive(a); });
+    each([&](Floats& a, int64_t i, int64_t j) { V::store(block.y + i * block.y_pitch + j, a); });
 }
 
 // The same for the columns of a panel that is not full.
@@ -69,25 +79,31 @@ inline __attribute__((always_inline)) void tile(const Block& block, int64_t row,
     for (int i = 0; i < R; ++i)
         OPKIT_UNROLL
         for (int j = 0; j < P * kVectors; ++j) sum[i][j] = V::zero();
-    const int64_t pitch = block.x_pitch, panel_pitch = block.panel_pitch;
-    const float* x = block.x + row * pitch;
+    const int64_t panel_pitch = block.panel_pitch;
     const float* panel = block.panels + column / kPanel * panel_pitch;
     OPKIT_UNROLL
     for (int i = 0; i < R; ++i)
         OPKIT_UNROLL
         for (int j = 0; j < P; ++j) __builtin_prefetch(block.y + (row + i) * block.y_pitch + column + j * kPanel, 0, 2);
-    int64_t at = 0;
-    for (; at + kSteps <= block.depth; at += kSteps, x += kSteps, panel += kSteps * kPanel, next += kPanel) {
-        __builtin_prefetch(next, 0, 2);
-        OPKIT_UNROLL
-        for (int n = 0; n < kSteps; ++n) add_step<V, R, P>(sum, x + n, pitch, panel + n * kPanel, panel_pitch);
-    }
-    for (; at < block.depth; ++at, ++x, panel += kPanel) add_step<V, R, P>(sum, x, pitch, panel, panel_pitch);
-    if (block.columns - column >= P * kPanel) {
+    for (int64_t tap = 0; tap < block.taps; ++tap) {
+        const float* x[R];
         OPKIT_UNROLL
         for (int i = 0; i < R; ++i)
+            x[i] = block.places ? block.places[tap * block.rows + row + i] : block.x + (row + i) * block.x_pitch;
+        if (!x[0]) {
+            panel += block.depth * kPanel;
+            continue;
+        }
+        int64_t step = 0;
+        for (; step + kSteps <= block.depth; step += kSteps, panel += kSteps * kPanel, next += kPanel) {
+            __builtin_prefetch(next, 0, 2);
             OPKIT_UNROLL
-            for (int j = 0; j < P * kVectors; ++j) finish<V>(block, sum[i][j], row + i, column + j * V::kLanes);
+            for (int n = 0; n < kSteps; ++n) add_step<V, R, P>(sum, x, step + n, panel + n * kPanel, panel_pitch);
+        }
+        for (; step < block.depth; ++step, panel += kPanel) add_step<V, R, P>(sum, x, step, panel, panel_pitch);
+    }
+    if (block.columns - column >= P * kPanel) {
+        finish<V, R, P>(block, sum, row, column);
         return;
     }
     OPKIT_UNROLL
@@ -110,15 +126,16 @@ inline void tile_of(const Block& block, int64_t row, int64_t rows, int64_t colum
     if constexpr (R > 1) tile_of<V, P, R - 1>(block, row, rows, column, next);
 }
 
-// All rows by P panels. Rows are shared out evenly, since tiles of few rows are slower.
+// All rows by P panels. The rows of a line are shared out evenly, since tiles of few rows are slower.
 template <class V, int P>
 void column_of_tiles(const Block& block, int64_t column) {
-    const int64_t tiles = (block.rows + V::kTileRows - 1) / V::kTileRows;
+    const int64_t tiles = (block.line + V::kTileRows - 1) / V::kTileRows, depth = block.taps * block.depth;
     const float* next = block.panels + (column / kPanel + P) * block.panel_pitch;
-    for (int64_t n = 0; n < tiles; ++n) {
-        const int64_t row = block.rows * n / tiles, end = block.rows * (n + 1) / tiles;
-        const int64_t panel = n / 4 % P, quarter = n % 4;
-        tile_of<V, P>(block, row, end - row, column, next + panel * block.panel_pitch + quarter * (block.depth / 4) * kPanel);
+    for (int64_t n = 0; n < block.rows / block.line * tiles; ++n) {
+        const int64_t line = n / tiles * block.line, tile = n % tiles;
+        const int64_t row = block.line * tile / tiles, end = block.line * (tile + 1) / tiles;
+        const float* quarter = next + n / 4 % P * block.panel_pitch + n % 4 * (depth / 4) * kPanel;
+        tile_of<V, P>(block, line + row, end - row, column, quarter);
     }
 }
 
