@@ -22,6 +22,7 @@ from opkit.runtime import structure
 from opkit.ship import operators, processors
 from opkit.ship.archive import Archive
 from opkit.ship.checks import InputChecks
+from opkit.ship.products import FUNCTIONS
 from opkit.ship.weights import WeightReader
 
 
@@ -193,7 +194,7 @@ def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, d
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}
     opaques = {text: _on_device(named(text), device) for text in content["opaques"]}
-    constants = GraphConstants(tensors, {}, opaques, content["computed"], frozenset(content["resolved"]))
+    constants = GraphConstants(tensors, FUNCTIONS, opaques, content["computed"], frozenset(content["resolved"]))
     segments = _kernels(archive, folder, plan, content["kernels"], device)
     runner = Runner(plan, constants, segments)
     return LoadedEntry(name, convention, cuda_graphs.recorded(runner, None, "inference"), plan, reader)

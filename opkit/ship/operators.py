@@ -23,7 +23,7 @@ from opkit.op import registry
 from opkit.ship.archive import Archive
 
 _ERROR_BYTES = 1024
-_OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional", "opkit.ship.products")
+_OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional")
 """The modules that define opkit's own operators."""
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

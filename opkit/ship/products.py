@@ -60,7 +60,7 @@ def _linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activa
     rows = y.numel() // columns if columns else 0
     if (
         x.dtype is not torch.float32
-        or packed.numel() != _core.packed_floats(columns, depth)
+        or packed.numel() != -(-columns // PANEL) * PANEL * depth
         or _is_odd(packed, columns, bias)
     ):
         raise ArgumentError(
@@ -148,3 +148,6 @@ _library.impl("packed_linear", _linear, "CPU")
 _library.impl("packed_convolution", _convolution, "CPU")
 torch.library.register_fake("opkit::packed_linear", _fake_linear, lib=_library)
 torch.library.register_fake("opkit::packed_convolution", _fake_convolution, lib=_library)
+
+FUNCTIONS = {"opkit.packed_linear.default": _linear, "opkit.packed_convolution.default": _convolution}
+"""The functions of the operators, by their names in plans: loaded models call them without torch's dispatcher."""
