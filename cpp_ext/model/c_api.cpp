@@ -42,8 +42,10 @@ struct Taken {
 
     explicit Taken(const DLTensor* from) {
         if (from == nullptr) throw std::invalid_argument("a tensor is missing");
-        if (from->device.device_type != 1) throw std::invalid_argument("a tensor is on a device of DLPack's type " + std::to_string(from->device.device_type) + ", and this library runs on the CPU");
-        tensor = {static_cast<char*>(from->data) + from->byte_offset, from->shape, from->strides, from->ndim, -1, -1};
+        const int32_t place = from->device.device_type;
+        if (place != 1 && place != 2)
+            throw std::invalid_argument("a tensor is on a device of DLPack's type " + std::to_string(place) + ", which is neither the CPU nor a CUDA device");
+        tensor = {static_cast<char*>(from->data) + from->byte_offset, from->shape, from->strides, from->ndim, -1, place == 2 ? from->device.device_id : -1};
         for (const Kind& kind : kKinds)
             if (from->dtype.code == kind.code && from->dtype.bits == kind.bits && from->dtype.lanes == 1) tensor.dtype = kind.dtype;
         if (tensor.dtype < 0)
@@ -68,7 +70,7 @@ DLManagedTensor* give(Tensor&& tensor) {
     Kind found = {2, 32, OPK_FLOAT32};
     for (const Kind& kind : kKinds)
         if (kind.dtype == held.dtype) found = kind;
-    given->managed.dl_tensor = {held.data, {1, 0}, static_cast<int32_t>(held.sizes.size()), {found.code, found.bits, 1},
+    given->managed.dl_tensor = {held.data, {held.device < 0 ? 1 : 2, held.device < 0 ? 0 : held.device}, static_cast<int32_t>(held.sizes.size()), {found.code, found.bits, 1},
                                 held.sizes.data(), held.strides.data(), 0};
     given->managed.manager_ctx = given;
     given->managed.deleter = [](DLManagedTensor* self) { delete static_cast<Given*>(self->manager_ctx); };
@@ -92,6 +94,7 @@ struct KernelCall {
     void* handle(const DLTensor* given, bool is_written) {
         const Taken taken(given);
         const opk_tensor& tensor = taken.tensor;
+        if (tensor.device_index >= 0) throw std::invalid_argument("a tensor is on a GPU, and kernels run on the CPU");
         Tensor held = Tensor::view(tensor);
         if (!is_written && !opkit::row_major(tensor.sizes, tensor.strides, tensor.rank)) {
             int64_t count = 1;

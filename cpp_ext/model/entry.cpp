@@ -86,6 +86,8 @@ private:
     int file_ = -1;
 };
 
+Text place(int32_t device) { return device < 0 ? "the CPU" : "the GPU " + std::to_string(device); }
+
 template <class F>
 void find(void* library, const char* name, F& function) {
     function = reinterpret_cast<F>(dlsym(library, name));
@@ -96,8 +98,9 @@ void find(void* library, const char* name, F& function) {
 
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
-Entry::Entry(const Text& name, const Json& convention, const Archive& archive, Weights& weights, const opkit_operators* host)
-    : name_(name), host_(host) {
+Entry::Entry(const Text& name, const Json& convention, const Archive& archive, Weights& weights, const Device& device,
+             const opkit_operators* host)
+    : name_(name), device_(device), host_(host) {
     const Json& variant = choose(convention);
     const Text folder = variant.at("folder").text();
     if (!variant.at("needs_python").text().empty())
@@ -113,7 +116,8 @@ Entry::Entry(const Text& name, const Json& convention, const Archive& archive, W
     for (const Json& step : program.at("steps").items()) steps_.push_back(step.text());
     buffers_ = program.at("buffers").integer();
     outputs_ = program.at("outputs").integer();
-    load_kernels(archive, folder);
+    load_program(archive, folder);
+    load_binaries(program, archive, folder);
 }
 
 void Entry::read_inputs(const Json& convention, const Json& program) {
@@ -130,6 +134,8 @@ void Entry::read_inputs(const Json& convention, const Json& program) {
         input.text = taken[i].at(2).text();
         input.dtype = static_cast<int32_t>(taken[i].at(size_t{0}).integer());
         input.rank = taken[i].at(1).integer();
+        input.is_on_gpu = taken[i].at(3).integer() != 0;
+        input.is_aligned = taken[i].at(4).integer() != 0;
         input.is_written = std::find(written.begin(), written.end(), names[i]) != written.end();
         if (input.rank < 0 || input.rank > 64) throw std::runtime_error("an input has no rank");
         if (input.dtype >= 0) layout_count_ += 2 * input.rank;
@@ -191,13 +197,27 @@ void Entry::read_functions(const Json& program, const Archive& archive) {
     }
 }
 
-void Entry::load_kernels(const Archive& archive, const Text& folder) {
+void Entry::load_program(const Archive& archive, const Text& folder) {
     const LibraryFile file(archive.read(folder + "/kernels.so"));
     library_ = dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library_ == nullptr) throw std::runtime_error(Text("its kernels cannot be loaded: ") + dlerror());
     find(library_, "opkit_program_sizes", compute_sizes_);
     find(library_, "opkit_program_layouts", compute_layouts_);
     find(library_, "opkit_program_run", run_);
+}
+
+void Entry::load_binaries(const Json& program, const Archive& archive, const Text& folder) {
+    const std::vector<Json>& described = program.at("kernels").items();
+    if (described.empty()) return;
+    const auto driver = std::make_shared<const launch::Driver>("libcuda.so.1", "cuda");
+    for (size_t i = 0; i < described.size(); ++i) {
+        const Bytes image = archive.read(folder + "/kernel" + std::to_string(i));
+        launch::Properties properties;
+        properties.threads = described[i].at(1).integer();
+        properties.shared = described[i].at(2).integer();
+        binaries_.push_back(std::make_unique<launch::Binary>(driver, Text(image.data, image.size), described[i].at(size_t{0}).text(), properties));
+        binaries_.back()->function(device_.number());
+    }
 }
 
 Entry::~Entry() {
@@ -217,6 +237,11 @@ struct Host : opk_host {
         : opk_host{}, entry(of), memory(static_cast<size_t>(of.buffers_)), outputs(static_cast<size_t>(of.outputs_)) {
         const Threads found = threads();
         segments = {found.parallel, found.number, found.count, {}, entry.functions_.data()};
+        opk_host::device = entry.device_.number();
+        opk_host::launch = [](opk_host* host, int64_t kernel, int64_t programs, void** parameters) {
+            Host& self = of_host(host);
+            return self.guarded([&] { self.start(*self.entry.binaries_.at(static_cast<size_t>(kernel)), programs, parameters); });
+        };
         opk_host::allocate = [](opk_host* host, int64_t buffer, const opk_tensor* layout) -> void* {
             return of_host(host).guarded([&] { of_host(host).make(buffer, *layout); }) ? nullptr : of_host(host).at(buffer).get();
         };
@@ -245,7 +270,15 @@ struct Host : opk_host {
     }
 
     void make(int64_t buffer, const opk_tensor& layout) {
-        at(buffer) = model::allocate(span(layout.sizes, layout.strides, layout.rank) * item_size(layout.dtype));
+        at(buffer) = entry.device_.empty(layout).memory;
+    }
+
+    void start(const launch::Binary& binary, int64_t programs, void** parameters) {
+        if (programs <= 0) return;
+        const launch::Driver& driver = binary.driver();
+        driver.enter(device);
+        driver(driver.launch, binary.function(device), static_cast<uint32_t>(programs), 1u, 1u, static_cast<uint32_t>(binary.properties().threads), 1u,
+               1u, static_cast<uint32_t>(binary.properties().shared), entry.device_.stream(), parameters, static_cast<void**>(nullptr));
     }
 
     void run(const Entry::Call& call, const opk_passed* arguments, int64_t count, opk_result* results, int64_t result_count) {
@@ -274,8 +307,8 @@ struct Host : opk_host {
             to = Tensor::view(tensor);
             to.memory = at(buffer);
         } else {
-            to = Tensor::empty(tensor);
-            copy(tensor, to.described());
+            to = entry.device_.empty(tensor);
+            entry.device_.copy(tensor, to.described());
         }
     }
 };
@@ -412,13 +445,15 @@ std::vector<Tensor> Entry::laid_out(std::vector<opk_tensor>& inputs, const std::
         if (!std::equal(tensor.sizes, tensor.sizes + tensor.rank, at))
             throw std::invalid_argument(inputs_[i].name + " is " + describe(tensor.dtype, tensor.sizes, tensor.rank) +
                                         ", and the model takes " + inputs_[i].text);
-        if (!same_layout(tensor, at + tensor.rank)) {
+        const bool is_aligned = !inputs_[i].is_aligned || reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+        if (!is_aligned || !same_layout(tensor, at + tensor.rank)) {
             if (inputs_[i].is_written)
-                throw std::invalid_argument(inputs_[i].name + ", which the model writes to, has other strides than it was exported for");
+                throw std::invalid_argument(inputs_[i].name + ", which the model writes to, has other strides than it was exported for" +
+                                            (is_aligned ? "" : ", or begins at no multiple of 16 bytes"));
             opk_tensor layout = tensor;
             layout.strides = at + tensor.rank;
-            copies.push_back(Tensor::empty(layout));
-            copy(tensor, copies.back().described());
+            copies.push_back(device_.empty(layout));
+            device_.copy(tensor, copies.back().described());
             tensor.data = copies.back().data;  // the program has the strides
         }
         at += 2 * tensor.rank;
@@ -435,6 +470,9 @@ std::vector<Tensor> Entry::run(const std::vector<opk_tensor>& given) const {
     for (size_t i = states_.size(); i < all.size(); ++i) {
         const Input& expected = inputs_[i];
         const bool is_size = expected.dtype < 0;
+        if (all[i].device_index != (expected.is_on_gpu ? device_.number() : -1))
+            throw std::invalid_argument(expected.name + " is on " + place(all[i].device_index) + ", and the model takes it on " +
+                                        place(expected.is_on_gpu ? device_.number() : -1));
         if (all[i].dtype != (is_size ? OPK_INT64 : expected.dtype) || all[i].rank != (is_size ? 0 : expected.rank))
             throw std::invalid_argument(expected.name + " is " + describe(all[i].dtype, all[i].sizes, all[i].rank) + ", and the model takes " + expected.text);
     }
@@ -443,16 +481,11 @@ std::vector<Tensor> Entry::run(const std::vector<opk_tensor>& given) const {
     compute_layouts_(sizes.data(), layouts.data());
     const std::vector<Tensor> copies = laid_out(all, layouts);
 
-    std::pair<int64_t, Memory> arena;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        if (!arenas_.empty()) arena = std::move(arenas_.back()), arenas_.pop_back();
-    }
-    if (!arena.second || arena.first < layouts[0]) arena = {layouts[0], model::allocate(layouts[0])};
+    Arena arena = take_arena(layouts[0], device_.stream());
     std::vector<void*> pointers;
     for (const opk_tensor& each : all) pointers.push_back(each.data);
     Host host(*this);
-    const int64_t failed = run_(&host, sizes.data(), static_cast<char*>(arena.second.get()), pointers.data(), constants_.data());
+    const int64_t failed = run_(&host, sizes.data(), static_cast<char*>(arena.memory.get()), pointers.data(), constants_.data());
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         arenas_.push_back(std::move(arena));
@@ -468,21 +501,50 @@ std::vector<Tensor> Entry::run(const std::vector<opk_tensor>& given) const {
     return std::move(host.outputs);
 }
 
+Entry::Arena Entry::take_arena(int64_t bytes, void* stream) const {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (size_t i = arenas_.size(); i-- > 0;) {
+            if (arenas_[i].stream != stream) continue;
+            Arena found = std::move(arenas_[i]);
+            arenas_.erase(arenas_.begin() + static_cast<ptrdiff_t>(i));
+            if (found.bytes >= bytes) return found;
+            break;  // too small: the new one takes its place
+        }
+    }
+    return {bytes, stream, device_.allocate(bytes)};
+}
+
 // ---- models ----------------------------------------------------------------------------------------------------------
 
-Model::Model(const Text& path, bool verify, const opkit_operators* host) : archive_(path), weights_(archive_, verify) {
-    if (host) host_ = *host;
-    const Json& made = archive_.manifest().at("made_for");
-    if (made.at("device").text() != "cpu") throw std::runtime_error("it was made for " + made.at("device").text() + ", and this library runs on the CPU");
+Model::Model(const Text& path, bool verify, const opkit_operators* host)
+    : archive_(path), host_(host ? *host : opkit_operators{}), has_host_(host != nullptr), device_(device()), weights_(archive_, verify, device_) {
+    for (const auto& [name, convention] : archive_.manifest().at("entries").fields())
+        entries_.push_back(std::make_unique<Entry>(name, convention, archive_, weights_, device_, has_host_ ? &host_ : nullptr));
+}
+
+Device Model::device() const {
 #if defined(__x86_64__)
     constexpr const char* kMachine = "x86_64";
 #else
     constexpr const char* kMachine = "aarch64";
 #endif
+    const Json& made = archive_.manifest().at("made_for");
     if (made.at("machine").text() != kMachine)
         throw std::runtime_error("it was made for " + made.at("machine").text() + ", and this machine is " + kMachine);
-    for (const auto& [name, convention] : archive_.manifest().at("entries").fields())
-        entries_.push_back(std::make_unique<Entry>(name, convention, archive_, weights_, host ? &host_ : nullptr));
+    if (made.at("device").text() == "cpu") return {};
+    if (made.at("device").text() != "cuda" || host_.allocate == nullptr)
+        throw std::runtime_error("it was made for " + made.at("device").text() + ", and this program runs models on the CPU");
+    const launch::Driver driver("libcuda.so.1", "cuda");
+    int32_t handle = 0, major = 0, minor = 0;
+    driver(driver.initialize, 0u);
+    driver(driver.find_device, &handle, host_.device);
+    driver(driver.device_attribute, &major, 75, handle);
+    driver(driver.device_attribute, &minor, 76, handle);
+    const Text found = "sm_" + std::to_string(major) + std::to_string(minor);
+    if (made.at("architecture").text() != found)
+        throw std::runtime_error("it was made for " + made.at("architecture").text() + ", and the GPU is " + found);
+    return Device(&host_);
 }
 
 std::string Model::description() const {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "../launch/binary.hpp"
 #include "../runtime/library.hpp"
 #include "operators.hpp"
 #include "opkit_model.h"
@@ -16,7 +17,8 @@ namespace opkit::model {
 class Entry {
 public:
     // Throws std::runtime_error where the file does not fit this processor, or needs Python or operators that nobody has.
-    Entry(const std::string& name, const Json& convention, const Archive& archive, Weights& weights, const opkit_operators* host);
+    Entry(const std::string& name, const Json& convention, const Archive& archive, Weights& weights, const Device& device,
+          const opkit_operators* host);
     ~Entry();
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
@@ -35,7 +37,7 @@ private:
         std::string name, text;  // the text is of what it takes
         int32_t dtype = -1;      // -1: a size
         int64_t rank = 0;
-        bool is_written = false;
+        bool is_written = false, is_on_gpu = false, is_aligned = false;
     };
     struct Size {
         int64_t number, input, dimension;
@@ -52,12 +54,15 @@ private:
     void read_inputs(const Json& convention, const Json& program);
     void read_operators(const Json& program, const Json& variant, const Archive& archive);
     void read_functions(const Json& program, const Archive& archive);
-    void load_kernels(const Archive& archive, const std::string& folder);
+    void load_program(const Archive& archive, const std::string& folder);
+    void load_binaries(const Json& program, const Archive& archive, const std::string& folder);
     std::vector<int64_t> bind(const std::vector<opk_tensor>& inputs) const;
     std::vector<Tensor> laid_out(std::vector<opk_tensor>& inputs, const std::vector<int64_t>& layouts) const;
 
     std::string name_;
+    Device device_;
     const opkit_operators* host_;
+    std::vector<std::unique_ptr<launch::Binary>> binaries_;  // kernels for GPUs
     std::vector<Input> inputs_;  // the states, then the arguments
     std::vector<Tensor> states_;
     std::vector<Size> sizes_;
@@ -70,7 +75,13 @@ private:
     void (*compute_layouts_)(const int64_t*, int64_t*) = nullptr;
     int64_t (*run_)(opk_host*, const int64_t*, char*, void* const*, void* const*) = nullptr;
     mutable std::mutex mutex_;
-    mutable std::vector<std::pair<int64_t, Memory>> arenas_;  // that no call uses
+    struct Arena {
+        int64_t bytes = 0;
+        void* stream = nullptr;  // that used it
+        Memory memory;
+    };
+    Arena take_arena(int64_t bytes, void* stream) const;
+    mutable std::vector<Arena> arenas_;  // that no call uses
 };
 
 class Model {
@@ -81,9 +92,12 @@ public:
     std::string description() const;             // the manifest
 
 private:
+    Device device() const;  // throws std::runtime_error where the file is for none that there is
     Archive archive_;
-    Weights weights_;
     opkit_operators host_{};
+    bool has_host_;
+    Device device_;
+    Weights weights_;
     std::vector<std::unique_ptr<Entry>> entries_;
 };
 

@@ -68,12 +68,13 @@ Tensor Tensor::view(const opk_tensor& of) {
     made.sizes.assign(of.sizes, of.sizes + of.rank);
     made.strides.assign(of.strides, of.strides + of.rank);
     made.dtype = of.dtype;
+    made.device = of.device_index;
     made.data = of.data;
     return made;
 }
 
 opk_tensor Tensor::described() const {
-    return {data, sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()), dtype, -1};
+    return {data, sizes.data(), strides.data(), static_cast<int64_t>(sizes.size()), dtype, device};
 }
 
 namespace {

@@ -28,6 +28,7 @@ std::string describe(int32_t dtype, const int64_t* sizes, int64_t rank);  // "fl
 struct Tensor {
     std::vector<int64_t> sizes, strides;
     int32_t dtype = OPK_FLOAT32;
+    int32_t device = -1;  // of a GPU: its number
     void* data = nullptr;
     Memory memory;  // null: somebody else's
 

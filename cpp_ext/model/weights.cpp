@@ -40,8 +40,8 @@ float widened(int32_t dtype, const char* data, int64_t at) {
 
 }  // namespace
 
-Weights::Weights(const Archive& archive, bool verify)
-    : weights_(archive.weights(verify, static_cast<unsigned>(threads().count))) {}
+Weights::Weights(const Archive& archive, bool verify, const Device& device)
+    : device_(device), weights_(archive.weights(verify, static_cast<unsigned>(threads().count))) {}
 
 const Weight& Weights::find(const std::string& name, int32_t* dtype) const {
     const auto found = weights_.find(name);
@@ -74,17 +74,24 @@ std::string key_of(const Json& record) {
 const Tensor& Weights::constant(const Json& record) {
     const std::string key = key_of(record);
     const auto known = made_.find(key);
-    return known != made_.end() ? known->second : made_.emplace(key, make(record)).first->second;
+    if (known != made_.end()) return known->second;
+    Tensor made = make(record);
+    return made_.emplace(key, device_.is_gpu() ? copied(made) : std::move(made)).first->second;
 }
 
 const Tensor& Weights::state(const Json& record) {
     const std::string key = key_of(record);
     const auto known = states_.find(key);
     if (known != states_.end()) return known->second;
-    const Tensor& from = constant(record);
-    Tensor made = Tensor::empty(from.described());
-    copy(from.described(), made.described());
-    return states_.emplace(key, std::move(made)).first->second;
+    return states_.emplace(key, copied(constant(record))).first->second;
+}
+
+Tensor Weights::copied(const Tensor& from) const {
+    opk_tensor layout = from.described();
+    layout.device_index = device_.number();
+    Tensor made = device_.empty(layout);
+    device_.copy(from.described(), made.described());
+    return made;
 }
 
 Tensor Weights::make(const Json& record) const {

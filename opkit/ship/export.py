@@ -166,7 +166,8 @@ class _Entry:
             members[f"{folder}/plan.json"] = json.dumps(content).encode()
             if program:
                 constants = [content["constants"][name] for name in program.constants]
-                described = {**program.description, "constants": constants}
+                binaries = [[each["name"], each["threads"], each["shared"]] for each in kernels]
+                described = {**program.description, "constants": constants, "kernels": binaries}
                 members[f"{folder}/program.json"] = json.dumps(described).encode()
             if plan.functions:  # they were compiled for this processor
                 features |= processors.features()
@@ -201,12 +202,14 @@ class _Entry:
     ) -> list[dict[str, Any]]:
         """Compile the kernels, add them to the members, and return what describes them."""
         assert compiled.plan is not None
-        if self.device.type == "cpu":
-            texts = [*(compiled.texts if compiled.plan.segments else ()), *([program.text] if program else ())]
-            if texts:
-                units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
-                label = f"opkit.export: {_label(self.name)}"
-                members[f"{folder}/kernels.so"] = build(Request(label, units, library.flags(), isa=isa)).read_bytes()
+        is_cpu = self.device.type == "cpu"
+        texts = [*(compiled.texts if is_cpu and compiled.plan.segments else ()), *([program.text] if program else ())]
+        if texts:
+            units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
+            label = f"opkit.export: {_label(self.name)}"
+            request = Request(label, units, library.flags(), isa=isa or "baseline")
+            members[f"{folder}/kernels.so"] = build(request).read_bytes()
+        if is_cpu:
             return []
         from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
 

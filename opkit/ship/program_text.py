@@ -19,10 +19,10 @@ from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import Div, Index, Mod, Symbol
 from opkit.compiler.ir.program import Buffer, Extern, ScalarItem, Strided
-from opkit.compiler.run import driver
+from opkit.compiler.run import driver, driver_program
 from opkit.compiler.run import plan as plans
 from opkit.compiler.run import torch_private as private
-from opkit.compiler.run.plan import ExecutionPlan, Segment
+from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
 
 _HEADERS = Path(__file__).parents[1] / "kernels" / "include"
 VERSION = 1
@@ -54,7 +54,7 @@ class ProgramText:
 
 
 def write(plan: ExecutionPlan, captured: Captured) -> ProgramText:
-    """Return the program of a plan for CPUs.
+    """Return the program of a plan.
 
     Raises:
         NotWritable: it calls Python, or has arguments or results that only Python has.
@@ -64,7 +64,7 @@ def write(plan: ExecutionPlan, captured: Captured) -> ProgramText:
 
 class _ProgramWriter:
     def __init__(self, plan: ExecutionPlan, captured: Captured) -> None:
-        self.plan, self.captured = plan, captured
+        self.plan, self.captured, self.is_gpu = plan, captured, plan.device != "cpu"
         self.numbers = {name: number for number, name in enumerate(plan.buffers)}
         self.constants = [name for name, each in plan.buffers.items() if each.role == "constant"]
         self.operators: dict[tuple[str, str], int] = {}
@@ -90,19 +90,27 @@ class _ProgramWriter:
     def write(self) -> ProgramText:
         self._place_buffers()
         for number, step in enumerate(self.plan.steps):
-            if isinstance(step, Segment):
-                for buffer in step.buffers:
-                    self._allocate(buffer, number)
-                self._try(f"opkit_segment_{step.number}(t + {step.first}, sizes, &host->segments)", number)
-            elif isinstance(step, Extern):
+            if isinstance(step, Extern):
                 self._extern(number, step)
             else:
-                raise NotWritable(f"it launches kernels on {self.plan.device}")
+                for buffer in step.buffers:
+                    self._allocate(buffer, number)
+                self._kernels(number, step)
             for buffer in self.releases.get(number, ()):
                 self.lines.append(f"host->release(host, {self.numbers[buffer]});")
         for number, output in enumerate(self.plan.outputs):
             self._give(number, output)
         return ProgramText(self._text(), self._description(), tuple(self.constants))
+
+    def _kernels(self, number: int, step: Segment | GpuLaunch) -> None:
+        if isinstance(step, Segment):
+            self._try(f"opkit_segment_{step.number}(t + {step.first}, sizes, &host->segments)", number)
+            return
+        # the last two parameters are memory that Triton may ask for
+        parameters = [f"&t[{self.positions[buffer][0]}]" for buffer in step.buffers]
+        parameters += [f"&(int64_t){{{self._size(size)}}}" for size in step.sizes] + ["&(void *){0}"] * 2
+        launch = f"host->launch(host, {step.kernel}, {self._size(step.programs)}, (void *[]){{{', '.join(parameters)}}})"
+        self._try(launch, number)
 
     def _try(self, call: str, step: int) -> None:
         self.lines.append(f"if ({call}) return {step + 1};")
@@ -122,8 +130,11 @@ class _ProgramWriter:
 
     def _set(self, buffer: str, value: str) -> None:
         self.available.add(buffer)
-        pointer = f"p[{self.numbers[buffer]}]"
-        self.lines.append(f"{''.join(f't[{n}] = ' for n in self.positions.get(buffer, ()))}{pointer} = {value};")
+        pointer, positions = f"p[{self.numbers[buffer]}]", self.positions.get(buffer, ())
+        if self.is_gpu and self.plan.buffers[buffer].role == "number":  # kernels take it by value
+            self.lines += [f"{pointer} = {value};", *(f"t[{n}] = *(void **){pointer};" for n in positions)]
+        else:
+            self.lines.append(f"{''.join(f't[{n}] = ' for n in positions)}{pointer} = {value};")
 
     def _allocate(self, buffer: str, step: int) -> None:
         if buffer in self.available:
@@ -134,18 +145,20 @@ class _ProgramWriter:
         self.lines.append(f"if (!p[{number}]) return {step + 1};")
 
     def _layout_of(self, buffer: Buffer) -> str:
-        return f"&{self._tensor('0', buffer.shape, buffer.strides, buffer.dtype)}"
+        return f"&{self._tensor('0', buffer, buffer)}"
 
     def _strided(self, tensor: Strided) -> str:
         row = self.plan.buffers[tensor.buffer]
         offset = self._size(tensor.offset * DTYPES[row.dtype].bytes)
         pointer = f"p[{self.numbers[tensor.buffer]}]"
         data = pointer if tensor.offset == 0 else f"(char *){pointer} + {offset}"
-        return self._tensor(data, tensor.shape, tensor.strides, row.dtype)
+        return self._tensor(data, tensor, row)
 
-    def _tensor(self, data: str, shape: Sequence[Index], strides: Sequence[Index], dtype: str) -> str:
-        sizes, steps = (self._array(each) for each in (shape, strides))
-        return f"(opk_tensor){{{data}, {sizes}, {steps}, {len(shape)}, {_dtype_number(dtype)}, -1}}"
+    def _tensor(self, data: str, layout: Strided | Buffer, buffer: Buffer) -> str:
+        """Return a tensor of a layout over a buffer's memory."""
+        sizes, strides = (self._array(each) for each in (layout.shape, layout.strides))
+        device = "host->device" if self.is_gpu and buffer.role != "number" else "-1"
+        return f"(opk_tensor){{{data}, {sizes}, {strides}, {len(layout.shape)}, {_dtype_number(buffer.dtype)}, {device}}}"
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -224,7 +237,7 @@ class _ProgramWriter:
         if step.out:
             self._allocate(output, 0)
         data = f"p[{number}]" if output in self.available else "0"
-        return f"{{{number}, {self._tensor(data, buffer.shape, buffer.strides, buffer.dtype)}}}"
+        return f"{{{number}, {self._tensor(data, buffer, buffer)}}}"
 
     def _passed(self, value: Any, name: str) -> str:
         kind, count, member, text = self._value(value)
@@ -304,14 +317,17 @@ class _ProgramWriter:
         ])  # fmt: skip
 
     def _described(self, taken: Any) -> list[Any]:
-        """Return the dtype, the rank and the text of an input; of a size, -1 and 0."""
+        """Return the dtype, the rank and the text of an input, whether it is on a GPU, and begins at a multiple of 16 bytes."""
         if isinstance(taken, Index):
-            return [-1, 0, "a size"]
+            return [-1, 0, "a size", 0, 0]
         if not isinstance(taken, str):
             raise NotWritable(f"it takes {taken!r}")
         buffer = self.plan.buffers[taken]
         shape = ", ".join(map(str, buffer.shape))
-        return [_dtype_number(buffer.dtype), len(buffer.shape), f"{DTYPES[buffer.dtype].torch}[{shape}]"]
+        is_there = self.is_gpu and buffer.role != "number"
+        aligned = is_there and True in driver_program.alignments(self.plan).get(taken, ())
+        text = f"{DTYPES[buffer.dtype].torch}[{shape}]"
+        return [_dtype_number(buffer.dtype), len(buffer.shape), text, int(is_there), int(aligned)]
 
     def _description(self) -> dict[str, Any]:
         inputs = [self._described(each) for each in self.plan.inputs]
@@ -322,8 +338,8 @@ class _ProgramWriter:
         functions = [[f.library, f.name, f.instance if f.run_parameters else -1] for f in self.plan.functions]
         return {
             "version": VERSION, "inputs": inputs, "sizes": len(self.plan.sizes), "bound": self._bound(),
-            "buffers": len(self.plan.buffers), "operators": [list(each) for each in self.operators], "steps": steps, "functions": functions,
-            "outputs": len(self.plan.outputs),
+            "buffers": len(self.plan.buffers), "operators": [list(each) for each in self.operators], "steps": steps,
+            "functions": functions, "outputs": len(self.plan.outputs),
         }  # fmt: skip
 
 

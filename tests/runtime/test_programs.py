@@ -49,8 +49,10 @@ CPP = r"""
 #include <iostream>
 
 int main(int, char** argv) {
-    const opkit::Model model(argv[1]);
-    const at::Tensor x = at::arange(24, at::kFloat).reshape({2, 3, 4}).div(10);
+    const at::Device device(argv[2]);
+    const opkit::Model model(argv[1], true, device);
+    const at::Tensor x = at::arange(24, at::kFloat).reshape({2, 3, 4}).div(10).to(device);
+    model({x});
     std::vector<at::Tensor> found = model({x});
     for (const at::Tensor& each : found) std::cout << each.sizes() << each.strides() << each.sum().item<double>() << "\n";
     try {
@@ -80,8 +82,8 @@ def compiled(folder, language, text, *flags):
     return folder / "main"
 
 
-def run(program, path):
-    done = subprocess.run([program, path], env={"PATH": ""}, capture_output=True, text=True, check=False)
+def run(program, *arguments):
+    done = subprocess.run([program, *arguments], env={"PATH": ""}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -111,16 +113,37 @@ class OnlyInTorch(nn.Module):
         )
 
 
-@pytest.mark.build
-def test_a_program_with_libtorch(tmp_path):
-    model, x = OnlyInTorch(), torch.arange(24.0).reshape(2, 3, 4) / 10
-    opkit.export(model, (x,), path=tmp_path / "model.opk")
+class OnGpus(nn.Module):
+    """Kernels, products, an operator that libtorch computes, and results of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        hidden = self.norm(nn.functional.gelu(self.up(x)))
+        return hidden * 2, hidden.sort(-1).values.sum(0), x + torch.arange(4, device=x.device)
+
+
+def check_program_with_libtorch(folder, model, x, *libraries):
+    opkit.export(model, (x,), path=folder / "model.opk")
     root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-O0", f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
-    program = compiled(tmp_path, "cpp", CPP, *flags, "-ltorch", "-ltorch_cpu", "-lc10")
-    *lines, message = run(program, tmp_path / "model.opk").split("\n")
+    program = compiled(folder, "cpp", CPP, *flags, *libraries, "-ltorch", "-ltorch_cpu", "-lc10")
+    *lines, message = run(program, folder / "model.opk", str(x.device)).split("\n")
     for line, expected in zip(lines, model(x), strict=True):
         sizes, _, total = line.replace("[", "").split("]")
         assert sizes == ", ".join(map(str, expected.shape))
-        assert float(total) == pytest.approx(float(expected.sum()), rel=1e-5)
+        assert float(total) == pytest.approx(float(expected.sum()), rel=1e-4, abs=1e-4)
     assert message == "x is float64[2, 3, 4], and the model takes float32[2, 3, 4]"
+
+
+@pytest.mark.build
+def test_a_program_with_libtorch(tmp_path):
+    check_program_with_libtorch(tmp_path, OnlyInTorch(), torch.arange(24.0).reshape(2, 3, 4) / 10)
+
+
+@pytest.mark.gpu
+def test_a_program_with_libtorch_on_a_gpu(tmp_path):
+    x = torch.arange(24.0, device="cuda").reshape(2, 3, 4) / 10
+    check_program_with_libtorch(tmp_path, OnGpus().eval().cuda(), x, "-Wl,--no-as-needed", "-ltorch_cuda", "-lc10_cuda")

@@ -60,6 +60,8 @@ struct opk_host {
     int32_t (*call)(opk_host* host, int64_t operator_number, const opk_passed* arguments, int64_t count, opk_result* results,
                     int64_t result_count); /* 0, or else it failed */
     void (*give)(opk_host* host, int64_t output, int64_t buffer, const opk_tensor* tensor); /* an output of the program */
+    int32_t device; /* the number of the GPU that a program for GPUs runs on */
+    int32_t (*launch)(opk_host* host, int64_t kernel, int64_t programs, void** parameters); /* 0, or else it failed */
 };
 
 #ifdef __cplusplus

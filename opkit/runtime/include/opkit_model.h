@@ -1,7 +1,7 @@
 /* Run models that opkit.export wrote, from C and C++, without Python and without torch.
  *
  * Link libopkit_model, which is next to this header's folder (`python -m opkit.runtime` prints both). Tensors are DLPack's, on the
- * CPU. Functions that can fail return NULL or other than 0, and write why to `error`, of `size` bytes, ending in a NUL.
+ * CPU, or on a GPU where the caller provides its memory (opkit_operators). Functions that can fail return NULL or other than 0, and write why to `error`, of `size` bytes, ending in a NUL.
  *
  *   char why[512];
  *   opkit_model* model = opkit_model_load("model.opk", 1, NULL, why, sizeof why);
@@ -28,7 +28,7 @@ extern "C" {
 #ifndef DLPACK_VERSION
 #ifndef DLPACK_MAJOR_VERSION
 typedef struct {
-    int32_t device_type; /* 1: the CPU */
+    int32_t device_type; /* 1: the CPU, 2: a CUDA device */
     int32_t device_id;
 } DLDevice;
 
@@ -61,6 +61,7 @@ typedef struct opkit_model opkit_model;
 /* Operators that the caller computes: those of another library, such as torch's. See opkit_program.h for the structures. */
 struct opk_passed;
 struct opk_result;
+struct opk_tensor;
 typedef struct opkit_operators {
     /* Whether there is an operator of this name ("aten::mm") and overload ("default"). */
     int32_t (*has)(void* context, const char* name, const char* overload);
@@ -69,6 +70,12 @@ typedef struct opkit_operators {
                     struct opk_result* results, int64_t result_count, char* error, size_t size);
     void (*release)(void* context, void* owner);
     void* context;
+    /* For models that were made for GPUs: the number of the GPU; memory there, NULL if there is none; copies between memory of any
+     * kind, where a tensor's device_index is -1 on the CPU, and which return other than 0 if they fail; the current stream. */
+    int32_t device;
+    void* (*allocate)(void* context, int64_t bytes, void** owner);
+    int32_t (*copy)(void* context, const struct opk_tensor* from, const struct opk_tensor* to);
+    void* (*stream)(void* context);
 } opkit_operators;
 
 /* Loads a model. `operators` may be NULL: then a model that calls others than opkit's own and products is refused.

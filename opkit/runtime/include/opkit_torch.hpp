@@ -16,6 +16,8 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdio>
 #include <memory>
@@ -33,7 +35,9 @@ namespace torch_operators {
 
 inline at::Tensor tensor_of(const opk_tensor& from) {
     const auto rank = static_cast<size_t>(from.rank);
-    return at::from_blob(from.data, {from.sizes, rank}, {from.strides, rank}, at::TensorOptions(static_cast<at::ScalarType>(from.dtype)));
+    const at::Device device = from.device_index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device_index));
+    const auto options = at::TensorOptions(static_cast<at::ScalarType>(from.dtype)).device(device);
+    return at::from_blob(from.data, {from.sizes, rank}, {from.strides, rank}, options);
 }
 
 // A dtype, layout or memory format by its name in Python; schemas have integers for these.
@@ -115,7 +119,8 @@ inline void give(const at::Tensor& made, opk_result& result) {
         if (made.data_ptr() != expected.data) tensor_of(expected).copy_(made);
         return;
     }
-    const bool fits = made.strides() == strides && !made.is_conj() && !made.is_neg();
+    const bool is_aligned = reinterpret_cast<uintptr_t>(made.data_ptr()) % 16 == 0;  // as kernels for GPUs expect
+    const bool fits = made.strides() == strides && !made.is_conj() && !made.is_neg() && is_aligned;
     auto owner = std::make_unique<at::Tensor>(fits ? made : at::empty_strided(sizes, strides, made.options()).copy_(made));
     expected.data = owner->data_ptr();
     result.owner = owner.release();
@@ -150,8 +155,34 @@ inline void call(const c10::OperatorHandle& handle, const opk_passed* passed, in
         if (results[i].buffer >= 0) give(made.at(i), results[i]);
 }
 
-inline const opkit_operators& table() {
-    static const opkit_operators operators = {
+inline at::Device device_of(void* context) { return *static_cast<at::Device*>(context); }
+
+inline void* allocate(void* context, int64_t bytes, void** owner) {
+    try {
+        auto made = std::make_unique<at::Tensor>(at::empty_strided({bytes > 0 ? bytes : 1}, {1}, at::TensorOptions(at::kByte).device(device_of(context))));
+        void* data = made->data_ptr();
+        *owner = made.release();
+        return data;
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+inline int32_t copy(void*, const opk_tensor* from, const opk_tensor* to) {
+    try {
+        tensor_of(*to).copy_(tensor_of(*from));
+        return 0;
+    } catch (const std::exception&) {
+        return 1;
+    }
+}
+
+inline void* stream(void* context) {
+    return c10::impl::VirtualGuardImpl(at::kCUDA).getStream(device_of(context)).native_handle();
+}
+
+inline opkit_operators table(at::Device* device) {
+    return {
         [](void*, const char* name, const char* overload) -> int32_t { return handle_of(name, overload).has_value(); },
         [](void*, const char* name, const char* overload, const opk_passed* passed, int64_t count, opk_result* results, int64_t result_count,
            char* error, size_t size) -> int32_t {
@@ -163,8 +194,8 @@ inline const opkit_operators& table() {
                 return 1;
             }
         },
-        [](void*, void* owner) { delete static_cast<at::Tensor*>(owner); }, nullptr};
-    return operators;
+        [](void*, void* owner) { delete static_cast<at::Tensor*>(owner); }, device, device->is_cuda() ? device->index() : -1,
+        device->is_cuda() ? allocate : nullptr, copy, stream};
 }
 
 inline void run_on_threads(void (*body)(void*), void* data, unsigned threads, unsigned) {
@@ -178,19 +209,23 @@ inline void run_on_threads(void (*body)(void*), void* data, unsigned threads, un
 // A loaded model.
 class Model {
 public:
-    explicit Model(const std::string& path, bool verify = true) {
+    // A model that was exported for GPUs needs the device, such as at::Device(at::kCUDA, 0).
+    explicit Model(const std::string& path, bool verify = true, at::Device device = at::kCPU) : device_(std::make_shared<at::Device>(device)) {
         char why[4096] = "";
+        const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
+        const opkit_operators operators = torch_operators::table(device_.get());
         opkit_use_threads(torch_operators::run_on_threads, at::get_thread_num, at::get_num_threads());
-        model_.reset(opkit_model_load(path.c_str(), verify, &torch_operators::table(), why, sizeof why), opkit_model_free);
+        model_.reset(opkit_model_load(path.c_str(), verify, &operators, why, sizeof why), opkit_model_free);
         if (!model_) throw std::runtime_error(why);
     }
 
     // The manifest of the file, as JSON: entries, arguments, results.
     std::string manifest() const { return opkit_model_manifest(model_.get()); }
 
-    // Runs an entry on tensors on the CPU: the arguments that are no constants, in order. A size is an int64 of no dimensions.
+    // Runs an entry on tensors on the model's device: the arguments that are no constants, in order. A size is an int64 of no dimensions.
     // A result that is None is an undefined tensor.
     std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& arguments, const std::string& entry = "") const {
+        const c10::OptionalDeviceGuard guard(device_->is_cuda() ? std::optional(*device_) : std::nullopt);
         std::vector<DLTensor> tensors;
         std::vector<const DLTensor*> pointers;
         tensors.reserve(arguments.size());
@@ -221,10 +256,11 @@ private:
     }
 
     static DLTensor dlpack(const at::Tensor& from) {
-        if (!from.device().is_cpu()) throw std::runtime_error("an argument is on " + from.device().str() + ", and models run on the CPU");
+        if (!from.device().is_cpu() && !from.device().is_cuda()) throw std::runtime_error("an argument is on " + from.device().str());
+        const DLDevice place = from.device().is_cpu() ? DLDevice{1, 0} : DLDevice{2, from.device().index()};
         for (const Kind& kind : kinds())
             if (kind.type == from.scalar_type())
-                return {from.data_ptr(), {1, 0}, static_cast<int32_t>(from.dim()), {kind.code, kind.bits, 1},
+                return {from.data_ptr(), place, static_cast<int32_t>(from.dim()), {kind.code, kind.bits, 1},
                         const_cast<int64_t*>(from.sizes().data()), const_cast<int64_t*>(from.strides().data()), 0};
         throw std::runtime_error(std::string("an argument is of ") + c10::toString(from.scalar_type()) + ", which models do not take");
     }
@@ -235,10 +271,13 @@ private:
         at::ScalarType type = at::kFloat;
         for (const Kind& kind : kinds())
             if (kind.code == from.dtype.code && kind.bits == from.dtype.bits) type = kind.type;
+        const at::Device place = from.device.device_type == 1 ? at::Device(at::kCPU)
+                                                              : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device.device_id));
         return at::from_blob(from.data, {from.shape, rank}, {from.strides, rank}, [managed](void*) { managed->deleter(managed); },
-                             at::TensorOptions(type));
+                             at::TensorOptions(type).device(place));
     }
 
+    std::shared_ptr<at::Device> device_;  // outlives the model, which refers to it
     std::shared_ptr<opkit_model> model_;
 };
 
