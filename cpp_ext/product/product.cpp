@@ -14,7 +14,7 @@ namespace {
 constexpr std::align_val_t kAlignment{64};
 constexpr int64_t kMinShared = 1 << 17;  // multiply-adds that take longer than it takes to wake a thread
 constexpr int64_t kMinColumns = 64;      // of a task
-constexpr int64_t kTasks = 4;            // of a thread, so that a thread that is late holds the others up less
+constexpr int64_t kTasks = 4;            // of a thread, so that one that is late holds the others up less; one where each copies x
 constexpr int64_t kFewRows = 48;         // of a block that is copied: as few as can be if the weight stays in the cache
 constexpr int64_t kMaxWeight = 1 << 17;  // floats that do
 constexpr int64_t kGap = 16;             // floats between copied rows, so that they are not in the same set of a cache
@@ -46,7 +46,7 @@ struct Plan {
         const int64_t work = call.groups * call.rows * call.columns * std::max<int64_t>(call.taps * call.depth, 1);
         workers = threads > 1 && work >= kMinShared ? threads : 1;
         if (workers == 1) return;
-        const int64_t wanted = workers * (copied ? kTasks / 2 : kTasks), others = call.groups * row_parts;
+        const int64_t wanted = workers * (copied ? 1 : kTasks), others = call.groups * row_parts;
         column_parts = std::clamp<int64_t>(divided_up(wanted, others), 1, divided_up(call.columns, kMinColumns));
     }
     bool copied;
