@@ -98,7 +98,10 @@ inline __attribute__((always_inline)) void tile(const Block& block, int64_t row,
         for (; step + kSteps <= block.depth; step += kSteps, panel += kSteps * kPanel, next += kPanel) {
             __builtin_prefetch(next, 0, 2);
             OPKIT_UNROLL
-            for (int n = 0; n < kSteps; ++n) add_step<V, R, P>(sum, x, step + n, panel + n * kPanel, panel_pitch);
+            for (int n = 0; n < kSteps; ++n) {
+                add_step<V, R, P>(sum, x, step + n, panel + n * kPanel, panel_pitch);
+                __asm__ volatile("" ::: "memory");  // no load moves to another step: it would take the register of a sum
+            }
         }
         for (; step < block.depth; ++step, panel += kPanel) add_step<V, R, P>(sum, x, step, panel, panel_pitch);
     }
