@@ -14,7 +14,7 @@ namespace {
 
 // A tile is 6 x 16.
 struct ProductVectors : Avx2Vectors {
-    static constexpr int kTileRows = 6, kTilePanels = 1, kRowPanels = 4;
+    static constexpr int kTileRows = 6, kTilePanels = 1, kRowPanels = 4, kTileSteps = 2;
     static Floats positive(Floats a) { return _mm256_max_ps(zero(), a); }
 };
 

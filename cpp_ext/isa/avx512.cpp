@@ -14,7 +14,7 @@ namespace {
 
 // A tile is 12 x 32.
 struct ProductVectors : Vectors {
-    static constexpr int kTileRows = 12, kTilePanels = 2, kRowPanels = 4;
+    static constexpr int kTileRows = 12, kTilePanels = 2, kRowPanels = 4, kTileSteps = 4;
     static Floats positive(Floats a) { return _mm512_max_ps(zero(), a); }
 };
 

@@ -21,7 +21,7 @@ void pack_b_bf16(const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, in
 
 // A tile is 3 x 16.
 struct ProductVectors : attention::PlainVectors {
-    static constexpr int kTileRows = 3, kTilePanels = 1, kRowPanels = 2;
+    static constexpr int kTileRows = 3, kTilePanels = 1, kRowPanels = 2, kTileSteps = 2;
     static Floats positive(Floats a) { return where(a < zero(), zero(), a); }
 };
 

@@ -14,7 +14,7 @@ namespace {
 
 // A tile is 6 x 16.
 struct ProductVectors : NeonVectors {
-    static constexpr int kTileRows = 6, kTilePanels = 1, kRowPanels = 4;
+    static constexpr int kTileRows = 6, kTilePanels = 1, kRowPanels = 4, kTileSteps = 4;
     static Floats positive(Floats a) { return vbslq_f32(vcltq_f32(a, zero()), zero(), a); }
 };
 

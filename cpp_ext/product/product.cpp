@@ -19,6 +19,8 @@ constexpr int64_t kFewRows = 48;         // of a block that is copied: as few as
 constexpr int64_t kMaxWeight = 1 << 17;  // floats that do
 constexpr int64_t kGap = 16;             // floats between copied rows, so that they are not in the same set of a cache
 
+constexpr int64_t kPlaceFloats = sizeof(const void*) / 4;  // that a pointer takes the memory of
+
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Part n of so many that are nearly equal, in whole units.
@@ -75,8 +77,9 @@ void run_task(const Blocked& call, const Plan& plan, int64_t task, const isa::Ta
         block.last = part + 1 == plan.depth_parts;
         if (call.find) {
             const Range taps(call.taps, 1, plan.depth_parts, part);
-            float* zeros = scratch(call.depth + kGap + taps.size() * rows.size() * static_cast<int64_t>(sizeof(float*) / sizeof(float)));
-            auto* places = reinterpret_cast<const float**>(zeros + divided_up(call.depth, kGap) * kGap);
+            const int64_t after = divided_up(call.depth, kGap) * kGap;
+            float* zeros = scratch(after + taps.size() * rows.size() * kPlaceFloats);
+            auto* places = reinterpret_cast<const float**>(zeros + after);
             std::fill_n(zeros, call.depth, 0.0f);
             call.find(call.context, group, rows.begin, rows.size(), taps.begin, taps.end, places, zeros);
             block.places = places;

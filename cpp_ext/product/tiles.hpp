@@ -2,6 +2,7 @@
 //
 // V is an ISA's vectors, and has besides what isa/*_vectors.hpp give
 //   kTileRows, kTilePanels   of a tile; kRowPanels: of a tile of one row, which waits for memory and not for sums
+//   kTileSteps               of the depth that are computed in one piece: where sums take most registers, fewer keep them there
 //   positive(a)              the larger of a and 0; NaN where a is
 #pragma once
 
@@ -70,10 +71,10 @@ inline void finish_columns(const Block& block, const float* sums, int64_t row, i
     }
 }
 
-// `next` is of the next panels: a quarter of one of them is brought near, since a tile of many rows takes longer than that.
+// `next` is of the next panels: a line of them is brought near at every piece, as a tile of many rows takes longer than that.
 template <class V, int R, int P>
 inline __attribute__((always_inline)) void tile(const Block& block, int64_t row, int64_t column, const float* next) {
-    constexpr int kVectors = static_cast<int>(kPanel) / V::kLanes, kSteps = 4;
+    constexpr int kVectors = static_cast<int>(kPanel) / V::kLanes, kSteps = V::kTileSteps;
     Sums<V, R, P> sum;
     OPKIT_UNROLL
     for (int i = 0; i < R; ++i)
