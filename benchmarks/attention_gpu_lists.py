@@ -34,8 +34,7 @@ from opkit.attn import calls as attention_calls
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import library
+from opkit.attn.gpu.hopper import forward_kinds, library
 from opkit.attn.masks.algebra import lower
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
@@ -130,11 +129,12 @@ def size_of(quick: bool) -> gpu.Size:
     return SMALL if quick else SIZE
 
 
-def tiles_of(head: int) -> tuple[BlockSizes, BlockSizes]:
+def tiles_of(call: attention_calls.AttentionCall) -> tuple[BlockSizes, BlockSizes]:
     """The tiles of the forward for Hopper and of its backward."""
-    size = next(each for each in hopper_backward.TILES if head <= each)
-    forward, backward = hopper.TILES[size], hopper_backward.TILES[size]
-    return BlockSizes(forward.warpgroups * 64, forward.keys, 0, 0), BlockSizes(backward.rows, backward.keys, 0, 0)
+    size = next(each for each in hopper_backward.TILES if call.q.shape[3] <= each)
+    forward, backward = forward_kinds.layout_of(call), hopper_backward.TILES[size]
+    rows = forward.groups * forward_kinds.ROWS
+    return BlockSizes(rows, forward.keys, 0, 0), BlockSizes(backward.rows, backward.keys, 0, 0)
 
 
 def forget() -> None:
@@ -152,7 +152,7 @@ def built(*arguments: Any) -> tile_lists.TileLists:
 def building(call: attention_calls.AttentionCall) -> dict[str, Call]:
     """The calls that build lists, by what they are for."""
     shape = plans.shape_of(tuple(call.mask), ())
-    forward, backward = tiles_of(call.q.shape[3])
+    forward, backward = tiles_of(call)
     lists = [built(call, shape, backward, by_keys) for by_keys in (True, False)]
     with_spans = functools.partial(library.lists_of, call, TILE, TILE, False)
     return {
@@ -174,7 +174,7 @@ def on_gpu(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def on_host(call: attention_calls.AttentionCall, rounds: int, count: int) -> dict[str, float]:
     """Microseconds of the processor, for a list that is found and for one that is built."""
-    arguments = call, plans.shape_of(tuple(call.mask), ()), tiles_of(call.q.shape[3])[0], False
+    arguments = call, plans.shape_of(tuple(call.mask), ()), tiles_of(call)[0], False
     ways: dict[str, Call] = {
         "found, host us": lambda: tile_lists.lists_of(*arguments),
         "built, host us": lambda: built(*arguments),

@@ -1,4 +1,4 @@
-"""Forward attention on a Hopper GPU in bfloat16: opkit's kernels, in Gluon and in CUDA C++, against torch's cuDNN, in TFLOP/s.
+"""Forward attention on a Hopper GPU in bfloat16: opkit's kernel in CUDA C++ against torch's cuDNN, in TFLOP/s.
 
     python benchmarks/attention_hopper.py
 
@@ -19,9 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opkit.attn import calls as attention
-from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import forward_cuda, library
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
 
 SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees: None for all, -1 for all before it
@@ -37,7 +35,7 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
     "2x8x8192x256 causal": (2, 8, 8192, 256, -1),
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
 }
-KERNELS = ("gluon", "cuda", "cudnn")
+KERNELS = ("opkit", "cudnn")
 _MILLISECONDS = 8.0  #: of a graph
 _WIDTH = 13  #: of a column
 Call = Callable[[], object]
@@ -53,11 +51,8 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> d
     """The kernels, on the same tensors; cuDNN has no windows here."""
     q, k, v = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     arguments = (q, k, v, [], [], None, None, mask_of(back), [], head**-0.5, 0.0, 0.0, False)
-    run = hopper.forward.prepare(*arguments)
-    found: dict[str, Call] = {"gluon": lambda: run(*arguments)}
-    if forward_cuda.fits(attention.AttentionCall(*arguments)) and library.compiler_there():
-        cuda = forward_cuda.forward.prepare(*arguments)
-        found["cuda"] = lambda: cuda(*arguments)
+    run = forward_cuda.forward.prepare(*arguments)
+    found: dict[str, Call] = {"opkit": lambda: run(*arguments)}
 
     def cudnn() -> object:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -19,8 +19,7 @@ from attention_hopper import Call, mask_of, medians, operations, print_table
 
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper import backward_cuda, library
-from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import backward_cuda, forward_cuda, library
 from opkit.attn.masks import program
 
 KERNELS = ("gluon", "gluon determ.", "cuda", "cuda determ.", "cudnn")
@@ -61,7 +60,7 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None, size
     """The kernels, on the same tensors; cuDNN has no windows and no packed sequences here."""
     q, k, v, gradient = (torch.randn(batch, heads, length, head, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     (mask, masks), scale = masked(length, back, size), head**-0.5
-    out, lse = hopper.forward(q, k, v, masks, [], None, None, mask, [], scale, 0.0, 0.0, False)
+    out, lse = forward_cuda.forward(q, k, v, masks, [], None, None, mask, [], scale, 0.0, 0.0, False)
     arguments = (gradient, None, q, k, v, out, lse, masks, [], mask, [], scale, 0.0, False)
     kernels = {"gluon": hopper_backward.backward}
     if backward_cuda.fits(GradientCall(*arguments)) and library.compiler_there():

@@ -1,10 +1,10 @@
 """Measure the first call of opkit.attention in a new process, when its kernel is compiled and when it is in opkit's cache.
 
-    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only hopper,packed,backward,decode]
+    python benchmarks/first_call.py [--rounds 9] [--cold 1] [--only portable,backward,decode]
 
-"hopper" and "portable" are forwards by these kernels, "packed" is one for Hopper whose tiles come from lists, "decode" is that
-of one query, "backward" is that for Hopper, after a forward that is not measured; "cuda" is the forward in CUDA C++, causal, and
-"cuda_packed" is that of packed sequences, for where a GPU is, and "portable_backward" is for where no GPU is.
+"portable" is a forward by this kernel, "decode" is that of one query, "backward" is that for Hopper, after a forward that is not
+measured; "cuda" is the forward for Hopper, causal, and "cuda_packed" is that of packed sequences, for where a GPU is, and
+"portable_backward" is for where no GPU is.
 Each row is of processes of their own, which alternate: one with empty caches, others that find the kernels in a cache. Times
 are of the host, in milliseconds, and begin when CUDA was started and the tensors are there; "CPU" is the processor's time, which
 other processes do not lengthen. On a GPU a call ends when its results are there, and ``scaled_dot_product_attention`` of
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).parents[1] / "tests" / "kernels" / "fake_driver.c"
-CASES = ("hopper", "packed", "portable", "backward", "decode")
+CASES = ("portable", "backward", "decode")
 HERE = ("portable_backward",)  # only without a GPU, where a kernel can be chosen for the backward
 THERE = ("cuda", "cuda_packed")  # only with one
 BACKWARDS = ("backward", "portable_backward")
@@ -98,7 +98,6 @@ def on_cpu(case: str, library: str) -> None:
     from opkit.attn.gpu import kernels
     from opkit.attn.gpu.decode import decoding
     from opkit.attn.gpu.hopper import backward as hopper_backward
-    from opkit.attn.gpu.hopper import forward as hopper
     from opkit.attn.operator import attention_operator
     from opkit.op.triton import variants
 
@@ -107,7 +106,6 @@ def on_cpu(case: str, library: str) -> None:
     variants.MACHINES["cpu"] = variants.Machine("cpu", lambda: driver, **about)
     op = attention_operator()
     op.register_kernel("cpu", kernels.forward, name="portable", priority=90, trusted=True)
-    op.register_kernel("cpu", hopper.forward, name="hopper", priority=91, trusted=True)
     op.register_kernel("cpu", decoding.decode, name="split", when=lambda q: q.shape[2] == 1, priority=92, trusted=True)
     backward = hopper_backward.backward if case == "backward" else kernels.backward
     gradients.backward_operator().register_kernel("cpu", backward, name="gradients", priority=90, trusted=True)
@@ -141,20 +139,19 @@ def child(case: str, library: str) -> None:
 
 def options_of(case: str, device: str) -> dict[str, Any]:
     """The options of the call: its kernel, where it is not chosen by rule, and its mask."""
-    if case in ("packed", "cuda_packed"):
+    if case == "cuda_packed":
         from opkit.masks import Segments
 
         keys = _USUAL[3]
         ids = torch.arange(keys, dtype=torch.int32, device=device)[None] // (keys // 4)
-        return {"mask": Segments(ids), "kernel": "hopper" if case == "packed" else "hopper_cuda"}
+        return {"mask": Segments(ids), "kernel": "hopper_cuda"}
     if case == "cuda":
         from opkit.masks import Causal
 
         return {"mask": Causal(), "kernel": "hopper_cuda"}
     portable = {"kernel": "portable" if device == "cpu" else "triton"}
-    by_rule: dict[str, Any] = {"kernel": "hopper"} if device == "cpu" else {}
-    named = {"hopper": {"kernel": "hopper"}, "portable": portable, "portable_backward": portable, "backward": by_rule}
-    return named.get(case, {})
+    by_rule = portable if device == "cpu" else {}
+    return {"portable": portable, "portable_backward": portable, "backward": by_rule}.get(case, {})
 
 
 def peer(case: str) -> None:

@@ -1,9 +1,9 @@
-"""Attention on GPUs: kernels in Triton, and in Gluon for Hopper.
+"""Attention on GPUs: kernels in Triton, and for Hopper in CUDA C++ and Gluon.
 
 ========== ==================================================================================
 portable   in plain Triton, for every call: forward, backward, biases' gradients, float8
-hopper     for sm_90, in Gluon, and in CUDA C++ where Gluon falls short: forward and backward of long calls, decoding (also of
-           latent attention)
+hopper     for sm_90, in CUDA C++: the forward, the backward of long calls, decoding; and in Gluon: the backward of other calls,
+           latent attention
 decode     few queries on many keys, keys in pages, and writing to pages
 device     functions of the GPU that several of these share
 ========== ==================================================================================

@@ -10,7 +10,6 @@ from opkit.attn.gpu import arguments
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda, packed
-from opkit.attn.gpu.hopper import forward as hopper
 from opkit.attn.gpu.hopper import mla as mla
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, fits, takes
 from opkit.attn.gpu.portable import backward as portable_backward
@@ -28,8 +27,8 @@ def register(op: CustomOp[Any, Any]) -> None:
     """Register the GPU kernels of ``opkit::attention`` and of the operators of its gradients.
 
     Calls with few queries go to the decoding kernel; on Hopper, those of latent attention to a kernel of their own, and those
-    with many rows together to the Hopper kernel. Other calls, and gradients, go to the Hopper kernel where it takes them, else to
-    the portable one. Kernels in CUDA C++ come before these where there is a compiler.
+    with many rows together to the Hopper kernel. Other calls, and gradients, go to the Hopper kernels where these take them, else
+    to the portable one. Kernels in CUDA C++ need a compiler.
     """
     op.register_kernel(device(), forward, when=predicate(AttentionCall, takes), name=NAME, trusted=True)
     decoding.register(op)
@@ -37,8 +36,6 @@ def register(op: CustomOp[Any, Any]) -> None:
     mla.register(op)
     packed.register(op)
     invariant.register(op)
-    when = predicate(AttentionCall, hopper.takes)
-    op.register_kernel("cuda", hopper.forward, when=when, name="hopper", priority=_HOPPER, trusted=True)
     forward_cuda.register(op)
     of_gradients = gradients.backward_operator()
     when = predicate(GradientCall, takes_gradients)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from opkit.attn import gradients
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.hopper import backward, forward, forward_cuda, library
+from opkit.attn.gpu.hopper import backward, calls, forward_kinds, library
 from opkit.attn.operator import attention_operator
 from opkit.op.forcing import use_kernel
 from opkit.testing import Interpreter
@@ -64,17 +64,20 @@ def run(request):
 @pytest.fixture
 def a_hopper(monkeypatch):
     """As if all tensors were on a GPU of compute capability 9.0, of a machine with a CUDA compiler."""
-    for module in (forward, backward):
+    for module in (backward, calls):
         monkeypatch.setattr(module, "on_hopper", lambda x: True)
     monkeypatch.setattr(library, "compiler_there", lambda: True)
 
 
-@pytest.fixture(params=["64", "64, few keys", "128", "256"])
+@pytest.fixture(params=["64", "64, few keys", "64, few queries", "128", "256"])
 def head(request, monkeypatch):
-    """Channels of a head, for each way that the forward in CUDA C++ lays out its work; calls of tests have few keys."""
-    size, _, few = request.param.partition(",")
-    if not few:
-        monkeypatch.setattr(forward_cuda, "_BRIEF", (0, 0))
+    """Channels of a head, for each way that the forward lays out its work; calls of tests have few queries and keys."""
+    size, _, few = request.param.partition(", ")
+    if few == "few keys":
+        monkeypatch.setattr(forward_kinds, "is_low", lambda call, shape: False)
+    elif not few:
+        monkeypatch.setattr(forward_kinds, "is_low", lambda call, shape: False)
+        monkeypatch.setattr(forward_kinds, "_FEW", (0, 0))
     return int(size)
 
 

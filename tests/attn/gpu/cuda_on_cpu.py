@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import itertools
 import re
 import subprocess
@@ -23,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, shaped
 
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.hopper import backward, library
-from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import backward, calls, library
 from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.cc import toolchain
@@ -32,32 +32,22 @@ from opkit.kernels.cc import toolchain
 MACHINE = Path(__file__).parent / "hopper_on_cpu"
 NONE = ("", "")
 """No defect."""
-LISTS_OF_128 = r"(?m)^ATTENTION\(attention_128.*Listed<Middle>.*\n"
-"""Of the forward's kernels of lists those of heads of 128, as a pattern in forward.cu."""
 
 
-def all_but(head: int) -> str:
-    """Of the forward's kernels those without a band, or of heads of other sizes, as a pattern in forward.cu."""
-    return rf"(?m)^ATTENTION\(attention_(?!{head}(_brief)?_banded, )\w+, .*\n"
-
-
-def all_but_plain(head: int) -> str:
-    """Of the forward's kernels those with a band or lists, or of heads of other sizes, as a pattern in forward.cu."""
-    return rf"(?m)^ATTENTION\(attention_(?!{head}, )\w+, .*\n"
-
-
-def build(name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = NONE, unused: str = "") -> Path:
-    """The library of ``name``.cu, for this processor; with the first text of ``defect`` replaced by the second.
+def build(
+    name: str, dtype: torch.dtype, folder: Path, defect: tuple[str, str] = NONE, unused: str = "", defined: str = ""
+) -> Path:
+    """The library of ``name``.cu, ``defined`` so, for this processor; with the first text of ``defect`` replaced by the second.
 
     ``unused`` is a pattern of what is left out of that file: kernels that nobody calls, for which a compiler takes long. The
     processes that share ``folder`` build a library once.
     """
-    place = folder / f"{name}_{dtype}".replace("torch.", "")
+    place = folder / f"{name}_{dtype}_{hashlib.sha256(defined.encode()).hexdigest()[:8]}".replace("torch.", "")
     place.mkdir(exist_ok=True)
     built = place / "built.so"
     with filelock.FileLock(place / "lock"):
         if not built.exists():
-            text = library.request(name, dtype).units[0].text
+            text = library.request(name, dtype, defined).units[0].text
             compile_at(place, re.sub(unused, "", text) if unused else text, defect).rename(built)
     return built
 
@@ -122,12 +112,12 @@ def on_cpu(
     seed = [0]
 
     @functools.cache
-    def kernels(name: str, dtype: torch.dtype) -> KernelsOnCpu:
-        return KernelsOnCpu(build(name, dtype, folder, defect, unused), seed)
+    def kernels(name: str, dtype: torch.dtype, defined: str = "") -> KernelsOnCpu:
+        return KernelsOnCpu(build(name, dtype, folder, defect, unused, defined), seed)
 
     monkeypatch.setattr(library, "kernels", kernels)
     monkeypatch.setattr(backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
-    monkeypatch.setattr(gluon, "processors", lambda device: processors)
+    monkeypatch.setattr(calls, "processors", lambda device: processors)
     yield seed
 
 

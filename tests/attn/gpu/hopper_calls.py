@@ -11,8 +11,7 @@ import torch
 import triton
 
 from opkit.attn import reference
-from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import library
+from opkit.attn.gpu.hopper import forward_cuda, library
 from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.triton import compiling
@@ -72,7 +71,7 @@ def shaped(heads, queries, keys, head, columns, dtype=BF16, device="meta", batch
     return [torch.empty(batch, *size, dtype=dtype, device=device) for size in sizes]
 
 
-def requested(given, run=hopper.forward):
+def requested(given, run):
     with recording() as found:
         run(*given)
     return request_for(found[-1], None, "sm_90")
@@ -121,7 +120,7 @@ def overflowing(head, device, queries=300, keys=300):
 
 def compared(given, found=None):
     """The kernel's results beside the reference's in float64; no row is further off than rounding p and the result explains."""
-    out, lse = hopper.forward(*given) if found is None else found
+    out, lse = forward_cuda.forward(*given) if found is None else found
     exact = [x.double() if isinstance(x, torch.Tensor) else x for x in given]
     expected, of_rows = reference.attention(*exact)
     assert (out.transpose(1, 2) if given[-1] else out).is_contiguous()

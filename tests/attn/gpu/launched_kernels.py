@@ -17,7 +17,7 @@ from opkit.op.triton import variants
 _fixtures = imported("opkit_fake_driver_of_hopper", Path(__file__).parents[2] / "kernels" / "conftest.py")
 fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
 SHORT = {
-    "hopper_forward": "f", "hopper_backward": "m", "hopper_backward_begin": "b", "hopper_backward_end": "e", "decode": "d",
+    "hopper_backward": "m", "hopper_backward_begin": "b", "hopper_backward_end": "e", "decode": "d",
     "merge": "j",
 }  # fmt: skip
 """Letters of kernels; others have the first of their names."""

@@ -16,7 +16,7 @@ from test_cuda_backward_on_cpu import (
     off,
 )
 
-from opkit.attn.gpu.hopper import backward_cuda, forward
+from opkit.attn.gpu.hopper import backward_cuda, calls
 from opkit.attn.masks import program
 
 pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("deterministic")]
@@ -61,7 +61,7 @@ def test_any_order_of_events_gives_the_same_bits(machine, monkeypatch, case, sec
 def in_sections(monkeypatch, call, width, upwards):
     heads, keys = call[3].shape[0] * call[3].shape[1], call[3].shape[2]
     width = min(width, heads)
-    monkeypatch.setattr(forward, "evenly", lambda count, most: width)
+    monkeypatch.setattr(calls, "evenly", lambda count, most: width)
     tiles = min(upwards * width, heads) * -(-keys // 128)
     monkeypatch.setattr(backward_cuda, "_turned", lambda *given: tiles)
 

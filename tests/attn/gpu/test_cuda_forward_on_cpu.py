@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from cuda_on_cpu import LISTS_OF_128, NONE, all_but, all_but_plain, filled, on_cpu, survives
+from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, overflowing
-from hopper_masks import documents, packed, padded, shuffled
+from hopper_masks import bools, documents, lengths, packed, padded, shuffled
 
 from opkit.attn import reference
-from opkit.attn.gpu.hopper import forward as gluon
-from opkit.attn.gpu.hopper import forward_cuda
+from opkit.attn.gpu.hopper import calls, forward_cuda, forward_kinds
 from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
@@ -82,18 +81,18 @@ class TestForward:
         logit = "s[4 * i + 2 * half + j]"
         fused = (f"{logit} * factor - base", f"fmaf({logit}, factor, -base)")  # as on a GPU
         given = overflowing(head, "cpu")
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, fused, unused=all_but_plain(head)):
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, fused):
             compared(given, forward_cuda.forward(*given))
 
     def test_the_counter_is_left_as_it_was(self, machine, head, monkeypatch):
         kept = []
-        counters = gluon.counters
+        counters = calls.counters
 
         def remembered(device, size):
             new = counters(device, size)
             return lambda: kept.append(new()) or kept[-1]
 
-        monkeypatch.setattr(gluon, "counters", remembered)
+        monkeypatch.setattr(calls, "counters", remembered)
         q, k, v = filled(1, (2, 1), 300, 300, head, head)
         v[:, :, 30] = float("nan")  # some rows are computed again
         forward_cuda.forward(*arguments(q, k, v, mask=CAUSAL))
@@ -107,7 +106,7 @@ class TestForward:
             made.append(torch.cat([torch.zeros(size, dtype=torch.int32), torch.full((256,), 7, dtype=torch.int32)]))
             return lambda: made[-1][:size]
 
-        monkeypatch.setattr(gluon, "counters", guarded)
+        monkeypatch.setattr(calls, "counters", guarded)
         q, k, v = filled(2, (3, 1), 200, 150, head, head)
         v[:, :, ::7] = float("nan")  # all rows are marked
         forward_cuda.forward(*arguments(q, k, v, mask=CAUSAL))
@@ -169,6 +168,129 @@ class TestSegments:
             torch.testing.assert_close(found[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
 
 
+# ---- kinds: what a call asks for besides ------------------------------------------------------------------------------------
+
+LENGTHS = (program.LENGTH, 0)
+KINDS = {  # (batch, heads of queries and of keys, queries, keys, head, columns), and what else
+    "a cap, 64": ((1, (2, 1), 300, 300, 64, 64), {"mask": CAUSAL, "softcap": 3.0}),
+    "a cap, 128": ((1, (2, 1), 300, 300, 128, 128), {"mask": CAUSAL, "softcap": 3.0}),
+    "a cap, 256": ((1, (2, 1), 200, 300, 256, 256), {"softcap": 30.0}),
+    "sinks": ((1, (4, 2), 300, 200, 64, 64), {"mask": bottom_right(300, 200), "sinks": True}),
+    "sinks and a cap": ((1, (2, 1), 300, 300, 128, 128), {"sinks": True, "softcap": 3.0}),
+    "sinks that are all that is seen": (
+        (1, (2, 1), 200, 200, 64, 64),
+        {"mask": (program.BAND, 500, 600), "sinks": True},
+    ),
+    "lengths": ((3, (2, 1), 200, 500, 64, 64), {"mask": LENGTHS, "masks": [lengths(0, 333, 500)]}),
+    "lengths, 128": ((3, (2, 1), 200, 500, 128, 128), {"mask": LENGTHS, "masks": [lengths(0, 333, 700)]}),
+    "causal lengths": (
+        (2, (2, 1), 400, 400, 128, 128),
+        {"mask": (*LENGTHS, *CAUSAL, program.AND), "masks": [lengths(100, 355)]},
+    ),
+    "causal lengths of many keys": (
+        (2, (2, 1), 600, 600, 64, 64),
+        {"mask": (*LENGTHS, *CAUSAL, program.AND), "masks": [lengths(100, 355)]},
+    ),
+    "lengths of a wide head": (
+        (2, (2, 1), 200, 300, 256, 256),
+        {"mask": (*LENGTHS, *CAUSAL, program.AND), "masks": [lengths(30, 255)]},
+    ),
+    "40": ((1, (2, 1), 200, 200, 40, 40), {"mask": CAUSAL}),
+    "72 and 128": ((1, (2, 1), 190, 190, 72, 128), {"mask": CAUSAL}),
+    "80": ((1, (2, 1), 200, 300, 80, 80), {}),
+    "96": ((2, (4, 2), 300, 300, 96, 96), {"mask": CAUSAL, "out_is_bshd": True}),
+    "64 and 128": ((1, (2, 1), 300, 300, 64, 128), {"mask": CAUSAL}),
+    "128 and 64": ((1, (2, 1), 300, 300, 128, 64), {"mask": CAUSAL}),
+    "192 and 128": ((1, (2, 1), 400, 400, 192, 128), {"mask": CAUSAL}),
+    "192 and 128, many tiles": ((2, (4, 2), 300, 200, 192, 128), {}),
+    "64 and 256": ((1, (2, 1), 300, 300, 64, 256), {"mask": CAUSAL}),
+    "160 and 200": ((1, (2, 1), 300, 200, 160, 200), {"mask": CAUSAL}),
+    "192": ((1, (2, 1), 300, 200, 192, 192), {"softcap": 3.0}),
+    "96, documents": ((2, (2, 1), 300, 300, 96, 96), {"mask": DOCUMENTS, "masks": [documents(2, 300, 4)] * 2}),
+    "256, documents": (
+        (2, (2, 1), 300, 300, 256, 256),
+        {"mask": CAUSAL_DOCUMENTS, "masks": [documents(2, 300, 4)] * 2},
+    ),
+    "256, documents far apart": (
+        (1, (2, 1), 900, 900, 256, 256),
+        {"mask": DOCUMENTS, "masks": [packed(420, 50, 430)] * 2},
+    ),
+    "documents with sinks": (
+        (2, (2, 1), 300, 300, 64, 64),
+        {"mask": CAUSAL_DOCUMENTS, "masks": [shuffled(2, 300)] * 2, "sinks": True},
+    ),
+    "documents and lengths": (
+        (2, (2, 1), 300, 300, 64, 64),
+        {
+            "mask": (*DOCUMENTS, program.LENGTH, 2, program.AND),
+            "masks": [documents(2, 300, 4)] * 2 + [lengths(77, 222)],
+        },
+    ),
+    "bools": ((2, (4, 2), 200, 333, 128, 128), {"mask": (program.DENSE, 0), "masks": [bools(2, 1, 200, 333)]}),
+    "bools, 64": (
+        (2, (4, 2), 300, 500, 64, 64),
+        {"mask": (*CAUSAL, program.DENSE, 0, program.AND), "masks": [bools(1, 1, 300, 500)], "softcap": 2.0},
+    ),
+    "bools of queries": ((2, (4, 2), 200, 300, 128, 128), {"mask": (program.DENSE, 0), "masks": [bools(1, 1, 200, 1)]}),
+    "not these documents, or near": (
+        (2, (2, 1), 300, 300, 64, 64),
+        {"mask": (*DOCUMENTS, program.NOT, program.BAND, -30, 30, program.OR), "masks": [documents(2, 300, 3)] * 2},
+    ),
+    "a diagonal of each query": (
+        (2, (2, 2), 200, 300, 128, 128),
+        {"mask": (program.BAND_AT, 0, -20, 20), "masks": [shuffled(2, 200) * 100]},
+    ),
+    "two lengths": (
+        (2, (2, 1), 300, 300, 256, 256),
+        {"mask": (*LENGTHS, program.LENGTH, 1, program.OR), "masks": [lengths(50, 200), lengths(100)]},
+    ),
+}
+
+
+def of_kind(case):
+    (batch, heads, queries, keys, head, columns), what = KINDS[case]
+    tensors = filled(batch, heads, queries, keys, head, columns, out_is_bshd=what.get("out_is_bshd", False))
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(0)) if what.get("sinks") else None
+    return arguments(*tensors, **{**what, "sinks": sinks})
+
+
+class TestKinds:
+    @pytest.mark.sweep
+    @pytest.mark.parametrize("case", KINDS)
+    def test_numbers_are_the_references_in_any_order_of_events(self, listed, monkeypatch, case):
+        if case.endswith("many keys"):
+            monkeypatch.setattr(forward_kinds, "_FEW", (0, 0))
+            monkeypatch.setattr(forward_kinds, "is_low", lambda call, shape: False)
+        given, found = of_kind(case), []
+        for order in range(2):
+            listed[0] = order
+            found.append(forward_cuda.forward(*given))
+            compared(given, found[-1])
+            assert all(map(torch.equal, found[0], found[-1]))
+
+    @pytest.mark.sweep
+    @pytest.mark.parametrize(
+        "case", ["a cap, 128", "sinks", "causal lengths", "96", "bools", "a diagonal of each query"]
+    )
+    def test_hidden_keys_and_values_do_not_leak(self, listed, case):
+        given = of_kind(case)
+        for j in (3, 150, 199):
+            given[1][:, :, j], given[2][:, :, j, ::3], given[2][:, :, j, 1] = float("nan"), float("inf"), float("nan")
+        out, lse = forward_cuda.forward(*given)
+        expected, of_rows = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+        clean = expected.isfinite().all(-1)
+        assert 0 < clean.sum() < clean.numel()
+        torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
+        assert out[~clean].isnan().any(-1).all()
+        torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+    def test_huge_logits_with_sinks(self, machine):
+        q, k, v = (x.round_() for x in filled(1, (2, 1), 300, 300))
+        q[..., 4:] = 0  # products are exact
+        given = arguments(q * 2.0**20, k, v, sinks=torch.tensor([3e7, -1.0]), scale=0.25)
+        compared(given, forward_cuda.forward(*given))
+
+
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 DEFECTS = {
@@ -194,7 +316,10 @@ DEFECTS_OF_LISTS = {
     ),
     "steps that are whole by mistake": ("n < parts ? OTHERS : NOTHING};", "NOTHING};"),
     "a segment that is not asked for": ("if (step.hidden == OTHERS) hide_others", "if (false) hide_others"),
-    "results that are computed again of all keys": ("        if (!of_one<L>(problem, batch, i, j)) continue;\n", ""),
+    "results that are computed again of all keys": (
+        "        if (!sees<L, BANDED>(problem, batch, head, i, j)) continue;\n",
+        "",
+    ),
 }
 DEFECTS_OF_SPANS = {
     "none": NONE,
@@ -227,7 +352,7 @@ class TestDefects:
     def test_of_the_forward_are_found(self, case, head, tmp_path):
         given = arguments(*filled(1, (3, 1), 500, 700, head, head), mask=(program.BAND, -250, 100))
         defect = (DEFECTS | DEFECTS_OF_TURNS)[case]
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=all_but(head)) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             found = survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))
             assert found == (defect is NONE)
 
@@ -249,12 +374,12 @@ class TestDefects:
                 torch.testing.assert_close(x[:, :, others].double(), exact[:, :, others], rtol=1e-2, atol=1e-2)
 
         defect = (DEFECTS_OF_SPANS if in_order else DEFECTS_OF_LISTS)[name]
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=LISTS_OF_128) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert survives(seed, lambda: forward_cuda.forward(*given), check) == (defect is NONE)
 
     @pytest.mark.exhaustive
     def test_warpgroups_that_pass_over_more_than_there_are_buffers_for_are_found(self, tmp_path, listed):
         given = arguments(*filled(1, (2, 1), 1300, 1300, 64, 64), mask=DOCUMENTS, masks=[packed(600, 50, 650)] * 2)
         defect = ("constexpr int NEAR = 3;", "constexpr int NEAR = 99;")
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=LISTS_OF_128) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert not survives(seed, lambda: forward_cuda.forward(*given), lambda found: compared(given, found))

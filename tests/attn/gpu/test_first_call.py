@@ -35,7 +35,7 @@ KERNELS = named()
 def test_there_are_kernels_of_each_kind():
     assert {each.name for each in KERNELS} >= {
         "attention_forward", "attention_of_keys", "attention_of_bias", "attention_forward_paged", "merge_parts", "tile_lists",
-        "tile_states", "hopper_forward", "hopper_backward", "hopper_backward_begin", "hopper_backward_end", "decode",
+        "tile_states", "hopper_backward", "hopper_backward_begin", "hopper_backward_end", "decode",
         "merge", "append", "mla",
     }  # fmt: skip
 
@@ -65,7 +65,7 @@ def library(tmp_path_factory):
 
 
 @pytest.mark.exhaustive  # tests/kernels/triton/test_named.py has one without attention
-@pytest.mark.parametrize("case", ["decode", "packed", "hopper", "portable", "backward", "portable_backward"])
+@pytest.mark.parametrize("case", ["decode", "portable", "backward", "portable_backward"])
 def test_a_process_that_finds_its_kernels_does_not_import_triton(case, library, tmp_path):
     caches = {
         "OPKIT_CACHE_DIR": str(tmp_path / "opkit"),

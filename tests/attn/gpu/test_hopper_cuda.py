@@ -28,8 +28,7 @@ from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import api, reference
 from opkit.attn.calls import AttentionCall
-from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
-from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import backward_cuda, calls, decode_cuda, forward_kinds, library
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.attn.masks import program
 from opkit.errors import KernelError, ToolchainError
@@ -38,7 +37,7 @@ from opkit.masks import Causal, Segments
 
 _fixtures = imported("opkit_fake_driver_of_cuda", Path(__file__).parents[2] / "kernels" / "conftest.py")
 fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
-OF_FORWARD = [BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2]
+OF_FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 OF_BACKWARD = {  # how many kernels multiply, and the most bytes that a thread puts aside
     "backward": (4, 300), "backward_of_lists": (2, 520), "backward_in_order": (4, 300), "backward_of_lists_in_order": (2, 760),
 }  # fmt: skip
@@ -55,9 +54,9 @@ def compiler(request, settings):
     return request.param
 
 
-def resources(name, dtype, folder):
+def resources(name, dtype, folder, defined=""):
     """Of each kernel, as ptxas says: registers, and bytes of them that a thread stores to memory, and loads."""
-    request = library.request(name, dtype)
+    request = library.request(name, dtype, defined)
     plan = build_plan.plan(dataclasses.replace(request, flags=(*request.flags, "-Xptxas", "-v")))
     for file, _, text in plan.sources:
         (folder / file).write_text(text)
@@ -81,17 +80,59 @@ def resources(name, dtype, folder):
     return {kernel: (int(registers), int(stored), int(loaded)) for kernel, stored, loaded, registers in found}
 
 
+MASKS = {
+    "bools": (program.DENSE, 0),
+    "not these documents, or near": (program.SEGMENTS, 0, 1, program.NOT, program.BAND, -30, 30, program.OR),
+    "a diagonal of each query": (program.BAND_AT, 0, -20, 20),
+}
+KINDS = {  # registers before these are shared out, heads of queries and of values, queries and keys, a mask, and what else
+    "few queries": (168, 64, 64, 128, (), {}),
+    "few keys": (96, 64, 64, 1024, CAUSAL, {}),
+    "64": (128, 64, 64, 8192, (), {}),
+    "64, causal": (128, 64, 64, 8192, CAUSAL, {}),
+    "64, causal, sinks": (128, 64, 64, 8192, CAUSAL, {"sinks": True}),
+    "64, a cap": (128, 64, 64, 8192, CAUSAL, {"softcap": 30.0}),
+    "64, documents": (96, 64, 64, 8192, (program.SEGMENTS, 0, 1), {}),
+    "128": (168, 128, 128, 8192, (), {}),
+    "128, causal": (168, 128, 128, 8192, CAUSAL, {}),
+    "128, causal, sinks, a cap": (168, 128, 128, 8192, CAUSAL, {"sinks": True, "softcap": 30.0}),
+    "128, lengths": (168, 128, 128, 8192, (program.LENGTH, 0), {}),
+    "128, documents": (168, 128, 128, 8192, (program.SEGMENTS, 0, 1), {}),
+    "96, causal": (168, 96, 96, 8192, CAUSAL, {}),
+    "192 and 128, causal": (168, 192, 128, 8192, CAUSAL, {}),
+    "160 and 200": (168, 160, 200, 8192, (), {}),
+    "256": (168, 256, 256, 8192, (), {}),
+    "256, causal, few keys": (168, 256, 256, 300, CAUSAL, {}),
+    "256, causal, a cap": (168, 256, 256, 8192, CAUSAL, {"softcap": 30.0}),
+    **{f"{head}, {name}": (168, head, head, 8192, mask, {}) for head in (64, 128, 256) for name, mask in MASKS.items()},
+}
+
+
+def definitions(head, columns, length, mask, sinks=False, softcap=0.0, heads=(256, 256)):
+    sunk = torch.empty(heads[0], device="meta") if sinks else None
+    given = arguments(*shaped(heads, length, length, head, columns), mask=mask, sinks=sunk, softcap=softcap)
+    return forward_kinds.kind_of(AttentionCall(*given)).definitions
+
+
 @pytest.mark.build
-@pytest.mark.parametrize("dtype", OF_FORWARD, ids=str)
-@pytest.mark.parametrize(
-    ("name", "registers"),  # before these are shared out: of heads of 64 and few keys, of 64, and of 128 and 256
-    [("forward", [96] * 2 + [128] * 2 + [168] * 4), ("forward_of_lists", [96, 168])],
-)
+@pytest.mark.sweep(keep=["64, causal", "128, causal, sinks, a cap", "256, bools"])
+@pytest.mark.parametrize("case", KINDS)
 @pytest.mark.usefixtures("compiler")
-def test_the_forward_compiles_without_spills(name, registers, dtype, tmp_path, record_property):
-    found = resources(name, dtype, tmp_path)
+def test_the_forward_compiles_without_spills(case, tmp_path, record_property):
+    registers, *sizes, what = KINDS[case]
+    found = resources("forward", BF16, tmp_path, definitions(*sizes, **what))
     record_property("resources", str(found))
-    assert sorted(each for kernel, (each, *_) in found.items() if "attention" in kernel) == registers
+    assert found == {"attention": (registers, 0, 0)}
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("dtype", OF_FLOAT8, ids=str)
+@pytest.mark.usefixtures("compiler")
+def test_the_forward_of_float8_compiles_without_spills(dtype, head, tmp_path, record_property):
+    found = resources("forward", dtype, tmp_path, definitions(head, head, 8192, CAUSAL))
+    record_property("resources", str(found))
+    assert found.keys() == {"attention", "widen_values"}
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
@@ -130,23 +171,24 @@ def test_it_compiles_where_there_is_neither_nvcc_nor_a_c_compiler(monkeypatch, s
         pytest.skip("needs NVRTC")
     monkeypatch.setenv("PATH", str(tmp_path))
     library.kernels.cache_clear()
-    kernels = library.kernels("forward_of_lists", BF16)
-    assert set(kernels.numbers) == {"attention_64_brief_banded", "attention_128_banded", "problem"}
+    defined = definitions(128, 128, 300, CAUSAL)
+    kernels = library.kernels("forward", BF16, defined)
+    assert set(kernels.numbers) == {"attention", "problem"}
     monkeypatch.setattr(processes, "run", None)
     library.kernels.cache_clear()
-    assert library.kernels("forward_of_lists", BF16).numbers == kernels.numbers  # from the cache
+    assert library.kernels("forward", BF16, defined).numbers == kernels.numbers  # from the cache
 
 
 def test_a_launch_that_fails_raises(fake, monkeypatch):
     monkeypatch.setattr(library, "_driver", lambda: fake.driver)
-    monkeypatch.setattr(library, "_numbers_in", lambda image: {"attention_128": (384, 200_000)})
+    monkeypatch.setattr(library, "_numbers_in", lambda image: {"attention": (384, 200_000)})
     kernels = library.Kernels("forward", BF16, b"image")
-    launch = kernels.launching([library.Step("attention_128", (7, 1, 1), early=True)], [], cuda.ForwardProblem, 0)
+    launch = kernels.launching([library.Step("attention", (7, 1, 1), early=True)], [], cuda.ForwardProblem, 0)
     launch(cuda.ForwardProblem(), 0x70)
-    assert fake.launches[-1][1:7] == ["attention_128", "7,1,1", "384,1,1", "200000", "0x70", "6=1,0,0"]
+    assert fake.launches[-1][1:7] == ["attention", "7,1,1", "384,1,1", "200000", "0x70", "6=1,0,0"]
     fake.fail("cuLaunchKernelEx", 701)
     with pytest.raises(
-        KernelError, match=r"hopper_forward were not launched: cuLaunchKernelEx failed .* Force kernel='hopper'"
+        KernelError, match=r"hopper_forward were not launched: cuLaunchKernelEx failed .* Force kernel='triton'"
     ):
         launch(cuda.ForwardProblem(), 0x70)
 
@@ -162,92 +204,27 @@ def test_without_a_compiler_there_is_none(monkeypatch):
 # ---- which calls it takes --------------------------------------------------------------------------------------------
 
 
-TAKEN = {  # by heads, queries and keys, and a mask
-    **{f"{head}, {name}": (head, 8192, mask) for head in cuda.GROUPS for name, mask in (
-        ("causal", CAUSAL), ("bottom right", bottom_right(8192, 8192)), ("a window", (program.BAND, -1024, 0)), ("no mask", ()),
-    )},
-    "64, short": (64, 512, CAUSAL),
-    "64, short, no mask": (64, 512, ()),
-    "64, a narrow window": (64, 8192, (program.BAND, -150, 0)),
-    "128, short": (128, 384, CAUSAL),
-    "256, short": (256, 512, CAUSAL),
-}  # fmt: skip
-OTHERS = {
-    "shorter": (64, 511, CAUSAL),
-    "a narrower window": (64, 8192, (program.BAND, -100, 0)),
-    "128, shorter": (128, 383, CAUSAL),
-    "128, shorter, no mask": (128, 1023, ()),
-    "256, shorter, no mask": (256, 1023, ()),
-    "256, a narrow window": (256, 8192, (program.BAND, -100, 0)),
-}
 REFUSED = {
-    "other heads": lambda: arguments(*shaped((4, 2), 8192, 8192, 96, 96), mask=CAUSAL),
-    "other values": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 128), mask=CAUSAL),
-    "values of 256": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 256), mask=CAUSAL),
-    "float32": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64, torch.float32), mask=CAUSAL),
-    "a soft cap": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, softcap=3.0),
-    "sinks": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, sinks=torch.empty(4, device="meta")),
-    "documents of 256 channels": lambda: arguments(
-        *shaped((4, 2), 8192, 8192, 256, 256),
-        mask=(program.SEGMENTS, 0, 1),
-        masks=[torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2,
-    ),
-    "bools": lambda: arguments(
-        *shaped((4, 2), 8192, 8192, 64, 64),
-        mask=(program.DENSE, 0),
-        masks=[torch.empty(2, 1, 8192, 8192, dtype=torch.bool, device="meta")],
-    ),
-    "dropout": lambda: arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL, dropout_p=0.5),
+    "float32": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64, torch.float32)),
+    "a head of 100": lambda: arguments(*shaped((4, 2), 8, 8, 100, 64)),
+    "a head of 264": lambda: arguments(*shaped((4, 2), 8, 8, 64, 264)),
+    "heads that do not divide": lambda: arguments(*shaped((4, 3), 8, 8, 64, 64)),
+    "no keys": lambda: arguments(*shaped((4, 2), 8, 0, 64, 64)),
+    "no queries": lambda: arguments(*shaped((4, 2), 0, 8, 64, 64)),
+    "dropout": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), dropout_p=0.5),
+    "a mask without its tensors": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), mask=(program.LENGTH, 0)),
+    "a bias": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), bias=(program.BIAS_ALIBI, 0)),
+    "a negative scale": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), scale=-1.0),
+    "sinks of other heads": lambda: arguments(*shaped((4, 2), 8, 8, 64, 64), sinks=torch.empty(3, device="meta")),
 }
-
-
-def call_of(head, length, mask):
-    return AttentionCall(*arguments(*shaped((4, 2), length, length, head, head), mask=mask))
 
 
 @pytest.mark.usefixtures("a_hopper")
 class TestTakes:
-    def test_these_and_no_shorter_ones(self):
-        assert [case for case, call in (TAKEN | OTHERS).items() if cuda.takes(call_of(*call))] == [*TAKEN]
-
-    def test_none_of_few_queries(self):
-        assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 64, 8192, 64, 64), mask=bottom_right(64, 8192))))
-
-    @pytest.mark.parametrize("head", [64, 128])
-    def test_documents(self, head):
-        ids = [torch.empty(2, 8192, dtype=torch.int32, device="meta")] * 2
-        call = AttentionCall(
-            *arguments(*shaped((4, 2), 8192, 8192, head, head), mask=(program.SEGMENTS, 0, 1), masks=ids)
-        )
+    def test_what_it_does_not_refuse(self):
+        call = AttentionCall(*arguments(*shaped((4, 2), 8, 8, 72, 200), mask=CAUSAL, softcap=3.0))
         assert cuda.takes(call)
-
-    def test_no_shorter_documents(self):
-        ids = [torch.empty(2, 1023, dtype=torch.int32, device="meta")] * 2
-        call = AttentionCall(
-            *arguments(*shaped((4, 2), 1023, 1023, 128, 128), mask=(program.SEGMENTS, 0, 1), masks=ids)
-        )
-        assert cuda.fits(call)
-        assert not cuda.takes(call)
-
-    def test_none_that_it_refuses(self):
         assert not unlike(REFUSED, lambda given: not cuda.takes(AttentionCall(*given)))
-
-    @pytest.mark.parametrize(
-        ("queries", "keys", "mask", "brief"),
-        [
-            (1024, 1024, (), True),
-            (1025, 1025, (), False),
-            (2048, 2048, CAUSAL, True),
-            (2049, 2049, CAUSAL, False),
-            (8192, 8192, (program.BAND, -1023, 0), True),
-            (8192, 8192, (program.BAND, -1500, 0), False),
-            (128, 8192, bottom_right(128, 8192), False),
-        ],
-    )
-    def test_of_few_keys_steps_are_shorter(self, queries, keys, mask, brief):
-        for head in cuda.GROUPS:
-            call = AttentionCall(*arguments(*shaped((4, 2), queries, keys, head, head), mask=mask))
-            assert cuda._brief(call) == (brief and head == 64)
 
     @pytest.mark.usefixtures("batch_invariance")
     def test_none_where_batch_invariance_is_asked_for(self):
@@ -258,14 +235,12 @@ class TestTakes:
         assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)))
 
 
-def test_heads_are_interleaved_as_the_cache_holds():
-    calls = (16, 512, 64), (16, 512, 128), (16, 1024, 128), (2, 8192, 128), (16, 512, 256)
-    found = [cuda._section(*shaped((16, 16), length, length, head, head, batch=batch)) for batch, length, head in calls]
-    assert found == [256, 32, 32, 8, 32]
+def test_takes_nothing_that_is_not_on_such_a_gpu():
+    assert not cuda.takes(AttentionCall(*arguments(*shaped((4, 2), 8, 8, 64, 64, device="cpu"))))
 
 
 def test_refuses():
-    said = r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"
+    said = r"kernel 'hopper_cuda' does not take q, k, v of .* Leave the choice"
     assert not unlike(REFUSED, refuses(cuda.forward, said))
 
 
@@ -327,7 +302,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("channels", [64, 128, 256])
 @pytest.mark.parametrize("case", SEGMENTS)
 class TestSegments:
     pytestmark = on_hopper_with_compiler
@@ -381,7 +356,7 @@ class TestOnGpu:
         for _ in range(3):
             assert all(map(torch.equal, first, cuda.forward(*given)))
         torch.cuda.synchronize()
-        assert all((counter == 0).all() for counter in gluon._known_counters.values())
+        assert all((counter == 0).all() for counter in calls._known_counters.values())
 
     def test_streams_do_not_share_a_counter(self, head):
         given = [arguments(*filled(8, (16, 16), 1024, 1024, head, head), mask=CAUSAL) for _ in range(2)]
@@ -409,19 +384,10 @@ class TestOnGpu:
         torch.cuda.synchronize()
         assert all(map(torch.equal, expected, found))
 
-    def test_documents_get_it(self, head):
-        q, k, v = filled(1, (2, 1), 2048, 2048, head, head)
-        kernel = api.select(q, k, v, mask=Segments(packed(1000, 1048).cuda())).kernel
-        assert kernel == ("hopper" if head == 256 else cuda.NAME)
-
-    def test_long_calls_get_it(self, head):
+    def test_calls_get_it(self, head):
+        for length, mask in ((200, Causal()), (2048, Segments(packed(1000, 1048).cuda()))):
+            q, k, v = filled(1, (2, 1), length, length, head, head)
+            assert api.select(q, k, v, mask=mask).kernel == cuda.NAME
         q, k, v = filled(1, (2, 1), 8192, 8192, head, head)
-        assert api.select(q, k, v, mask=Causal()).kernel == cuda.NAME
         found = api.attention(q, k, v, mask=Causal())
-        assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])
-
-    def test_others_get_it_where_they_ask_for_it(self, head):
-        q, k, v = filled(1, (2, 1), 200, 200, head, head)
-        assert api.select(q, k, v, mask=Causal()).kernel == "hopper"
-        found = api.attention(q, k, v, mask=Causal(), kernel=cuda.NAME)
         assert torch.equal(found, cuda.forward(*arguments(q, k, v, mask=CAUSAL))[0])

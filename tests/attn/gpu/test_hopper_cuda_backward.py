@@ -12,9 +12,9 @@ from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as gluon_backward
-from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, library
-from opkit.attn.gpu.hopper import forward as gluon
+from opkit.attn.gpu.hopper import backward_cuda, calls, decode_cuda, library
 from opkit.attn.gpu.hopper import forward_cuda as cuda
+from opkit.attn.gpu.portable import forward as portable_forward
 from opkit.attn.masks import program
 from opkit.errors import CompileError, NoCompilerWarning
 
@@ -124,13 +124,16 @@ def test_where_the_compiler_refuses_it_calls_get_another_one(kernel, monkeypatch
         raise CompileError(f"NVRTC refused {request.units[0].name}.\nMore of what it said.")
 
     module, other, call = {
-        "forward": (cuda, gluon, arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)),
+        "forward": (cuda, portable_forward, arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)),
         "backward": (backward_cuda, gluon_backward, LONG_GRADIENTS["128"]()),
         "decode": (decode_cuda, decoding, arguments(*shaped((4, 2), 1, 8192, 64, 64))),
     }[kernel]
     monkeypatch.setattr(library, "_refused", set())
     monkeypatch.setattr(library, "build", refuse)
-    monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: lambda *again: "another"))
+    if kernel == "forward":
+        monkeypatch.setattr(other, "prepare_forward", lambda call: lambda *again: "another")
+    else:
+        monkeypatch.setattr(other, kernel, SimpleNamespace(prepare=lambda *given: lambda *again: "another"))
     library.kernels.cache_clear()
     read = GradientCall if kernel == "backward" else AttentionCall
     assert module.takes(read(*call))
@@ -151,13 +154,13 @@ def causal_call(batch, heads, queries, head=128, mask=CAUSAL, masks=()):
 
 
 def test_sections_are_about_as_large(monkeypatch):
-    monkeypatch.setattr(gluon, "processors", lambda device: 132)
-    calls = (2, 16, 8192), (1, 16, 16384), (1, 40, 8192), (16, 16, 512)
-    assert [backward_cuda._problem(causal_call(*sizes), False).section for sizes in calls] == [4, 2, 4, 32]
+    monkeypatch.setattr(calls, "processors", lambda device: 132)
+    of = (2, 16, 8192), (1, 16, 16384), (1, 40, 8192), (16, 16, 512)
+    assert [backward_cuda._problem(causal_call(*sizes), False).section for sizes in of] == [4, 2, 4, 32]
 
 
 def test_all_rows_of_short_calls_are_prepared_before(monkeypatch):
-    monkeypatch.setattr(gluon, "processors", lambda device: 2)
+    monkeypatch.setattr(calls, "processors", lambda device: 2)
     for queries, all_of_them in ((512, True), (1023, True), (1024, False)):
         prepared = backward_cuda._problem(causal_call(64, 8, queries), False).prepared
         assert (prepared == 64 * 8) == all_of_them, queries
@@ -170,7 +173,7 @@ def test_the_longest_tiles_do_not_come_last():
         (64, 2048, 64, CAUSAL, 1 / 2),
         (32, 8192, 128, (program.BAND, -1024, 0), 1.0),
     ):
-        section = gluon.evenly(heads, backward_cuda._CACHED // (length * head * 8))
+        section = calls.evenly(heads, backward_cuda._CACHED // (length * head * 8))
         call = causal_call(1, heads, length, head, mask)
         found = backward_cuda._turned(call, plans.shape_of(mask, ()), section)
         assert found == share * heads * (length // 128), (heads, length, head, mask)
@@ -197,7 +200,7 @@ def test_a_call_has_the_library_of_whether_sums_are_made_in_order(monkeypatch):
     asked, made = [], SimpleNamespace(launching=lambda *of_call: lambda problem, stream: None)
     made.numbers = {"gradients_64": (384, 0, 128, 128, 1)}
     monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype: asked.append(name) or made)
-    monkeypatch.setattr(gluon, "processors", lambda device: 2)
+    monkeypatch.setattr(calls, "processors", lambda device: 2)
     monkeypatch.setattr(gluon_backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
     call = gradient_call(1, (1, 1), 128, 128, 64, 64, device="cpu")
     run = backward_cuda.backward.prepare(*call)

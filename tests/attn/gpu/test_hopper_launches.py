@@ -8,7 +8,7 @@ from hopper_calls import CAUSAL, shaped
 from launched_kernels import found_at
 
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.hopper import backward, forward
+from opkit.attn.gpu.hopper import backward
 from opkit.attn.masks import program
 
 fake_libraries, fake, fake_h200 = launched_kernels.fake_libraries, launched_kernels.fake, launched_kernels.fake_h200
@@ -23,7 +23,7 @@ def gpu(fake_h200):
 
 
 def _forget():
-    kernels = (backward._begin_kernel, backward._end_kernel, backward._kernel, forward._kernel)
+    kernels = (backward._begin_kernel, backward._end_kernel, backward._kernel)
     for each in (*kernels, tile_lists._kernel, tile_lists._turns_kernel):
         each.cache_clear()
 
@@ -34,12 +34,6 @@ BACKWARD = {
     "of_lse": {"of_lse": True},
     "heads inside": {"out_is_bshd": True},
     "lengths": {"mask": LENGTHS, "of_lse": True},
-}
-FORWARD = {
-    "plain": {},
-    "causal": {"mask": CAUSAL},
-    "sinks": {"sinks": True},
-    "lengths": {"mask": LENGTHS, "sinks": True},
 }
 
 
@@ -52,26 +46,6 @@ def tensors(mask=(), **what):
 def backward_call(of_lse=False, **what):
     made, what = tensors(**what)
     return arguments(*made, of_lse=torch.empty(2, 4, 70) if of_lse else None, **what)
-
-
-def forward_call(sinks=False, **what):
-    (q, k, v), what = tensors(**what)
-    sunk = torch.empty(4) if sinks else None
-    return (
-        q,
-        k,
-        v,
-        what["masks"],
-        [],
-        sunk,
-        None,
-        list(what["mask"]),
-        [],
-        0.1,
-        0.0,
-        0.0,
-        what.get("out_is_bshd", False),
-    )
 
 
 def check_backward(launched, given, results, ordered=False):
@@ -145,22 +119,3 @@ def test_what_tma_cannot_read_is_copied_for_that_call_alone(gpu, which):
         (main,) = [addresses for letter, addresses in gpu.launched() if letter == "m"]
         assert main[name] % 16 == 0
         assert (main[name] == given[which].data_ptr()) is (number % 2 == 0)
-
-
-@pytest.mark.parametrize("what", FORWARD.values(), ids=FORWARD)
-def test_forward_follows_its_tensors(gpu, what):
-    calls = [forward_call(**what) for _ in range(4)]
-    run, kept = forward.forward.prepare(*calls[0]), []
-    for given in [*calls, *calls]:
-        results = run(*given)
-        (launched,) = [addresses for letter, addresses in gpu.launched() if letter == "f"]
-        at = found_at(given[:3], ("q", "k", "v")) | found_at(results, ("out", "lse"))
-        assert len({*at.values()}) == 5
-        assert {name: launched[name] for name in at} == at
-        assert ("sinks" in launched) is bool(what.get("sinks"))
-        if given[5] is not None:
-            assert launched["sinks"] == given[5].data_ptr()
-        if given[3]:
-            assert launched["lengths"] == given[3][0].data_ptr()
-        kept.append(results)
-    assert len({x.data_ptr() for results in kept for x in results}) == 2 * len(kept)

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from hopper_calls import CAUSAL, arguments, compared, on_hopper, shaped
+from hopper_calls import CAUSAL, arguments, compared, on_hopper_with_compiler, shaped
 
 from opkit.attn import reference
 from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.decode import plan as decode_plan
-from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import packed
+from opkit.attn.gpu.hopper import calls, forward_cuda, packed
 from opkit.attn.operator import attention_operator
 from opkit.errors import KernelError
 
@@ -25,7 +24,9 @@ def filled(*sizes, dtype=torch.float64, device="cpu", batch=2):
 def test_rows_are_the_queries_of_heads_that_share_keys(heads, queries, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        hopper.forward, "prepare", lambda q, *rest: seen.append(q.shape) or (lambda *given: reference.attention(*given))
+        forward_cuda.forward,
+        "prepare",
+        lambda q, *rest: seen.append(q.shape) or (lambda *given: reference.attention(*given)),
     )
     given = arguments(*filled(heads, queries, 33, 16, 8))
     expected = reference.attention(*given)
@@ -36,7 +37,7 @@ def test_rows_are_the_queries_of_heads_that_share_keys(heads, queries, monkeypat
 
 
 def chosen(monkeypatch, given, out_is_bshd=False):
-    monkeypatch.setattr(hopper, "takes", hopper.fits)
+    monkeypatch.setattr(forward_cuda, "takes", calls.fits)
     monkeypatch.setattr(packed, "device_of", lambda index: decode_plan.Device(132, 232448, True, "tf32x3"))
     return packed.takes(AttentionCall(*given)._replace(out_is_bshd=out_is_bshd))
 
@@ -65,7 +66,7 @@ def test_refuses():
 
 @pytest.mark.parametrize(("heads", "queries"), [((64, 8), 16), ((24, 2), 7), ((128, 1), 1)])
 class TestNumbers:
-    pytestmark = on_hopper
+    pytestmark = on_hopper_with_compiler
 
     def test_are_the_references(self, heads, queries):
         given = arguments(*filled(heads, queries, 777, 128, 128, dtype=BF16, device="cuda"))

@@ -18,14 +18,13 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes
 from opkit.attn.gpu import arguments, plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.hopper.forward import (
+from opkit.attn.gpu.hopper.calls import (
     DTYPES,
     LOG2E,
     counters,
     describable,
     evenly,
     has_moderate_factor,
-    listed,
     on_hopper,
     padded,
     processors,
@@ -108,6 +107,11 @@ def fits(call: GradientCall) -> bool:
 def _tile_of(call: GradientCall) -> BackwardTile:
     """Return the layout that a call gets."""
     return TILES[padded(max(call.q.shape[3], call.v.shape[3]))]
+
+
+def listed(shape: MaskShape) -> bool:
+    """Return whether a mask says more than a band: then the tiles to visit come from a list."""
+    return bool(shape.mask or shape.lengths)
 
 
 @PreparedKernel

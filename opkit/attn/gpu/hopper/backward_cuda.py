@@ -27,7 +27,7 @@ from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import backward as gluon
-from opkit.attn.gpu.hopper import forward, library
+from opkit.attn.gpu.hopper import calls, library
 from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
@@ -208,7 +208,7 @@ def _rows(call: GradientCall) -> int:
 
 def readable(x: Tensor) -> Tensor:
     """Return the same where TMA can follow its strides and it is aligned; else a copy."""
-    if forward.describable(x) and x.data_ptr() % 16 == 0:
+    if calls.describable(x) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -226,15 +226,15 @@ def _problem(call: GradientCall, ordered: bool) -> BackwardProblem:
     """Return what is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
     shape = plans.shape_of(tuple(call.mask), ())
-    group, processors = q.shape[1] // k.shape[1], forward.processors(q.device)
+    group, processors = q.shape[1] // k.shape[1], calls.processors(q.device)
     all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
-    section = forward.evenly(all_heads, _cached(call, shape, ordered) // (group * q.shape[2] * _widest(call) * 8))
+    section = calls.evenly(all_heads, _cached(call, shape, ordered) // (group * q.shape[2] * _widest(call) * 8))
     ahead = all_heads if q.shape[2] < _ALL_AHEAD else max(section, -(-_AHEAD * processors // tiles))
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
         "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
         "section": section, "turned": _turned(call, shape, section), "prepared": group * min(ahead, all_heads),
-        "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * forward.LOG2E,
+        "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * calls.LOG2E,
     }  # fmt: skip
     return BackwardProblem(**numbers)
 

@@ -22,8 +22,7 @@ from opkit.attn.calls import AttentionCall, PagedCall, dtypes_and_shapes, predic
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
-from opkit.attn.gpu.hopper import forward as hopper
-from opkit.attn.gpu.hopper import library
+from opkit.attn.gpu.hopper import calls, library
 from opkit.attn.gpu.hopper.library import Rows
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
@@ -87,14 +86,14 @@ def register(op: CustomOp[Any, Any]) -> None:
 def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`decode`: few rows, some keys, on sm_90 with a CUDA compiler."""
     if (
-        not hopper.on_hopper(call.q)
+        not calls.on_hopper(call.q)
         or config.get().batch_invariant
         or not fits(call)
         or call.k.shape[2] < decoding.MANY
         or not _faster(call)
     ):
         return False
-    return all(hopper.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
+    return all(calls.describable(each) for each in call[:3]) and library.there("decode", call.q.dtype)
 
 
 def _faster(call: AttentionCall) -> bool:
@@ -109,12 +108,12 @@ def _faster(call: AttentionCall) -> bool:
 def _splits(call: AttentionCall) -> int:
     """Splits of each of its tiles."""
     tiles, seen = call.k.shape[0] * call.k.shape[1], (_seen(call) or (0, 0))[1]
-    return splits_of(tiles, seen, call.q.shape[3], hopper.processors(call.q.device))
+    return splits_of(tiles, seen, call.q.shape[3], calls.processors(call.q.device))
 
 
 def fits(call: AttentionCall) -> bool:
     """Return whether :func:`decode` can compute a call."""
-    if not hopper.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
+    if not calls.fits(call) or call.q.shape[3] != call.v.shape[3] or call.q.shape[3] not in HEADS:
         return False
     shape = plans.shape_of(tuple(call.mask), ())
     few = _height(call) <= MOST_ROWS[call.q.shape[3]] and max(call.k.shape[:2]) <= MOST
@@ -165,7 +164,7 @@ def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
     kernels = library.kernels_or_none("decode", call.q.dtype)
     if kernels is None:
         return decoding.decode.prepare(*call)
-    described = all(hopper.describable(each) for each in call[:3])
+    described = all(calls.describable(each) for each in call[:3])
     made = rows(call.q, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
     common, gpu = _problem(call, made), call.q.get_device()
@@ -237,7 +236,7 @@ def _problem(call: AttentionCall, out: Tensor) -> DecodeProblem:
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "group": q.shape[1] // k.shape[1],
         "queries": q.shape[2], "head_size": q.shape[3], "first": first, "seen": seen, "device": q.get_device(),
-        "factor": call.scale * hopper.LOG2E, "splits": _splits(call),
+        "factor": call.scale * calls.LOG2E, "splits": _splits(call),
     }  # fmt: skip
     return DecodeProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
@@ -265,7 +264,7 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
 
 def takes_pages(call: PagedCall) -> bool:
     """Return whether a call is for :func:`paged`: few queries, some keys, on sm_90 with a CUDA compiler."""
-    if not fits_paged(call) or not hopper.on_hopper(call.q) or config.get().batch_invariant:
+    if not fits_paged(call) or not calls.on_hopper(call.q) or config.get().batch_invariant:
         return False
     some = call.page_table.shape[1] * call.k_pages.shape[1] >= decoding.MANY
     few = call.q.shape[0] <= call.lengths.shape[0]
@@ -276,7 +275,7 @@ def fits_paged(call: PagedCall) -> bool:
     """Return whether :func:`paged` can compute a call, but for the strides of pages."""
     q, k, v, table, lengths, starts = call[:6]
     (tokens, heads, size), (count, page, kv_heads, _) = q.shape, k.shape
-    if q.dtype not in hopper.DTYPES or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *table.shape):
+    if q.dtype not in calls.DTYPES or not q.dtype == k.dtype == v.dtype or 0 in (*q.shape, *k.shape, *table.shape):
         return False
     same = size == k.shape[3] == v.shape[3] and size in HEADS and heads % kv_heads == 0 and page % _BOX == 0
     few = (
@@ -290,7 +289,7 @@ def fits_paged(call: PagedCall) -> bool:
 
 
 def _described(*pages: Tensor) -> bool:
-    return all(hopper.describable(each) for each in pages)
+    return all(calls.describable(each) for each in pages)
 
 
 @PreparedKernel
@@ -358,8 +357,8 @@ def _paged_problem(call: PagedCall) -> DecodeProblem:
     return DecodeProblem(
         k=_pages_of(call.k_pages), v=_pages_of(call.v_pages), out=Rows(0, heads * size, size), batch=tokens, heads=heads,
         key_heads=kv_heads, group=heads // kv_heads, queries=1, head_size=size, device=call.q.get_device(),
-        factor=call.scale * hopper.LOG2E, pages=pages,
-        splits=splits_of(tokens * kv_heads, keys, size, hopper.processors(call.q.device)),
+        factor=call.scale * calls.LOG2E, pages=pages,
+        splits=splits_of(tokens * kv_heads, keys, size, calls.processors(call.q.device)),
     )  # fmt: skip
 
 

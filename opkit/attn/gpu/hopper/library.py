@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 Launcher = Callable[[Any, int], None]
 SOURCES = Path(__file__).parent / "cuda"
 _FLAGS = ("-gencode=arch=compute_90a,code=sm_90a",)
-_HOPPER = ("hopper_cuda", "hopper")
-_INSTEAD = {"forward": _HOPPER, "backward": _HOPPER, "decode": ("split_cuda", "split")}
+_INSTEAD = {
+    "forward": ("hopper_cuda", "triton"),
+    "backward": ("hopper_cuda", "hopper"),
+    "decode": ("split_cuda", "split"),
+}
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
-_INSTEAD_OF_FLOAT8 = ("hopper_cuda", "triton")
 _LISTED_STEPS = "#define STEPS_LISTED\n"
 _IN_ORDER = "#define SUMS_ORDERED\n"
 _DEFINED = {
-    "forward_of_lists": _LISTED_STEPS,
     "backward_of_lists": _LISTED_STEPS,
     "backward_in_order": _IN_ORDER,
     "backward_of_lists_in_order": _LISTED_STEPS + _IN_ORDER,
@@ -57,7 +58,7 @@ _TYPES = {
     **{dtype: f"#define ELEMENT Half\n#define FLOAT8 {name}\n" for dtype, name in _FLOAT8.items()},
 }
 """The definitions of a source's element type; in float8 are queries and keys, values become float16."""
-_refused: set[tuple[str, torch.dtype]] = set()  # what this machine's compiler could not compile
+_refused: set[tuple[str, torch.dtype, str]] = set()  # what this machine's compiler could not compile
 _LIST_POINTERS = ("of_queries", "of_keys", "blocks", "counts", "spans", "ranges", "visits")
 _LIST_STRIDES = (
     "queries_batch", "queries_row", "keys_batch", "keys_row", "blocks_batch", "counts_batch", "spans_batch", "ranges_batch",
@@ -85,20 +86,20 @@ def compiler_there() -> bool:
     return True
 
 
-def there(name: str, dtype: torch.dtype) -> bool:
-    """Return whether this machine has a compiler that has not refused ``name`` for a dtype."""
-    return (name, dtype) not in _refused and compiler_there()
+def there(name: str, dtype: torch.dtype, defined: str = "") -> bool:
+    """Return whether this machine has a compiler that has not refused ``name`` for a dtype, with more definitions."""
+    return (name, dtype, defined) not in _refused and compiler_there()
 
 
-def kernels_or_none(name: str, dtype: torch.dtype) -> Kernels | None:
+def kernels_or_none(name: str, dtype: torch.dtype, defined: str = "") -> Kernels | None:
     """Return the :func:`kernels`; None, and one warning, where the source is refused: calls get another kernel then."""
-    if (name, dtype) in _refused:
+    if (name, dtype, defined) in _refused:
         return None
     try:
-        return kernels(name, dtype)
+        return kernels(name, dtype, defined)
     except CompileError as error:
-        _refused.add((name, dtype))
-        file, (kernel, instead) = f"{source_of(name)}.cu", _names(name, dtype)
+        _refused.add((name, dtype, defined))
+        file, (kernel, instead) = f"{source_of(name)}.cu", _INSTEAD[source_of(name)]
         warnings.warn(
             f"opkit::attention: {file} could not be compiled, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer; OPKIT_CUDA_COMPILER chooses between NVRTC and nvcc.",
@@ -106,11 +107,6 @@ def kernels_or_none(name: str, dtype: torch.dtype) -> Kernels | None:
             stacklevel=2,
         )
         return None
-
-
-def _names(name: str, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the kernel that a source is, and the one that calls get without it."""
-    return _INSTEAD_OF_FLOAT8 if dtype in _FLOAT8 else _INSTEAD[source_of(name)]
 
 
 def source_of(name: str) -> str:
@@ -122,11 +118,11 @@ def source_of(name: str) -> str:
     return name.split("_")[0]
 
 
-def request(name: str, dtype: torch.dtype) -> Request:
-    """Return what a compiler is asked for: a source for elements of a dtype, in the way that ``name`` says."""
+def request(name: str, dtype: torch.dtype, defined: str = "") -> Request:
+    """Return what a compiler is asked for: a source for elements of a dtype, in the way that ``name`` and definitions say."""
     file = f"{source_of(name)}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
-    text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}#line 1 "{file}"\n{source}'
+    text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}{defined}#line 1 "{file}"\n{source}'
     unit = Unit(f"{file} for {dtype}", text, "cuda")
     return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,), kind="cubin")
 
@@ -152,6 +148,8 @@ _BOX_BYTES = 128
 def map_of(place: int, dtype: torch.dtype, sizes: Sequence[int], columns: int, rows: int, boxes: int) -> Map:
     """Return how TMA finds some rows of a head, in boxes of 128 bytes; what is not there are zeros.
 
+    Where rows end within a box, but are longer than one, boxes are loaded one by one.
+
     Args:
         place: of the tensor's :class:`Rows` in the problem.
         dtype: of its elements.
@@ -162,7 +160,11 @@ def map_of(place: int, dtype: torch.dtype, sizes: Sequence[int], columns: int, r
     """
     batch, heads, length = sizes
     width = _BOX_BYTES // dtype.itemsize
-    of_tensor = (min(columns, width), length, max(columns // width, 1), heads, batch)
+    if columns > width and columns % width:
+        of_row, boxes_there, boxes = columns, 1, 1
+    else:
+        of_row, boxes_there = min(columns, width), max(columns // width, 1)
+    of_tensor = (of_row, length, boxes_there, heads, batch)
     return place, _ELEMENT_TYPES[dtype], dtype.itemsize, of_tensor, (width, rows, boxes, 1, 1)
 
 
@@ -192,7 +194,7 @@ class Kernels:
         found = [(self._binary(step.kernel, step.early), step.grid) for step in steps]
         run, instead = (
             _core.ProblemLaunch(found, maps, ctypes.sizeof(problem), device),
-            _names(self._name, self._dtype)[1],
+            _INSTEAD[source_of(self._name)][1],
         )
 
         def launch(call: ctypes.Structure, stream: int) -> None:
@@ -225,14 +227,14 @@ def _driver() -> _core.Driver:
 
 
 @functools.cache
-def kernels(name: str, dtype: torch.dtype) -> Kernels:
-    """Return the kernels of a source, compiled in the way that ``name`` says.
+def kernels(name: str, dtype: torch.dtype, defined: str = "") -> Kernels:
+    """Return the kernels of a source, compiled in the way that ``name`` and definitions say.
 
     Raises:
         ToolchainError: there is neither NVRTC nor nvcc.
         CompileError: the compiler refused the source.
     """
-    return Kernels(name, dtype, build(request(name, dtype)).read_bytes())
+    return Kernels(name, dtype, build(request(name, dtype, defined)).read_bytes())
 
 
 _NUMBERS = "_numbers"  # ends the names of constants

@@ -14,7 +14,7 @@ from opkit.attn.calls import AttentionCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.launches import merged
 from opkit.attn.gpu.decode.plan import Device, device_of, splits_of
-from opkit.attn.gpu.hopper.forward import DTYPES, LOG2E, describable, on_hopper
+from opkit.attn.gpu.hopper.calls import DTYPES, LOG2E, describable, on_hopper
 from opkit.attn.gpu.portable import forward as portable
 from opkit.attn.masks import program
 from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit

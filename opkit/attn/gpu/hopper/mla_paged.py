@@ -13,7 +13,7 @@ from opkit.attn.calls import PagedCall, dtypes_and_shapes
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.decode.plan import device_of, power, splits_of
-from opkit.attn.gpu.hopper.forward import describable, on_hopper
+from opkit.attn.gpu.hopper.calls import describable, on_hopper
 from opkit.attn.gpu.hopper.mla import (
     DTYPES,
     MOST,

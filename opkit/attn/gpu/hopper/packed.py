@@ -14,7 +14,7 @@ from torch import Tensor
 from opkit.attn.calls import AttentionCall, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.plan import device_of, splits_of
-from opkit.attn.gpu.hopper import forward as hopper
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.errors import KernelError
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
@@ -35,7 +35,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: one tile of rows to each head of keys, and enough of these for the GPU."""
     q, k = call[:2]
-    if not fits(call) or not FEWEST <= _height(q, k) <= decoding.FEW or not hopper.takes(_packed_call(call)):
+    if not fits(call) or not FEWEST <= _height(q, k) <= decoding.FEW or not forward_cuda.takes(_packed_call(call)):
         return False
     tiles, processors = q.shape[0] * k.shape[1], device_of(decoding.index_of(q)).processors
     return k.shape[2] >= decoding.MANY and splits_of(tiles, processors, -(-k.shape[2] // _STEP)) == 1
@@ -68,7 +68,7 @@ def _packed(q: Tensor, k: Tensor) -> Tensor:
 
 @PreparedKernel
 def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compute the operator's result and log-sum-exp by :func:`opkit.attn.gpu.hopper.forward.forward`.
+    """Compute the operator's result and log-sum-exp by :func:`opkit.attn.gpu.hopper.forward_cuda.forward`.
 
     It takes what that does, but for masks and sinks, of queries whose heads follow one another in memory without a gap, into
     results that are laid out like that.
@@ -83,7 +83,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             f"mask={call.mask}, out_is_bshd={call.out_is_bshd}: it takes queries whose heads follow one another, all of "
             "which see all keys. Leave the choice to opkit, or force kernel='reference'."
         )
-    inner = hopper.forward.prepare(*_packed_call(call))
+    inner = forward_cuda.forward.prepare(*_packed_call(call))
     of_out, of_lse = (*call.q.shape[:3], call.v.shape[3]), call.q.shape[:3]
 
     def run(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -76,10 +76,10 @@ void each_element(machine::Block& block, const CUtensorMap& map, std::array<int,
              machine::at(block, machine::swizzled(shared + map.element * number)));
     }
 }
-SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
+SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch, int column = 0) {
     machine::Block& block = *self().block;
     machine::copy_later([=, &block, map = *map] {  // which lives longer than the thread here, as it does there
-        each_element(block, map, {0, row, box, head, batch}, to, [&map](const unsigned char* from, unsigned char* at) {
+        each_element(block, map, {column, row, box, head, batch}, to, [&map](const unsigned char* from, unsigned char* at) {
             if (from) std::memcpy(at, from, map.element);
             else std::memset(at, 0, map.element);
         });
@@ -116,10 +116,10 @@ SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
     machine::Block& block = *self().block;
     store_later([=, &block] { std::memcpy(to, machine::at(block, from), bytes); });
 }
-SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
+SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch, int column = 0) {
     machine::Block& block = *self().block;
     store_later([=, &block, map = *map] {
-        each_element(block, map, {0, row, box, head, batch}, from, [&map](unsigned char* to, const unsigned char* at) {
+        each_element(block, map, {column, row, box, head, batch}, from, [&map](unsigned char* to, const unsigned char* at) {
             if (to) std::memcpy(to, at, map.element);
         });
     });
@@ -338,6 +338,7 @@ SM90 float exp2_approx(float x) {
     const float y = std::exp2(x);
     return y < 1.17549435e-38f ? 0 : y;
 }
+SM90 float reciprocal_approx(float x) { return 1 / x; }
 SM90 float rounded_product(float a, float b) { return a * b; }
 template <typename E>
 SM90 uint32_t pack(float first, float second) {

@@ -1,26 +1,12 @@
-// The kernels of the forward. Who includes this file names their ELEMENT, and may say that steps are listed, or of which FLOAT8
-// queries, keys and values are. opkit/attn/gpu/hopper/forward_cuda.py chooses among them, and launches.
+// The kernel of the forward, for calls of one kind. Who includes this file names their ELEMENT, of which FLOAT8 queries, keys and
+// values are, if they are, the LAYOUT, and what else calls ask for: opkit/attn/gpu/hopper/forward_kinds.py.
 #include "forward.cuh"
 #include "forward_values.cuh"
 
-// By the channels of heads: threads, shared memory, queries and keys of a step, and boxes next to one another of keys and of values.
-#define ATTENTION(NAME, L, BANDED)                                                      \
-    SM90_KERNEL(NAME, (L::THREADS, 1), (attention<L, BANDED>), L::THREADS, L::SHARED,   \
-                L::ROWS, L::KEYS, L::KEY_BOXES, L::VALUE_BOXES)
-
-#ifdef STEPS_LISTED
-ATTENTION(attention_64_brief_banded, Listed<Brief>, true)
-ATTENTION(attention_128_banded, Listed<Middle>, true)
-#else
-ATTENTION(attention_64, Narrow<true>, false)
-ATTENTION(attention_64_banded, Narrow<false>, true)
-ATTENTION(attention_64_brief, Brief, false)
-ATTENTION(attention_64_brief_banded, Brief, true)
-ATTENTION(attention_128, Middle, false)
-ATTENTION(attention_128_banded, Middle, true)
-ATTENTION(attention_256, Wide, false)
-ATTENTION(attention_256_banded, Wide, true)
-#endif
+// Threads, shared memory, queries and keys of a step, and boxes next to one another of keys and of values.
+using Kind = LAYOUT;
+SM90_KERNEL(attention, (Kind::THREADS, 1), (attend<Kind, OF_BAND>), Kind::THREADS, Kind::SHARED, Kind::ROWS, Kind::KEYS,
+            Kind::KEY_BOXES, Kind::VALUE_BOXES)
 
 #ifdef FLOAT8
 SM90_KERNEL(widen_values, (WIDENERS), widen<Key>, WIDENERS, 0, PIECE, AT_ONCE)

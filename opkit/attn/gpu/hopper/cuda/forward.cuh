@@ -33,7 +33,7 @@ SM90 void multiply_keys(float (&s)[L::KEYS / 2], uint32_t q, uint32_t k) {
 
 // Begin the product of weights with values.
 template <typename L>
-SM90 void multiply_values(float (&acc)[L::D / 2], const uint32_t (&p)[L::KEYS / 4], uint32_t v) {
+SM90 void multiply_values(float (&acc)[L::DV / 2], const uint32_t (&p)[L::KEYS / 4], uint32_t v) {
     constexpr int PARTS = L::KEYS / 16;
     uint64_t values[PARTS];
 #pragma unroll
@@ -42,7 +42,7 @@ SM90 void multiply_values(float (&acc)[L::D / 2], const uint32_t (&p)[L::KEYS / 
     products_fence();
 #pragma unroll
     for (int i = 0; i < PARTS; i++)
-        Product<T, L::D>::template rs<1>(acc, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], values[i], 1);
+        Product<T, L::DV>::template rs<1>(acc, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], values[i], 1);
     products_commit();
 }
 
@@ -64,6 +64,7 @@ SM90 void pass_turn(int group) {
 struct Work {
     Tile tile;
     int step, steps, before, after;
+    int keys;  // of the batch
 
     // What logits are times, once queries are negated where that is below zero.
     __device__ __forceinline__ float factor(const Problem& problem) const { return DESCALED ? fabsf(tile.factor) : problem.factor; }
@@ -77,10 +78,11 @@ SM90 Work work_of(const Problem& problem, Shared<L>& shared, int group) {
     if constexpr (L::LISTED) own = shared.tiles[shared.turns.index].own[group];
     __syncwarp();
     shared.turns.free();
-    if (L::TURNS) return {tile, tile.last, tile.steps, 0, 0};
-    if constexpr (!L::LISTED) own = reach_of<L, BANDED>(problem, tile.row + group * GROUP_ROWS, GROUP_ROWS);
+    const int keys = keys_of(problem, tile.batch);
+    if (L::TURNS) return {tile, tile.last, tile.steps, 0, 0, keys};
+    if constexpr (!L::LISTED) own = reach_of<L, BANDED>(problem, tile.batch, tile.row + group * GROUP_ROWS, GROUP_ROWS);
     const int last = max(min(own.last, tile.last), tile.first), first = min(max(own.first, tile.first), last);
-    return {tile, last, last - first + 1, tile.last - last, first - tile.first};
+    return {tile, last, last - first + 1, tile.last - last, first - tile.first, keys};
 }
 
 template <typename R>
@@ -145,6 +147,8 @@ SM90 Step read_step(const Shared<L>& shared) {
 template <typename L, bool BANDED>
 SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step& step, const Tile& tile, int group) {
     if (step.hidden == NOTHING) return;
+    if constexpr (PROGRAM)
+        return hide_unseen<BANDED>(problem, s, tile.batch, tile.head, tile.row + row_of_thread(group), step.at);
     hide_beyond<BANDED>(problem, s, tile.batch, tile.row + row_of_thread(group), step.at);
     const int warp = threadIdx.x % WARPGROUP / LANES;
     if (step.hidden == OTHERS) hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, step.at);
@@ -154,7 +158,7 @@ SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step&
 // greatest logits, the sums of weights, and what earlier sums are multiplied by.
 template <typename L>
 struct Share {
-    float s[L::KEYS / 2], acc[L::D / 2], top[2], total[2], by[2];
+    float s[L::KEYS / 2], acc[L::DV / 2], top[2], total[2], by[2];
     uint32_t p[L::KEYS / 4];
 };
 
@@ -177,10 +181,11 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     skip(shared.values, work.before);
     if (work.steps == 1) shared.rows.free();
     else shared.keys.wait_full();
+    cap(problem, mine.s);
     if constexpr (L::LISTED) {
         hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
-    } else if (BANDED || (work.step + 1) * L::KEYS > problem.keys) {
-        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), work.step * L::KEYS);
+    } else if (BANDED || (work.step + 1) * L::KEYS > work.keys) {
+        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), work.step * L::KEYS, work.keys);
     }
     const float factor = work.factor(problem);
     // Sums as in other steps: ptxas orders those better for it.
@@ -192,7 +197,7 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     }
     round_weights(mine.s, mine.p);
 #pragma unroll
-    for (int i = 0; i < L::D / 2; i++) mine.acc[i] = 0;
+    for (int i = 0; i < L::DV / 2; i++) mine.acc[i] = 0;
 }
 
 // What of a step's softmax comes before the product with values is waited for: a thread's maxima, and the weights of its first row.
@@ -239,10 +244,11 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     products_wait<1>();
     hold(mine.s);
     shared.keys.free();
+    cap(problem, mine.s);
     if constexpr (L::LISTED) {
         hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
     } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {
-        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at);
+        mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at, work.keys);
     }
     weigh_before(factor, mine, base, sum);
     // Without a branch ptxas moves the wait for the product up to the maxima.
@@ -257,7 +263,8 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
 
 // A tile's last product, together with the first one of the next, if there is one; else of what is left in the buffers.
 template <typename L, bool BANDED>
-SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& done, const Work& next, int group, Share<L>& mine) {
+SM90 void finish_tile(const Problem& problem, const CUtensorMap* out, Shared<L>& shared, const Work& done, const Work& next, int group,
+                      Share<L>& mine) {
     shared.values.wait_full();
     take_turn<L>(group);
     multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
@@ -269,14 +276,14 @@ SM90 void finish_tile(const Problem& problem, Shared<L>& shared, const Work& don
     hold(mine.p);
     shared.values.free();
     skip(shared.values, done.after);
-    finish<L, BANDED>(problem, done.tile, done.factor(problem), group, mine.acc, mine.top, mine.total);
+    finish<L, BANDED>(problem, out, shared.results, done.tile, done.factor(problem), group, mine.acc, mine.top, mine.total);
     products_wait<0>();
     hold(mine.s);
 }
 
 // The results of 64 rows of each tile. A product is begun, what is there meanwhile is done, and then it is waited for.
 template <typename L, bool BANDED>
-SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
+SM90 void multiply(const Problem& problem, const CUtensorMap* out, Shared<L> shared, int group) {
     Share<L> mine;
     if (group == L::GROUPS - 1) pass_turn<L>(group);  // the first warpgroup may begin
     Work work = work_of<L, BANDED>(problem, shared, group);
@@ -288,19 +295,19 @@ SM90 void multiply(const Problem& problem, Shared<L> shared, int group) {
         skip(shared.keys, work.after);
         const Work done = work;
         work = work_of<L, BANDED>(problem, shared, group);
-        finish_tile<L, BANDED>(problem, shared, done, work, group, mine);
+        finish_tile<L, BANDED>(problem, out, shared, done, work, group, mine);
     }
     if (group == 0) take_turn<L>(group);  // the last one that was passed on
-    recompute_rows<L>(problem, group);
+    recompute_rows<L, BANDED>(problem, group);
 }
 
 template <typename L, bool BANDED>
-SM90 void attention(const Problem& problem, const Maps& maps) {
+SM90 void attend(const Problem& problem, const Maps& maps) {
     unsigned char* bytes = dynamic_shared();
     Shared<L> shared = shared_of<L>(bytes + (-sm90::shared(bytes) & 1023));
     constexpr int WARPS = L::GROUPS * WARPGROUP / LANES;
     if (threadIdx.x == 0) {
-        prefetch_map(&maps.q), prefetch_map(&maps.k), prefetch_map(&maps.v);
+        prefetch_map(&maps.q), prefetch_map(&maps.k), prefetch_map(&maps.v), prefetch_map(&maps.out);
         initialize(shared.rows, WARPS);
         initialize(shared.keys, WARPS);
         initialize(shared.values, WARPS);
@@ -317,7 +324,7 @@ SM90 void attention(const Problem& problem, const Maps& maps) {
         if (warp == WARPS && elected()) load<L, BANDED>(problem, shared, &maps.q, &maps.k, &maps.v);
     } else {
         more_registers<L::REGISTERS>();
-        multiply<L, BANDED>(problem, shared, group);
+        multiply<L, BANDED>(problem, &maps.out, shared, group);
     }
 }
 

@@ -1,7 +1,7 @@
 // The rows of a warpgroup of the forward: their softmax, and their results.
 #pragma once
 
-#include "forward_tiles.cuh"
+#include "forward_masks.cuh"
 
 namespace {
 
@@ -19,29 +19,13 @@ SM90 float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// Of a thread's columns 8 * i + j of a row, j < 2, those up to `last`: bits 2 * i + j, of which several are tested at once.
-SM90 uint32_t columns_to(int last) {
-    const int count = last < 0 ? 0 : min(last / 8 * 2 + min(last % 8 + 1, 2), 32);
-    return count < 32 ? (1u << count) - 1 : ~0u;
-}
-
-template <int N>
-SM90 void hide(float (&s)[N], int half, uint32_t seen) {
-    static_assert(N / 2 <= 32);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        float& logit = s[i / 2 * 4 + 2 * half + i % 2];
-        logit = seen >> i & 1 ? logit : -INFINITY;
-    }
-}
-
 // -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `at`.
 template <bool BANDED, int N>
-SM90 void mask(const Problem& problem, float (&s)[N], int row, int at) {
+SM90 void mask(const Problem& problem, float (&s)[N], int row, int at, int keys) {
     const int column = at + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = row + 8 * half, end = problem.keys - 1;
+        const int i = row + 8 * half, end = keys - 1;
         const uint32_t before = BANDED ? columns_to(i + problem.lower - column - 1) : 0;
         hide(s, half, columns_to((BANDED ? min(i + problem.upper, end) : end) - column) & ~before);
     }
@@ -51,13 +35,14 @@ SM90 void mask(const Problem& problem, float (&s)[N], int row, int at) {
 template <bool BANDED, int N>
 SM90 void hide_beyond(const Problem& problem, float (&s)[N], int batch, int row, int at) {
     const int2* spans = problem.lists.spans + batch * problem.lists.spans_batch;
+    const int keys = keys_of(problem, batch);
     const int column = at + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + 8 * half;
         const int2 span = spans[min(i, problem.queries - 1)];
         const int first = BANDED ? max(span.x, i + problem.lower) : span.x;
-        const int end = BANDED ? min(span.y, i + problem.upper + 1) : span.y;
+        const int end = min(BANDED ? min(span.y, i + problem.upper + 1) : span.y, LENGTHS ? keys : span.y);
         hide(s, half, columns_to(end - 1 - column) & ~columns_to(first - 1 - column));
     }
 }
@@ -85,6 +70,16 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int firs
             if (!(seen[i / 2 % 2] >> of_32 & 1)) s[from / 2 + i] = -INFINITY;
         }
     }
+}
+
+// Minus half of what a logit's tanh is less than 1. The factor of exponents is twice the cap then, and their offset is the cap.
+SM90 float capped(const Problem& problem, float logit) { return -reciprocal_approx(exp2_approx(logit * problem.inner) + 1.f); }
+
+template <int N>
+SM90 void cap(const Problem& problem, float (&s)[N]) {
+    if (!CAPPED) return;
+#pragma unroll
+    for (int i = 0; i < N; i++) s[i] = capped(problem, s[i]);
 }
 
 // What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
@@ -150,10 +145,10 @@ SM90 bool has_large_logits(float exponent, float total) {
 }
 
 // Mark 64 rows that are `bad`, or of which some results are not numbers and may not be seen; `rows` is their number among all.
-template <bool BANDED, int N>
+template <bool HIDDEN, int N>
 SM90 void mark(const Problem& problem, const float (&acc)[N], bool bad, int group, int rows) {
     float sum = 0;
-    if (BANDED) {
+    if (HIDDEN) {
 #pragma unroll
         for (int i = 0; i < N; i++) sum += acc[i];
     }
@@ -162,9 +157,45 @@ SM90 void mark(const Problem& problem, const float (&acc)[N], bool bad, int grou
     owners(problem)[owner(group)] = 1;
 }
 
+// A row's sum of weights, with its sink; the greatest exponent, as the weights have it; and what results are times for it.
+struct Sum {
+    float exponent, sum, by;
+};
+SM90 Sum with_sink(const Problem& problem, int head, float exponent, float sum) {
+    if (CAPPED) exponent += problem.offset;
+    if (!SINKS) return {exponent, sum, 1.f};
+    const float sink = problem.sinks[head] * LOG2E, most = fmaxf(exponent, sink), base = most == -INFINITY ? 0.f : most;
+    const float by = exp2_approx(exponent - base);
+    return {base, sum * by + exp2_approx(sink - base), by};
+}
+
+// Of a warp's 16 rows of results, times factors, the boxes that the copy engine stores: to shared memory, as it reads them.
+template <typename L>
+SM90 void store_boxes(const CUtensorMap* map, uint32_t results, const Tile& at, int row, const float (&acc)[L::DV / 2],
+                      const float (&by)[2]) {
+    constexpr int BOX = 16 * ROW_BYTES;
+    const int lane = threadIdx.x % LANES;
+    const uint32_t to = results + threadIdx.x / LANES * (L::RESULT_BOXES * BOX), of_row = to + lane / 4 * ROW_BYTES + lane % 4 * 4;
+    if (lane == 0) stores_read();  // those of the tile before
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < min(L::RESULT_BOXES * 8, L::DV / 8); n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            store_one(of_row + n / 8 * BOX + 8 * half * ROW_BYTES + ((n % 8 ^ lane / 4) << 4),
+                      pack<Result>(acc[4 * n + 2 * half] * by[half], acc[4 * n + 2 * half + 1] * by[half]));
+    fence_stores();
+    __syncwarp();
+    if (lane != 0) return;
+#pragma unroll
+    for (int box = 0; box < L::RESULT_BOXES; box++)
+        store_box(map, to + box * BOX, row, ODD_VALUES ? 0 : box, at.head, at.batch, ODD_VALUES ? box * COLUMNS : 0);
+    stores_commit();
+}
+
 template <typename L, bool BANDED>
-SM90 void finish(const Problem& problem, const Tile& at, float factor, int group, const float (&acc)[L::D / 2],
-                 const float (&top)[2], const float (&total)[2]) {
+SM90 void finish(const Problem& problem, const CUtensorMap* map, uint32_t results, const Tile& at, float factor, int group,
+                 const float (&acc)[L::DV / 2], const float (&top)[2], const float (&total)[2]) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x % WARPGROUP / LANES;
     const int row = at.row + group * GROUP_ROWS + warp * 16 + lane / 4;
     const int of_all = at.batch * problem.heads + at.head;
@@ -174,12 +205,14 @@ SM90 void finish(const Problem& problem, const Tile& at, float factor, int group
     for (int half = 0; half < 2; half++) {
         const float sum = quad_sum(total[half]), exponent = rounded_product(top[half], factor);
         bad |= has_large_logits(exponent, sum) || acc[2 * half] != acc[2 * half];
-        by[half] = sum == 0.f ? 0.f : values_by(problem, at.batch, at.head) / sum;
+        const Sum all = with_sink(problem, at.head, exponent, sum);
+        by[half] = all.sum == 0.f ? 0.f : values_by(problem, at.batch, at.head) * all.by / all.sum;
         if (lane % 4 == 0 && row + 8 * half < problem.queries)
-            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (exponent + log2f(sum)) * LN2;
+            problem.lse[int64_t(of_all) * problem.queries + row + 8 * half] = (all.exponent + log2f(all.sum)) * LN2;
     }
-    mark<BANDED>(problem, acc, bad, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
-    store<Result>(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
+    mark<BANDED || LENGTHS || PROGRAM>(problem, acc, bad, group, of_all * problem.blocks * L::GROUPS + (at.row / GROUP_ROWS + group));
+    if constexpr (L::RESULT_BOXES > 0) store_boxes<L>(map, results, at, row - lane / 4, acc, by);
+    store<Result, L::RESULT_BOXES * COLUMNS>(problem.out, at.batch, at.head, row, problem.queries, problem.value_size, acc, by);
 }
 
 // ---- rows that are computed again: a value that is not a number reaches only the rows that see it, and huge logits are exact ----
@@ -194,57 +227,63 @@ SM90 void read_row(float (&x)[N], const Rows& rows, int batch, int head, int i, 
     }
 }
 
-// Whether a query and a key are of one segment, if there are any.
-template <typename L>
-SM90 bool of_one(const Problem& problem, int batch, int i, int j) {
+// Whether a query sees a key by a program, or they are of one segment, if there are any.
+template <typename L, bool BANDED>
+SM90 bool sees(const Problem& problem, int batch, int head, int i, int j) {
+    if constexpr (PROGRAM) return seen_columns<1, BANDED>(problem, {batch, head, i, j}).of[0] & 1;
     if constexpr (!L::LISTED) return true;
     const Lists& lists = problem.lists;
-    return lists.of_queries[batch * lists.queries_batch + i * lists.queries_row] == lists.of_keys[batch * lists.keys_batch + j * lists.keys_row];
+    return lists.of_queries[batch * lists.queries_batch + i * lists.queries_row] ==
+           lists.of_keys[batch * lists.keys_batch + j * lists.keys_row];
 }
 
 // A row's logit with key `j`, or -inf where it does not see the key. `q` is the row.
-template <typename L, int N>
-SM90 float logit_of(const Problem& problem, const float (&q)[N], int batch, int key_head, int i, int j) {
-    if (!of_one<L>(problem, batch, i, j)) return -INFINITY;
+template <typename L, bool BANDED, int N>
+SM90 float logit_of(const Problem& problem, const float (&q)[N], int batch, int head, int i, int j) {
+    if (!sees<L, BANDED>(problem, batch, head, i, j)) return -INFINITY;
     float k[N], logit = 0;
-    read_row<Key>(k, problem.k, batch, key_head, j, problem.head_size);
+    read_row<Key>(k, problem.k, batch, head / problem.group, j, problem.head_size);
     for (int n = 0; n < N; n++) logit += q[n] * k[n];
     for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
-    return logit;
+    return CAPPED ? capped(problem, logit) : logit;
 }
 
 // The results of one row, by one warp. Differences from the greatest logit are taken before they are multiplied.
-template <typename L>
+template <typename L, bool BANDED>
 SM90 void recompute_row(const Problem& problem, int of_all, int i) {
     const int batch = of_all / problem.heads, head = of_all % problem.heads, key_head = head / problem.group;
-    const int first = max(i + problem.lower, 0), end = min(i + problem.upper, problem.keys - 1);
-    const float factor = factor_of(problem, batch, head);
-    constexpr int N = L::D / LANES;
-    float q[N], v[N], sums[N] = {}, top = -INFINITY, total = 0;
+    const int first = max(i + problem.lower, 0), end = min(i + problem.upper, keys_of(problem, batch) - 1);
+    const float factor = factor_of(problem, batch, head), offset = CAPPED ? problem.offset : 0.f;
+    constexpr int N = (L::D + LANES - 1) / LANES, NV = L::DV / LANES;
+    float q[N], v[NV], sums[NV] = {}, top = -INFINITY, total = 0;
     read_row<Key>(q, problem.q, batch, head, i, problem.head_size);
-    for (int j = first; j <= end; j++) top = fmaxf(top, logit_of<L>(problem, q, batch, key_head, i, j));
+    for (int j = first; j <= end; j++) top = fmaxf(top, logit_of<L, BANDED>(problem, q, batch, head, i, j));
+    const float sink = SINKS ? (problem.sinks[head] * LOG2E - offset) / factor : -INFINITY;  // as logits are
+    top = fmaxf(top, sink);
     const float base = top == -INFINITY ? 0.f : top;
+    if (SINKS) total = exp2_approx((sink - base) * factor);
     for (int j = first; j <= end; j++) {
-        if (!of_one<L>(problem, batch, i, j)) continue;
-        const float weight = exp2_approx((logit_of<L>(problem, q, batch, key_head, i, j) - base) * factor);
+        if (!sees<L, BANDED>(problem, batch, head, i, j)) continue;
+        const float weight = exp2_approx((logit_of<L, BANDED>(problem, q, batch, head, i, j) - base) * factor);
         read_row<T>(v, problem.v, batch, key_head, j, problem.value_size);
         total += weight;
-        for (int n = 0; n < N; n++) sums[n] += weight * v[n];
+        for (int n = 0; n < NV; n++) sums[n] += weight * v[n];
     }
     const float by = total == 0.f ? 0.f : values_by(problem, batch, head) / total;
     Result* out = first_of<Result>(problem.out, batch, head) + i * problem.out.row;
-    for (int n = 0; n < N; n++) {
+    for (int n = 0; n < NV; n++) {
         const int column = n * LANES + threadIdx.x % LANES;
         if (column < problem.value_size) out[column] = Result(sums[n] * by);
     }
     if (threadIdx.x % LANES == 0)
-        problem.lse[int64_t(of_all) * problem.queries + i] = (rounded_product(top, factor) + log2f(total)) * LN2;
+        problem.lse[int64_t(of_all) * problem.queries + i] = (rounded_product(top, factor) + offset + log2f(total)) * LN2;
 }
 
 // Compute again what this warpgroup has marked.
-template <typename L>
+template <typename L, bool BANDED>
 SM90 void recompute_rows(const Problem& problem, int group) {
     const int warp = threadIdx.x % WARPGROUP / LANES;
+    if (L::RESULT_BOXES > 0 && threadIdx.x % LANES == 0) stores_done<0>();  // of the same rows
     named_sync(MEETING + group, WARPGROUP);
     volatile int* mine = owners(problem) + owner(group);
     if (*mine == 0) return;
@@ -253,7 +292,7 @@ SM90 void recompute_rows(const Problem& problem, int group) {
         volatile int* mark = marks(problem) + place;
         if (*mark != owner(group) + 1) continue;
         const int row = place % of_head * GROUP_ROWS, end = min(row + GROUP_ROWS, problem.queries);
-        for (int i = row + warp; i < end; i += WARPGROUP / LANES) recompute_row<L>(problem, place / of_head, i);
+        for (int i = row + warp; i < end; i += WARPGROUP / LANES) recompute_row<L, BANDED>(problem, place / of_head, i);
         named_sync(MEETING + group, WARPGROUP);  // all have seen the mark
         if (threadIdx.x % WARPGROUP == 0) *mark = 0;
     }

@@ -100,10 +100,10 @@ SM90 void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"
 SM90 void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Boxes of 64 columns next to one another, one after another, from a box on: the third dimension counts them.
-SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch) {
+SM90 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int box, int head, int batch, int column = 0) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(box), "r"(head), "r"(batch)
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(box), "r"(head), "r"(batch)
         : "memory");
 }
 SM90 void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t barrier, int row, int head, int batch) {
@@ -122,9 +122,9 @@ SM90 void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t bar
 SM90 void store_bytes(void* to, uint32_t from, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch) {
+SM90 void store_box(const CUtensorMap* map, uint32_t from, int row, int box, int head, int batch, int column = 0) {
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
-                 "r"(0), "r"(row), "r"(box), "r"(head), "r"(batch)
+                 "r"(column), "r"(row), "r"(box), "r"(head), "r"(batch)
                  : "memory");
 }
 SM90 void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -184,15 +184,18 @@ struct Product;
 #define SM90_OF_16(op) SM90_8(op, 0), SM90_8(op, 8)
 #define SM90_OF_32(op) SM90_32(op, 0)
 #define SM90_OF_40(op) SM90_32(op, 0), SM90_8(op, 32)
+#define SM90_OF_48(op) SM90_OF_40(op), SM90_8(op, 40)
 #define SM90_OF_64(op) SM90_32(op, 0), SM90_32(op, 32)
-#define SM90_OF_128(op) SM90_OF_64(op), SM90_32(op, 64), SM90_32(op, 96)
+#define SM90_OF_96(op) SM90_OF_64(op), SM90_32(op, 64)
+#define SM90_OF_128(op) SM90_OF_96(op), SM90_32(op, 96)
 #define SM90_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SM90_R16 SM90_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SM90_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SM90_R40 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SM90_R48 SM90_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define SM90_R64 SM90_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SM90_R128 SM90_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SM90_R96 SM90_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SM90_R128 SM90_R96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define SM90_PRODUCT(TYPE, NAME, N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                       \
     template <>                                                                                                              \
@@ -228,7 +231,9 @@ SM90_PRODUCTS(16, 8, 8, 9, 10, 11, 12, 13, 14)
 SM90_PRODUCTS(32, 16, 16, 17, 18, 19, 20, 21, 22)
 SM90_PRODUCTS(64, 32, 32, 33, 34, 35, 36, 37, 38)
 SM90_PRODUCTS(80, 40, 40, 41, 42, 43, 44, 45, 46)
+SM90_PRODUCTS(96, 48, 48, 49, 50, 51, 52, 53, 54)
 SM90_PRODUCTS(128, 64, 64, 65, 66, 67, 68, 69, 70)
+SM90_PRODUCTS(192, 96, 96, 97, 98, 99, 100, 101, 102)
 SM90_PRODUCTS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // Of numbers of 8 bits, 64 x 32 and 32 x N, both read along their rows: 32 of these are 32 bytes, as 16 of 16 bits are.
@@ -372,26 +377,23 @@ SM90 void wait_count(const int* count, int so_many) {
 
 // ---- numbers --------------------------------------------------------------------------------------------------------------
 
-SM90 float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+#define SM90_OF_ONE(NAME, INSTRUCTION) \
+    SM90 float NAME(float x) { float y; asm(INSTRUCTION " %0, %1;" : "=f"(y) : "f"(x)); return y; }
+SM90_OF_ONE(exp2_approx, "ex2.approx.ftz.f32")
+SM90_OF_ONE(reciprocal_approx, "rcp.approx.ftz.f32")
 
 // A product that is rounded: the compiler does not make it part of a sum.
 SM90 float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 // Two floats, rounded to nearest, the first in the lower half.
-SM90 uint32_t pack(float first, float second, Bfloat16) {
-    uint32_t both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
-SM90 uint32_t pack(float first, float second, Half) {
-    uint32_t both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
-}
+#define SM90_PACK(TYPE, NAME)                                                            \
+    SM90 uint32_t pack(float first, float second, TYPE) {                                \
+        uint32_t both;                                                                   \
+        asm("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first)); \
+        return both;                                                                     \
+    }
+SM90_PACK(Bfloat16, "bf16")
+SM90_PACK(Half, "f16")
 template <typename T>
 SM90 uint32_t pack(float first, float second) { return pack(first, second, T()); }
 

@@ -53,8 +53,9 @@ SM90 void transpose(uint32_t (&w)[4]) {
     }
 }
 
-// Two rows of a product that a thread has parts of, `row` and `row + 8`, times factors, as elements E; 16 bytes of a row at once.
-template <typename E, int N>
+// Two rows of a product that a thread has parts of, `row` and `row + 8`, from a column on, times factors, as elements E; 16 bytes of a row
+// at once.
+template <typename E, int FIRST = 0, int N>
 SM90 void store(const Rows& rows, int batch, int head, int row, int length, int columns, const float (&x)[N], const float (&by)[2]) {
     E* base = first_of<E>(rows, batch, head);
 #pragma unroll
@@ -62,7 +63,7 @@ SM90 void store(const Rows& rows, int batch, int head, int row, int length, int 
         const int i = row + 8 * half;
         E* of_row = base + i * rows.row;
 #pragma unroll
-        for (int j = 0; j < N / 16; j++) {
+        for (int j = FIRST / 32; j < N / 16; j++) {
             uint32_t w[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {

@@ -8,21 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from opkit.attn.gpu.device import tile
-from opkit.attn.gpu.hopper.device.work import ROWS
 from opkit.attn.masks import program
 
-Q, K, V, OUT = (
-    gl.constexpr(0),
-    gl.constexpr(5),
-    gl.constexpr(10),
-    gl.constexpr(15),
-)  #: places of five numbers of a tensor
-SIZES = gl.constexpr(20)  #: place of the tiles of a head, all tiles, the heads, and how many of these share one of keys
-MASK = gl.constexpr(24)  #: place of what a mask says, as hopper_masks has it
-LENGTH = gl.constexpr(24 + 2 + 6 * 5 + 8)
-_LENGTHS = gl.constexpr(MASK + 0)  #: place of the address of lengths, and of their stride
-_SLOTS = gl.constexpr(MASK + 2)
-_NUMBERS = gl.constexpr(MASK + 2 + 6 * 5)
+LENGTH = gl.constexpr(2 + 6 * 5 + 8)  #: of the table
+_LENGTHS = gl.constexpr(0)  #: place of the address of lengths, and of their stride
+_SLOTS = gl.constexpr(2)
+_NUMBERS = gl.constexpr(2 + 6 * 5)
 _visible = gluon.jit(tile.visible.fn)
 _of_queries, _of_keys = gluon.jit(tile.of_queries.fn), gluon.jit(tile.of_keys.fn)
 _FIRST = gl.constexpr(5)  #: the entry of a slot after a pointer and four strides: the place of a tile's first column
@@ -42,23 +33,8 @@ def store_number(table, I: gl.constexpr, number):
 
 
 @gluon.jit
-def store_tensor(table, FIRST: gl.constexpr, tensor, strides, size):
-    """Of a tensor its address, three strides, and how many channels it has."""
-    store_number(table, FIRST, tensor)
-    for i in gl.static_range(3):
-        store_number(table, FIRST + 1 + i, strides[i])
-    store_number(table, FIRST + 4, size)
-
-
-@gluon.jit
 def load_number(table, I: gl.constexpr):
     return gl.max(table.index(I).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def load_size(table, I: gl.constexpr):
-    """Return the tiles of a head, all tiles, the heads, or how many of these share one of keys."""
-    return load_number(table, SIZES + I).to(gl.int32)
 
 
 @gluon.constexpr_function
@@ -116,23 +92,6 @@ def end_of(problem, table, batch):
 
 
 @gluon.jit
-def sees(problem, table, batch, head, rows, columns, first=None):
-    """Return which of the keys ``columns`` the queries ``rows`` see, which broadcast to a tile.
-
-    ``first``: that of the columns, where they are a tile's, one after another.
-    """
-    seen = columns < end_of(problem, table, batch)
-    if problem.BANDED:
-        seen = seen & (columns >= rows + problem.lower) & (columns <= rows + problem.upper)
-    if len(problem.MASK) > 0:
-        if first is None:
-            seen = seen & _evaluated(problem, table, batch, head, rows, columns, 0, _of_queries, _of_keys)
-        else:
-            seen = seen & _evaluated(problem, table, batch, head, rows, columns, first, _of_queries, _line_of_keys)
-    return seen
-
-
-@gluon.jit
 def seen_by_program(problem, table, batch, head, rows, keys, first):
     """Return what the mask's program says alone of a tile whose columns are the queries ``rows``, from ``first`` on."""
     return _evaluated(problem, table, batch, head, rows, keys, first, _line_of_queries, _of_keys)
@@ -158,40 +117,9 @@ def _line_of_queries(slots, slot: gl.constexpr, b, h, i, queries):
 
 
 @gluon.jit
-def _line_of_keys(slots, slot: gl.constexpr, b, h, j, keys):
-    """Do what :func:`opkit.attn.gpu.device.tile.of_keys` does, for keys that are a tile's columns, (1, columns)."""
-    return _line(slots[slot], b, h, slots[slot][4], j, keys)
-
-
-@gluon.jit
 def _line(slot, b, h, stride, places, end):
     """Return a slot's elements for the columns of a tile; each thread loads one, and shared memory distributes them."""
     at = slot[_FIRST] + gl.arange(0, places.shape[1], layout=gl.BlockedLayout([1], [32], [4], [0]))
     start = b.to(gl.int64) * slot[1] + h.to(gl.int64) * slot[2]
     found = gl.load(slot[0] + start + at * stride, mask=at < end, other=0)
     return gl.convert_layout(found, gl.SliceLayout(0, places.type.layout))[None, :]
-
-
-# ---- the tiles that a block of queries visits ------------------------------------------------------------------------
-
-
-@gluon.jit
-def list_of(problem, lists, batch, head, row):
-    """Of a tile's queries, from ``row`` on: where their list begins, how many tiles of it are whole, how many there are; and how
-    many there are of all keys.
-    """
-    block = row // (problem.WARPGROUPS * ROWS)
-    tiles, tile_strides, counts, count_strides = lists
-    of_tiles = batch * tile_strides[0].to(gl.int64) + head * tile_strides[1] + block * tile_strides[2]
-    of_counts = batch * count_strides[0].to(gl.int64) + head * count_strides[1] + block * count_strides[2]
-    others = (problem.keys + problem.KEYS - 1) // problem.KEYS
-    return tiles + of_tiles, gl.load(counts + of_counts), gl.load(counts + of_counts + 1), others
-
-
-@gluon.jit
-def visit(tiles, whole, total, others, step):
-    """Return twice the tile of a step, plus 1 if it is partly visible; those come first. Tiles past the end count as such."""
-    partly = total - whole
-    index = gl.where(step < partly, others - 1 - step, step - partly)
-    found = gl.load(tiles + index, mask=step < total, other=0)
-    return 2 * found + ((step < partly) | (total == 0)).to(gl.int32)

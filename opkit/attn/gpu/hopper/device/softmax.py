@@ -6,9 +6,6 @@ Logits are in units in which ``factor`` times them are powers of two; ``-inf`` s
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from opkit.attn.gpu.hopper.device.masks import sees
-from opkit.attn.gpu.hopper.device.work import ROWS
-
 _LOG2E = gl.constexpr(1.4426950408889634)
 _FEW = gl.constexpr(32)  #: registers of a thread
 
@@ -25,30 +22,6 @@ def capped(logits, inner, CAPPED: gl.constexpr):
         grown = exp2(logits * (inner * (2 * _LOG2E)))
         return 1.0 - 2.0 / (grown + 1.0)
     return logits
-
-
-@gluon.jit
-def masked(logits, row, at, problem, table, batch, head):
-    """Return the logits of 64 queries from ``row`` and the keys from ``at``, -inf where a query does not see a key."""
-    layout: gl.constexpr = logits.type.layout
-    columns = at + gl.arange(0, logits.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    if problem.LISTED:
-        return gl.where(sees(problem, table, batch, head, rows, columns, at), logits, float("-inf"))
-    if problem.BANDED:
-        seen = (columns >= rows + problem.lower) & (columns <= gl.minimum(rows + problem.upper, problem.keys - 1))
-        return gl.where(seen, logits, float("-inf"))
-    return gl.where(columns < problem.keys, logits, float("-inf"))
-
-
-@gluon.jit
-def partial(row, at, mark, problem):
-    """Return whether some of 64 queries from ``row`` do not see some of the keys from ``at``; those past the end apart."""
-    if problem.LISTED:
-        return mark % 2 == 1
-    if problem.BANDED:
-        return (at + problem.KEYS - 1 - row > problem.upper) | (at - row - (ROWS - 1) < problem.lower)
-    return False
 
 
 @gluon.jit
