@@ -94,7 +94,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: it fits, on sm_90 with a CUDA compiler."""
     fits = calls.fits(call) and calls.applies(call)
-    return fits and library.there(_SOURCE, call.q.dtype, kind_of(call).definitions)
+    return fits and library.there(_SOURCE, call.q.dtype, lambda: kind_of(call).definitions)
 
 
 @PreparedKernel
@@ -253,7 +253,7 @@ def takes_float8(call: Float8Call) -> bool:
     """Return whether a call is for :func:`forward_float8`: long, on sm_90 with a CUDA compiler."""
     if not fits_float8(call) or not _long(call.plain) or not calls.applies(call.plain):
         return False
-    return library.there(_SOURCE, call.q.dtype, kind_of(call.plain).definitions)
+    return library.there(_SOURCE, call.q.dtype, lambda: kind_of(call.plain).definitions)
 
 
 def _long(call: AttentionCall) -> bool:
@@ -265,11 +265,9 @@ def _long(call: AttentionCall) -> bool:
 
 def _float8_has(call: AttentionCall) -> bool:
     """Return whether the kernels in float8 have what a call asks for."""
-    kind, same = (
-        kind_of(call),
-        call.q.shape[3] == call.v.shape[3] in (calls.HEADS if not call.mask_tensors else calls.HEADS[:2]),
-    )
-    return same and not any(kind.asked) and not kind.mask
+    kind = kind_of(call)
+    heads = calls.HEADS[:2] if kind.listed else calls.HEADS
+    return call.q.shape[3] == call.v.shape[3] in heads and not any(kind.asked) and not kind.mask
 
 
 def fits_float8(call: Float8Call) -> bool:
@@ -282,9 +280,10 @@ def fits_float8(call: Float8Call) -> bool:
 def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
-    It takes float8_e4m3fn and float8_e5m2, and else what :func:`opkit.attn.gpu.hopper.forward_cuda.forward` takes; what that
-    says of what is hidden, of infinities and of strides holds here too. Tensor cores keep 14 bits of a sum of products of
-    float8, so that logits may be off by some 1e-3 of their size. Descales may be any numbers.
+    It takes float8_e4m3fn and float8_e5m2; heads of 64, 128 and 256, values of as many channels; grouped heads; no mask or a
+    band, for heads of 64 and 128 segments too. What :func:`opkit.attn.gpu.hopper.forward_cuda.forward` says of what is hidden,
+    of infinities and of strides holds here too. Tensor cores keep 14 bits of a sum of products of float8, so that logits may be
+    off by some 1e-3 of their size. Descales may be any numbers.
 
     Raises:
         KernelError: it does not take the call.

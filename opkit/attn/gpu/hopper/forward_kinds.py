@@ -25,6 +25,7 @@ from opkit.attn.masks import program
 ROWS = 64  #: queries of a warpgroup
 _VALUES = (64, 96, 128, 192, 256)  # channels of products with values
 _STEP = 16  # channels of a product with keys
+_PROCESSORS = 132  # of an H200; the same for all GPUs, so that results do not depend on them
 _FEW_KEYS = 384  # up to so many steps of 64 keys leave fewer places empty than those of 80
 _BOX = 64  # channels that the copy engine loads at once
 _DEEP = 192  # channels of heads for which there is shared memory with values of 128
@@ -150,9 +151,9 @@ def _narrow(call: AttentionCall, shape: MaskShape, sizes: str) -> Layout:
 
 
 def is_low(call: AttentionCall, shape: MaskShape) -> bool:
-    """Return whether there are few queries, or so few in all that the GPU is not filled with blocks of more."""
+    """Return whether there are few queries, or so few in all that an H200 is not filled with blocks of more."""
     batch, heads, queries, _ = call.q.shape
-    filled = batch * heads * -(-queries // (4 * ROWS)) > calls.processors(call.q.device)
+    filled = batch * heads * -(-queries // (4 * ROWS)) > _PROCESSORS
     return queries <= 2 * ROWS or not (filled or shape.mask)
 
 

@@ -86,9 +86,9 @@ def compiler_there() -> bool:
     return True
 
 
-def there(name: str, dtype: torch.dtype, defined: str = "") -> bool:
-    """Return whether this machine has a compiler that has not refused ``name`` for a dtype, with more definitions."""
-    return (name, dtype, defined) not in _refused and compiler_there()
+def there(name: str, dtype: torch.dtype, defined: Callable[[], str] = str) -> bool:
+    """Return whether this machine has a compiler that has not refused ``name`` for a dtype, with what ``defined`` returns."""
+    return compiler_there() and not (_refused and (name, dtype, defined()) in _refused)
 
 
 def kernels_or_none(name: str, dtype: torch.dtype, defined: str = "") -> Kernels | None:
