@@ -3,22 +3,27 @@
     python benchmarks/attention_hopper.py
 
 All are captured into CUDA graphs of several calls, which alternate; the table has medians over rounds. A causal call counts
-half the operations, a window those of its width. At last, what a small call costs the host.
+half the operations, a window those of its width. A second table has calls of other kinds (caps, sinks, lengths, masks, other
+heads, few queries) next to the portable kernel, in microseconds; graphs build the lists of tiles of masks each time. At last,
+what a small call costs the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opkit.attn.gpu import kernels as portable
 from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
 
@@ -36,6 +41,29 @@ SHAPES = {  # batch, heads, sequence, head, and how many keys back a query sees:
     "2x16x16384x128 window": (2, 16, 16384, 128, 1024),
 }
 KERNELS = ("opkit", "cudnn")
+CAUSAL, LENGTHS, SEGMENTS = (program.BAND, -program.UNLIMITED, 0), (program.LENGTH, 0), (program.SEGMENTS, 0, 1)
+KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    # batch, heads of queries and of keys, length, head, columns; and what else: a mask, what its tensors are, a cap, sinks
+    "128x32x128x64": ((128, 32, 32, 128, 64, 64), {}),
+    "64x16x256x128": ((64, 16, 16, 256, 128, 128), {}),
+    "128x8x128x256": ((128, 8, 8, 128, 256, 256), {}),
+    "2x16x8192x128 causal, cap": ((2, 16, 16, 8192, 128, 128), {"mask": CAUSAL, "softcap": 50.0}),
+    "2x8x8192x256 causal, cap": ((2, 8, 8, 8192, 256, 256), {"mask": CAUSAL, "softcap": 50.0}),
+    "2x64x8192x64 window of 128, sinks": ((2, 64, 8, 8192, 64, 64), {"mask": (program.BAND, -127, 0), "sinks": True}),
+    "8x16x2048x128 lengths": ((8, 16, 16, 2048, 128, 128), {"mask": LENGTHS, "masks": "lengths"}),
+    "2x8x8192x256 packed, causal": (
+        (2, 8, 8, 8192, 256, 256),
+        {"mask": (*CAUSAL, *SEGMENTS, program.AND), "masks": "segments"},
+    ),
+    "4x16x4096x128 prefix or causal": (
+        (4, 16, 16, 4096, 128, 128),
+        {"mask": (*LENGTHS, *CAUSAL, program.OR), "masks": "lengths"},
+    ),
+    "2x16x4096x128 blocks of bools": ((2, 16, 16, 4096, 128, 128), {"mask": (program.DENSE, 0), "masks": "bools"}),
+    "2x25x8192x80 causal": ((2, 25, 25, 8192, 80, 80), {"mask": CAUSAL}),
+    "2x21x8192x96 causal": ((2, 21, 21, 8192, 96, 96), {"mask": CAUSAL}),
+    "2x10x8192x192 and 128 causal": ((2, 10, 10, 8192, 192, 128), {"mask": CAUSAL}),
+}
 _MILLISECONDS = 8.0  #: of a graph
 _WIDTH = 13  #: of a column
 Call = Callable[[], object]
@@ -59,6 +87,33 @@ def calls(batch: int, heads: int, length: int, head: int, back: int | None) -> d
             return functional.scaled_dot_product_attention(q, k, v, is_causal=back is not None)
 
     return found if back is not None and back >= 0 else {**found, "cudnn": cudnn}
+
+
+def masks_of(what: str, batch: int, length: int) -> list[torch.Tensor]:
+    """The tensors of a mask: lengths from a quarter on, eight sequences, or half of the blocks of 128 by 128."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    if what == "lengths":
+        return [torch.randint(length // 4, length + 1, (batch,), generator=generator, device="cuda").int()]
+    if what == "segments":
+        starts = torch.rand(batch, length, generator=generator, device="cuda") < 8 / length
+        return [starts.cumsum(1).int()] * 2
+    if what == "bools":
+        blocks = torch.rand(1, 1, -(-length // 128), -(-length // 128), generator=generator, device="cuda") < 0.5
+        blocks[..., 0] = True
+        return [blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :length, :length].contiguous()]
+    return []
+
+
+def calls_of_kind(sizes: tuple[int, ...], what: dict[str, Any]) -> dict[str, Call]:
+    """The kernel and the portable one, on the same tensors."""
+    batch, heads, key_heads, length, head, columns = sizes
+    shapes = (heads, head), (key_heads, head), (key_heads, columns)
+    q, k, v = (torch.randn(batch, n, length, size, device="cuda", dtype=torch.bfloat16) for n, size in shapes)
+    sinks = torch.randn(heads, device="cuda") if what.get("sinks") else None
+    masks, cap = masks_of(what.get("masks", ""), batch, length), what.get("softcap", 0.0)
+    arguments = (q, k, v, masks, [], sinks, None, list(what.get("mask", ())), [], head**-0.5, cap, 0.0, False)
+    kernels = {"opkit": forward_cuda.forward, "portable": portable.forward}
+    return {name: functools.partial(each.prepare(*arguments), *arguments) for name, each in kernels.items()}
 
 
 def operations(batch: int, heads: int, length: int, head: int, back: int | None) -> float:
@@ -131,9 +186,13 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     rows = {name: measure(shape, rounds) for name, shape in SHAPES.items()}
     print_table(rows, KERNELS)
+    kinds = {name: medians(calls_of_kind(*of), rounds) for name, of in KINDS.items()}
+    print(f"{'of other kinds':36} {'opkit':>10} {'portable':>10}  us")
+    for name, row in kinds.items():
+        print(f"{name:36} {row['opkit'] * 1e3:10.1f} {row['portable'] * 1e3:10.1f}")
     small = {name: host(call) for name, call in calls(1, 4, 128, 128, -1).items()}
     print("host, us:", ", ".join(f"{name} {each:.1f}" for name, each in small.items()))
-    print(json.dumps({"tflops": rows, "host_us": small}))
+    print(json.dumps({"tflops": rows, "kinds_ms": kinds, "host_us": small}))
 
 
 if __name__ == "__main__":
