@@ -160,6 +160,7 @@ kept = [_core.launch_kernel(description, _core.Launcher("t::x", "_k", [], None, 
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_has_so_many_of_them(tmp_path):
     result = fresh_process.run(["-c", _EXHAUST], cwd=tmp_path, check=False)
     message = (

@@ -164,6 +164,7 @@ def test_dropout_draws_a_mask_a_step_and_the_backward_uses_it(way):
     torch.testing.assert_close(torch.autograd.grad(ys.sum(), w)[0], ys.detach().sum(0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["recompute_cheap", opkit.keep("square"), opkit.offload("recompute_all")], ids=str)
 def test_policies(way, policy):

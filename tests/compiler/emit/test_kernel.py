@@ -156,6 +156,17 @@ def test_a_masked_load_reads_nothing_where_the_mask_is_false(same):
     same(pointwise("f32", body, x="f32"), {"x": np.arange(7, dtype=np.float32), "y": np.ones(100, np.float32)})
 
 
+def test_masks_of_outer_axes(same):
+    """Rows before and after: where both exist, the loop over columns has no masks."""
+    row, column = axis(0, 5), axis(1, 8)
+    at, first, last = row * 8 + column, const(1, "i64"), const(4, "i64")
+    before = load("x", "f32", at - 8, mask=op("le", first, position(row)))
+    after = load("x", "f32", at + 8, mask=op("lt", position(row), last))
+    loops = Loop(Axis(1, index(8)), (Store("y", at, op("add", before, after)),), "vector")
+    kernel = Kernel("rows", arguments(x="f32", y="f32 out"), (), (Loop(Axis(0, index(5)), (loops,), "parallel"),))
+    same(kernel, {"x": numbers("f32", 40), "y": np.ones(40, np.float32)})
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_random_numbers(same, dtype):
     at = axis(0, 50)

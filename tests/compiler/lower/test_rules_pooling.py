@@ -63,6 +63,7 @@ def test_max_pool_of_special_values():
 def test_max_pool_of_channels_last_and_in_other_dimensions():
     x = numbers(2, 3, 6, 6).to(memory_format=torch.channels_last)
     check(lambda x: aten.max_pool2d_with_indices(x, [2, 2]), x, exact=True)
+    check(lambda x: aten.max_pool2d_with_indices(x, [3, 3], [2, 2], 1), x, exact=True)
     check(lambda x: aten.max_pool3d_with_indices(x, [2, 2, 2], [1, 2, 2], [1, 0, 1]), numbers(2, 3, 4, 4, 5))
     check(lambda x: torch.nn.functional.max_pool1d(x, 3, 2, 1), numbers(2, 3, 8))
 

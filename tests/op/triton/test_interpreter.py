@@ -114,6 +114,7 @@ def test_a_module_that_fails_says_why(tmp_path):
         Interpreter("broken", file)
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_interprets_while_it_is_imported_says_what_to_do(tmp_path):
     file = tmp_path / "script.py"
     file.write_text("from opkit.testing import Interpreter\nInterpreter('again', __file__)\n")

@@ -27,6 +27,7 @@ from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, St
 
 Key: TypeAlias = Expr | Div | Mod
 _TRIVIAL = ("const", "var")
+TRUE = "1"  # the text of a mask that is known
 _LONG = 160  # characters, from which on an expression gets a name, so that no line grows without end
 
 
@@ -157,6 +158,8 @@ def marks_nan(accumulator: Accumulator) -> bool:
 
 def _load(scope: CScope, node: Expr, args: list[str], at: list[str]) -> str:
     element = f"p_{node.data[0]}[{at[0]}]"
+    if args and args[0] == TRUE:
+        return element
     return f"({args[0]} ? {element} : {number(0, node.dtype)})" if args else element
 
 

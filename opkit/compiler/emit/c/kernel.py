@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opkit.compiler.emit.analysis import changed_by, roots_of
 from opkit.compiler.emit.c import blocks, expressions, prefetch, strips
 from opkit.compiler.emit.c.blocks import CScope, CWriter, marks_nan
 from opkit.compiler.emit.c.expressions import C_TYPES, NARROW, apply, convert, number, variable_type
+from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, dtype, is_float
-from opkit.compiler.ir.expr import Callee
-from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.expr import Callee, Expr
+from opkit.compiler.ir.index import Axis, Index, Value
 from opkit.compiler.ir.kernel import (
     Accumulator,
     Kernel,
@@ -132,13 +134,45 @@ def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str
     rows = strips.strip_rows(loop, roots, writer)
     if rows:
         scope, first, last = strips.begin_strip(scope, loop.axis, rows, first, last)
-    if _vectorises(scope, loop):
-        writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{strips.far_clauses(writer, roots)})")
-    writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
-    _inside(scope, loop.body, large, loop.stop)
-    writer.line("}")
+    vectorised = _vectorises(scope, loop)
+
+    def write(within: CScope) -> None:
+        if vectorised:
+            writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{strips.far_clauses(writer, roots)})")
+        writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
+        _inside(within, loop.body, large, loop.stop)
+        writer.line("}")
+
+    masks = _outer_masks(loop.axis, roots) if vectorised and not rows else []
+    if masks:
+        _where_all(scope, masks, write)
+    else:
+        write(scope)
     if rows:
         strips.end_strip(scope, loop.axis, rows)
+
+
+def _outer_masks(axis: Axis, roots: Sequence[Expr]) -> list[Expr]:
+    """Return the masks of loads that are the same for all values of an axis."""
+    masks = dict.fromkeys(node.args[0] for root in roots for node in root.walk() if node.op == "load" and node.args)
+    return [mask for mask in masks if mask.op != "const" and all(_is_outside(node, axis) for node in mask.walk())]
+
+
+def _is_outside(node: Expr, axis: Axis) -> bool:
+    leaves = [leaf for at in expr.indices(node) for leaf in at.leaves()]
+    return node.op not in (*expr.CHECKS, "load", "var", "random", "call") and not any(
+        leaf == axis or isinstance(leaf, Value) for leaf in leaves
+    )
+
+
+def _where_all(scope: CScope, masks: Sequence[Expr], write: Callable[[CScope], None]) -> None:
+    """Write a loop twice: once for where all of these masks are true, since loads that may not happen are not vectorised."""
+    writer = scope.writer
+    writer.line(f"if ({' & '.join(scope.value(mask, named=True) for mask in masks)}) {{")
+    write(dataclasses.replace(scope, spelled={**scope.spelled, **dict.fromkeys(masks, blocks.TRUE)}))
+    writer.line("} else {")
+    write(dataclasses.replace(scope, spelled=dict(scope.spelled)))
+    writer.line("}")
 
 
 def _vectorises(scope: CScope, loop: Loop) -> bool:
