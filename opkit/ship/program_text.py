@@ -6,7 +6,6 @@ runtime is in ``cpp_ext/model``.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from opkit.compiler.run import driver, driver_program
 from opkit.compiler.run import plan as plans
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
+from opkit.ship import size_arithmetic
 
 _HEADERS = Path(__file__).parents[1] / "kernels" / "include"
 VERSION = 1
@@ -109,7 +109,9 @@ class _ProgramWriter:
         # the last two parameters are memory that Triton may ask for
         parameters = [f"&t[{self.positions[buffer][0]}]" for buffer in step.buffers]
         parameters += [f"&(int64_t){{{self._size(size)}}}" for size in step.sizes] + ["&(void *){0}"] * 2
-        launch = f"host->launch(host, {step.kernel}, {self._size(step.programs)}, (void *[]){{{', '.join(parameters)}}})"
+        launch = (
+            f"host->launch(host, {step.kernel}, {self._size(step.programs)}, (void *[]){{{', '.join(parameters)}}})"
+        )
         self._try(launch, number)
 
     def _try(self, call: str, step: int) -> None:
@@ -158,7 +160,9 @@ class _ProgramWriter:
         """Return a tensor of a layout over a buffer's memory."""
         sizes, strides = (self._array(each) for each in (layout.shape, layout.strides))
         device = "host->device" if self.is_gpu and buffer.role != "number" else "-1"
-        return f"(opk_tensor){{{data}, {sizes}, {strides}, {len(layout.shape)}, {_dtype_number(buffer.dtype)}, {device}}}"
+        return (
+            f"(opk_tensor){{{data}, {sizes}, {strides}, {len(layout.shape)}, {_dtype_number(buffer.dtype)}, {device}}}"
+        )
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +181,10 @@ class _ProgramWriter:
 
     def _computed(self, text: str) -> str:
         """Return a Python expression of sizes as C."""
-        return _Arithmetic(self.plan.sizes).text(ast.parse(text, mode="eval").body)
+        try:
+            return size_arithmetic.c_text(text, self.plan.sizes)
+        except ValueError as error:
+            raise NotWritable(str(error)) from error
 
     def _bound(self) -> list[list[Any]]:
         """Return where sizes come from: the size's number and name, the input, "size", "stride" or "value", and the dimension."""
@@ -310,7 +317,7 @@ class _ProgramWriter:
         memory = f"void *p[{len(self.plan.buffers) + 1}] = {{0}}, *t[{len(self.plan.table) + 1}] = {{0}};"
         return "\n".join([
             *((_HEADERS / name).read_text() for name in ("opkit.h", "opkit_program.h")),
-            _ARITHMETIC, *declared, "",
+            size_arithmetic.FUNCTIONS, *declared, "",
             _function("void opkit_program_sizes(int64_t *sizes)", computed),
             _function("void opkit_program_layouts(const int64_t *sizes, int64_t *layouts)", written),
             _function(f"int64_t opkit_program_run(opk_host *host, {run})", [memory, *self.lines, "return 0;"]),
@@ -347,55 +354,6 @@ def _dtype_number(dtype: str) -> int:
     return driver.dtype(DTYPES[dtype].torch)
 
 
-_ARITHMETIC = """
-static inline int64_t opk_floordiv(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
-static inline int64_t opk_rem(int64_t a, int64_t b) { return a - opk_floordiv(a, b) * b; }
-static inline int64_t opk_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t opk_max(int64_t a, int64_t b) { return a > b ? a : b; }
-"""
-
-
 def _function(head: str, lines: Sequence[str]) -> str:
     body = "".join(f"  {line}\n" for line in lines)
     return f'__attribute__((visibility("default"))) {head} {{\n{body}}}\n'
-
-
-_COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
-_OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
-_CALLS = {ast.FloorDiv: "opk_floordiv", ast.Mod: "opk_rem"}
-
-
-class _Arithmetic:
-    """Translates Python expressions of sizes to C."""
-
-    def __init__(self, sizes: Sequence[str]) -> None:
-        self.sizes = sizes
-
-    def text(self, node: ast.expr) -> str:
-        """Return an expression as C.
-
-        Raises:
-            NotWritable: it has something else than integer arithmetic.
-        """
-        match node:
-            case ast.Constant(value=int(number)):
-                return f"{int(number)}L"
-            case ast.Name(id=name) if name in self.sizes:
-                return f"sizes[{self.sizes.index(name)}]"
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return f"(-{self.text(operand)})"
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-                return f"({self.text(left)} {_OPERATIONS[type(op)]} {self.text(right)})"
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _CALLS:
-                return f"{_CALLS[type(op)]}({self.text(left)}, {self.text(right)})"
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-                return f"({self.text(left)} {_COMPARISONS[type(op)]} {self.text(right)})"
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                return f"({self.text(test)} ? {self.text(body)} : {self.text(orelse)})"
-            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[first, *others]):
-                found = self.text(first)
-                for each in others:
-                    found = f"opk_{name}({found}, {self.text(each)})"
-                return found
-            case _:
-                raise NotWritable(f"it computes a size by {ast.unparse(node)}")
