@@ -87,7 +87,8 @@ void Archive::read_directory() {
         if (number<uint32_t>(file_, at) != 0x02014b50) throw std::runtime_error("its directory is damaged");
         const uint16_t method = number<uint16_t>(file_, at + 10), name = number<uint16_t>(file_, at + 28);
         const uint16_t extra = number<uint16_t>(file_, at + 30), remark = number<uint16_t>(file_, at + 32);
-        uint64_t packed = number<uint32_t>(file_, at + 20), size = number<uint32_t>(file_, at + 24), header = number<uint32_t>(file_, at + 42);
+        uint64_t packed = number<uint32_t>(file_, at + 20), size = number<uint32_t>(file_, at + 24),
+                 header = number<uint32_t>(file_, at + 42);
         const Bytes named = part(file_, at + 46, name);
         for (uint64_t field = at + 46 + name, stop = field + extra; field + 4 <= stop;) {
             uint64_t value = field + 4;
@@ -114,7 +115,8 @@ Bytes Archive::member(const std::string& name) const {
 Bytes Archive::read(const std::string& name) const {
     const Bytes bytes = member(name);
     const Json& listed = manifest_.at("members").at(name);
-    if (static_cast<int64_t>(bytes.size) != listed.at(size_t{0}).integer() || sha256(bytes.data, bytes.size) != listed.at(1).text())
+    if (static_cast<int64_t>(bytes.size) != listed.at(size_t{0}).integer() ||
+        sha256(bytes.data, bytes.size) != listed.at(1).text())
         throw std::runtime_error(name + " has another sha256 than its manifest says");
     return bytes;
 }
@@ -157,7 +159,8 @@ std::unordered_map<std::string, Weight> Archive::weights(bool verify, unsigned t
         if (offsets.size() != 2 || offsets[0] < 0 || offsets[1] < offsets[0])
             throw std::runtime_error("the weight " + name + " is not within the file");
         const auto begin = static_cast<uint64_t>(offsets[0]);
-        found[name] = {entry.at("dtype").text(), entry.at("shape").integers(), part(data, begin, static_cast<uint64_t>(offsets[1]) - begin)};
+        found[name] = {entry.at("dtype").text(), entry.at("shape").integers(),
+                       part(data, begin, static_cast<uint64_t>(offsets[1]) - begin)};
     }
     return found;
 }

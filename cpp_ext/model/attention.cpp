@@ -49,7 +49,8 @@ Strided strided(const opk_tensor& tensor, bool last) {
     if (tensor.rank > 4) throw std::runtime_error("a mask or bias has more than four dimensions");
     Strided made;
     made.data = tensor.data;
-    for (int64_t d = 0; d < tensor.rank; ++d) made.stride[last ? 4 - tensor.rank + d : d] = tensor.sizes[d] == 1 ? 0 : tensor.strides[d];
+    for (int64_t d = 0; d < tensor.rank; ++d)
+        made.stride[last ? 4 - tensor.rank + d : d] = tensor.sizes[d] == 1 ? 0 : tensor.strides[d];
     return made;
 }
 
@@ -69,15 +70,32 @@ struct Settings {
 };
 
 void attend(const Arguments& arguments, const opk_result* results, const Settings& settings) {
-    const Tensor q = with_dense_rows(arguments.tensor(0)), k = with_dense_rows(arguments.tensor(1)), v = with_dense_rows(arguments.tensor(2));
+    const Tensor q = with_dense_rows(arguments.tensor(0)), k = with_dense_rows(arguments.tensor(1)),
+                 v = with_dense_rows(arguments.tensor(2));
     const int64_t batch = q.sizes[0], heads = q.sizes[1], queries = q.sizes[2], keys = k.sizes[2];
     const Mask mask(settings.mask, settings.mask_tensors, batch, keys);
     const Biases biases(settings.bias, settings.bias_tensors, queries, keys);
     std::vector<float> lse(static_cast<size_t>(batch * heads * queries));
     const opk_tensor& out = results[0].tensor;
     if (out.sizes[3] > 1 && out.strides[3] != 1) throw std::runtime_error("a result of attention has gaps in its rows");
-    const Call call{batch, heads, k.sizes[1], queries, keys, q.sizes[3], v.sizes[3], operand(q), operand(k), operand(v), out.data,
-                    {out.strides[0], out.strides[1], out.strides[2]}, lse.data(), settings.sinks, settings.scale, settings.softcap, mask, biases,
+    const Call call{batch,
+                    heads,
+                    k.sizes[1],
+                    queries,
+                    keys,
+                    q.sizes[3],
+                    v.sizes[3],
+                    operand(q),
+                    operand(k),
+                    operand(v),
+                    out.data,
+                    {out.strides[0], out.strides[1], out.strides[2]},
+                    lse.data(),
+                    settings.sinks,
+                    settings.scale,
+                    settings.softcap,
+                    mask,
+                    biases,
                     &isa::choose("").kernels};
     if (keys == 0) {  // nothing to attend to; the kernel is for at least one key
         const Tensor nothing = Tensor::empty(out);
@@ -132,7 +150,8 @@ void torch_attention(const Arguments& arguments, const opk_result* results) {
         settings.bias = {0, 0};
     }
     const opk_tensor* q = arguments.tensor(0);
-    settings.scale = static_cast<float>(arguments.number(6, q && q->rank == 4 ? 1 / std::sqrt(static_cast<double>(q->sizes[3])) : 1, "scale"));
+    settings.scale = static_cast<float>(
+        arguments.number(6, q && q->rank == 4 ? 1 / std::sqrt(static_cast<double>(q->sizes[3])) : 1, "scale"));
     attend(arguments, results, settings);
 }
 

@@ -8,7 +8,7 @@ namespace opkit::model {
 
 class Device {
 public:
-    Device() = default;                                     // the CPU
+    Device() = default;                                            // the CPU
     explicit Device(const opkit_operators* host) : host_(host) {}  // the host's GPU
 
     bool is_gpu() const { return host_ != nullptr; }
@@ -17,7 +17,7 @@ public:
 
     // Memory of the device. Throws std::runtime_error, or std::bad_alloc.
     Memory allocate(int64_t bytes) const;
-    Tensor empty(const opk_tensor& layout) const;  // there, unless the layout's device_index is -1
+    Tensor empty(const opk_tensor& layout) const;                   // there, unless the layout's device_index is -1
     void copy(const opk_tensor& from, const opk_tensor& to) const;  // from or to it, or on the CPU
 
 private:

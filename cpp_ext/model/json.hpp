@@ -18,12 +18,12 @@ public:
     bool is_text() const { return kind_ == Kind::Text; }
     int64_t integer() const;
     const std::string& text() const;
-    const std::vector<Json>& items() const;                             // of an array
-    const std::vector<std::pair<std::string, Json>>& fields() const;    // of an object, in their order
-    const Json* find(const std::string& name) const;                    // null where an object has no such field
+    const std::vector<Json>& items() const;                           // of an array
+    const std::vector<std::pair<std::string, Json>>& fields() const;  // of an object, in their order
+    const Json* find(const std::string& name) const;                  // null where an object has no such field
     const Json& at(const std::string& name) const;
     const Json& at(size_t number) const;
-    std::vector<int64_t> integers() const;                              // an array of them
+    std::vector<int64_t> integers() const;  // an array of them
 
 private:
     friend class Parser;

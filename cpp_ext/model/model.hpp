@@ -63,7 +63,7 @@ private:
     Device device_;
     const opkit_operators* host_;
     std::vector<std::unique_ptr<launch::Binary>> binaries_;  // kernels for GPUs
-    std::vector<Input> inputs_;  // the states, then the arguments
+    std::vector<Input> inputs_;                              // the states, then the arguments
     std::vector<Tensor> states_;
     std::vector<Size> sizes_;
     int64_t size_count_ = 0, layout_count_ = 1, buffers_ = 0, outputs_ = 0;

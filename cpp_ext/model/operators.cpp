@@ -62,7 +62,8 @@ const opk_tensor& required(const Arguments& arguments, int64_t position) {
 
 float* floats(const opk_tensor& tensor) {
     if (tensor.dtype != OPK_FLOAT32)
-        throw std::runtime_error("this library multiplies float32, and got " + describe(tensor.dtype, tensor.sizes, tensor.rank));
+        throw std::runtime_error("this library multiplies float32, and got " +
+                                 describe(tensor.dtype, tensor.sizes, tensor.rank));
     return static_cast<float*>(tensor.data);
 }
 
@@ -74,7 +75,8 @@ const float* optional_floats(const Arguments& arguments, int64_t position) {
 // A tensor with these strides: itself, or a copy.
 class LaidOut {
 public:
-    LaidOut(const opk_tensor& tensor, const std::vector<int64_t>& strides) : tensor_(tensor), copied_(!same_layout(tensor, strides.data())) {
+    LaidOut(const opk_tensor& tensor, const std::vector<int64_t>& strides)
+        : tensor_(tensor), copied_(!same_layout(tensor, strides.data())) {
         if (!copied_) return;
         opk_tensor layout = tensor;
         layout.strides = strides.data();
@@ -97,7 +99,8 @@ private:
 
 std::vector<int64_t> row_major_strides(const opk_tensor& tensor) {
     std::vector<int64_t> found(static_cast<size_t>(tensor.rank), 1);
-    for (int64_t d = tensor.rank - 1; d-- > 0;) found[static_cast<size_t>(d)] = found[static_cast<size_t>(d) + 1] * tensor.sizes[d + 1];
+    for (int64_t d = tensor.rank - 1; d-- > 0;)
+        found[static_cast<size_t>(d)] = found[static_cast<size_t>(d) + 1] * tensor.sizes[d + 1];
     return found;
 }
 
@@ -108,7 +111,9 @@ std::vector<int64_t> channels_last_strides(const opk_tensor& tensor) {
 }
 
 product::Parallel parallel() {
-    return {[](void*, int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) { for_range(0, n, grain, body, context); },
+    return {[](void*, int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+                for_range(0, n, grain, body, context);
+            },
             static_cast<int32_t>(threads().count), nullptr};
 }
 
@@ -123,14 +128,33 @@ product::Activation activation_of(const char* name) {
 // y = added + a b, of matrices, or of batches of them.
 template <int ADDED>
 void matmul(const Arguments& arguments, const opk_result* results) {
-    const opk_tensor *added = ADDED ? &required(arguments, 0) : nullptr, &a = required(arguments, ADDED), &b = required(arguments, ADDED + 1);
-    if (arguments.number(ADDED + 2, 1, "beta") != 1 || arguments.number(ADDED + 3, 1, "alpha") != 1) throw std::runtime_error("a product is scaled");
+    const opk_tensor *added = ADDED ? &required(arguments, 0) : nullptr, &a = required(arguments, ADDED),
+                     &b = required(arguments, ADDED + 1);
+    if (arguments.number(ADDED + 2, 1, "beta") != 1 || arguments.number(ADDED + 3, 1, "alpha") != 1)
+        throw std::runtime_error("a product is scaled");
     const int64_t d = a.rank - 2, batch = d ? a.sizes[0] : 1;
     const auto outer = [d](const opk_tensor& tensor) { return d ? tensor.strides[0] : 0; };
     LaidOut y(results[0].tensor, row_major_strides(results[0].tensor));
     const int64_t rows = a.sizes[d], columns = b.sizes[d + 1];
-    product::Matmul call{floats(a), outer(a), a.strides[d], a.strides[d + 1], floats(b), outer(b), b.strides[d], b.strides[d + 1], nullptr,
-                         nullptr, 0, 0, y.write(), rows * columns, columns, batch, rows, columns, a.sizes[d + 1]};
+    product::Matmul call{floats(a),
+                         outer(a),
+                         a.strides[d],
+                         a.strides[d + 1],
+                         floats(b),
+                         outer(b),
+                         b.strides[d],
+                         b.strides[d + 1],
+                         nullptr,
+                         nullptr,
+                         0,
+                         0,
+                         y.write(),
+                         rows * columns,
+                         columns,
+                         batch,
+                         rows,
+                         columns,
+                         a.sizes[d + 1]};
     if (added) {  // it is expanded to the result's sizes
         const bool dense = columns <= 1 || added->strides[d + 1] == 1;
         if (dense && added->strides[d] == 0 && outer(*added) == 0) {
@@ -155,8 +179,8 @@ void linear(const Arguments& arguments, const opk_result* results) {
     const int64_t depth = given.sizes[given.rank - 1], columns = arguments.integer(2, 0);
     int64_t rows = 1;
     for (int64_t d = 0; d < given.rank - 1; ++d) rows *= given.sizes[d];
-    product::linear({x.read(), depth, floats(required(arguments, 1)), optional_floats(arguments, 3), nullptr, 0, y.write(), columns, rows, columns,
-                     depth, activation_of(arguments.text(4, "none"))},
+    product::linear({x.read(), depth, floats(required(arguments, 1)), optional_floats(arguments, 3), nullptr, 0, y.write(),
+                     columns, rows, columns, depth, activation_of(arguments.text(4, "none"))},
                     parallel());
     y.copy_back();
 }
@@ -198,15 +222,19 @@ void packed_convolution(const Arguments& arguments, const opk_result* results) {
 // input, weight, bias, stride, padding, dilation, transposed, output_padding, groups: the weight is packed at each call
 void convolution(const Arguments& arguments, const opk_result* results) {
     const opk_tensor &given = required(arguments, 0), &weight = required(arguments, 1), &result = results[0].tensor;
-    if (given.rank != 4 || arguments.integer(6, 0)) throw std::runtime_error("convolutions that are transposed, or not of images, need torch");
-    LaidOut x(given, channels_last_strides(given)), y(result, channels_last_strides(result)), w(weight, row_major_strides(weight));
+    if (given.rank != 4 || arguments.integer(6, 0))
+        throw std::runtime_error("convolutions that are transposed, or not of images, need torch");
+    LaidOut x(given, channels_last_strides(given)), y(result, channels_last_strides(result)),
+        w(weight, row_major_strides(weight));
     product::Convolution call = described(arguments, 3, given, result);
     call.kernel[0] = weight.sizes[2];
     call.kernel[1] = weight.sizes[3];
     call.groups = arguments.integer(8, 1);
     const int64_t inner = weight.sizes[1];
-    const Memory packed = allocate(4 * product::packed_convolution_floats(call.out_channels, inner, call.kernel[0], call.kernel[1], call.groups));
-    product::pack_convolution(w.read(), call.out_channels, inner, call.kernel[0], call.kernel[1], call.groups, static_cast<float*>(packed.get()));
+    const Memory packed = allocate(
+        4 * product::packed_convolution_floats(call.out_channels, inner, call.kernel[0], call.kernel[1], call.groups));
+    product::pack_convolution(w.read(), call.out_channels, inner, call.kernel[0], call.kernel[1], call.groups,
+                              static_cast<float*>(packed.get()));
     call.x = x.read();
     call.y = y.write();
     call.packed = static_cast<float*>(packed.get());

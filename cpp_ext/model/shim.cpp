@@ -24,7 +24,8 @@ int32_t guarded(const F& work) {
     }
 }
 
-int32_t empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t, int32_t, Handle* made) {
+int32_t empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t, int32_t,
+                      Handle* made) {
     return guarded([&] { *made = new Tensor(Tensor::empty({nullptr, sizes, strides, rank, dtype, -1})); });
 }
 
@@ -48,7 +49,9 @@ Shim find_shim() {
     found.aoti_torch_get_device_type = constant<int32_t, 0>;
     found.aoti_torch_get_device_index = constant<int32_t, -1>;
     found.aoti_torch_get_layout = constant<int32_t, 0>;
-    found.aoti_torch_get_dim = [](Handle handle, int64_t* rank) { return *rank = static_cast<int64_t>(of(handle).sizes.size()), 0; };
+    found.aoti_torch_get_dim = [](Handle handle, int64_t* rank) {
+        return *rank = static_cast<int64_t>(of(handle).sizes.size()), 0;
+    };
     found.aoti_torch_get_sizes = [](Handle handle, int64_t** sizes) { return *sizes = of(handle).sizes.data(), 0; };
     found.aoti_torch_get_strides = [](Handle handle, int64_t** strides) { return *strides = of(handle).strides.data(), 0; };
     found.aoti_torch_is_defined = [](Handle, bool* is) { return *is = true, 0; };
@@ -62,11 +65,14 @@ Shim find_shim() {
         return guarded([&] { *made = new Tensor(of(handle)); });
     };
     found.aoti_torch_delete_tensor_object = [](Handle handle) { return delete static_cast<Tensor*>(handle), 0; };
-    found.torch_parallel_for = [](int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+    found.torch_parallel_for = [](int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
+                                  void* context) {
         return guarded([&] { model::for_range(begin, end, grain, body, context); });
     };
     found.torch_get_num_threads = [](uint32_t* count) { return *count = static_cast<uint32_t>(model::threads().count), 0; };
-    found.torch_get_thread_idx = [](uint32_t* number) { return *number = static_cast<uint32_t>(model::threads().number()), 0; };
+    found.torch_get_thread_idx = [](uint32_t* number) {
+        return *number = static_cast<uint32_t>(model::threads().number()), 0;
+    };
     return found;
 }
 

@@ -19,10 +19,22 @@ Memory allocate(int64_t bytes) {
 
 int64_t item_size(int32_t dtype) {
     switch (dtype) {
-        case OPK_UINT8: case OPK_INT8: case OPK_BOOL: case OPK_FLOAT8_E5M2: case OPK_FLOAT8_E4M3FN: return 1;
-        case OPK_INT16: case OPK_UINT16: case OPK_FLOAT16: case OPK_BFLOAT16: return 2;
-        case OPK_INT32: case OPK_UINT32: case OPK_FLOAT32: return 4;
-        case OPK_INT64: case OPK_UINT64: case OPK_FLOAT64: case OPK_COMPLEX64: return 8;
+        case OPK_UINT8:
+        case OPK_INT8:
+        case OPK_BOOL:
+        case OPK_FLOAT8_E5M2:
+        case OPK_FLOAT8_E4M3FN: return 1;
+        case OPK_INT16:
+        case OPK_UINT16:
+        case OPK_FLOAT16:
+        case OPK_BFLOAT16: return 2;
+        case OPK_INT32:
+        case OPK_UINT32:
+        case OPK_FLOAT32: return 4;
+        case OPK_INT64:
+        case OPK_UINT64:
+        case OPK_FLOAT64:
+        case OPK_COMPLEX64: return 8;
         case OPK_COMPLEX128: return 16;
         default: return 0;
     }
@@ -114,7 +126,8 @@ void copy(const opk_tensor& from, const opk_tensor& to) {
     Copy work{from, to, item_size(from.dtype)};
     if (from.rank == 0) return work.dimension(0, static_cast<const char*>(from.data), static_cast<char*>(to.data));
     constexpr int64_t kLeast = 1 << 15;  // elements that are worth a thread
-    for_range(0, from.sizes[0], std::max<int64_t>(1, kLeast / std::max<int64_t>(1, count / from.sizes[0])), Copy::run, &work);
+    for_range(0, from.sizes[0], std::max<int64_t>(1, kLeast / std::max<int64_t>(1, count / from.sizes[0])), Copy::run,
+              &work);
 }
 
 }  // namespace opkit::model

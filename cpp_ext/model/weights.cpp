@@ -13,10 +13,22 @@ namespace opkit::model {
 namespace {
 
 int32_t dtype_of(const std::string& name) {
-    static const std::pair<const char*, int32_t> known[] = {
-        {"F64", OPK_FLOAT64}, {"F32", OPK_FLOAT32}, {"F16", OPK_FLOAT16}, {"BF16", OPK_BFLOAT16}, {"F8_E4M3", OPK_FLOAT8_E4M3FN},
-        {"F8_E5M2", OPK_FLOAT8_E5M2}, {"I64", OPK_INT64}, {"I32", OPK_INT32}, {"I16", OPK_INT16}, {"I8", OPK_INT8}, {"U8", OPK_UINT8},
-        {"BOOL", OPK_BOOL}, {"U16", OPK_UINT16}, {"U32", OPK_UINT32}, {"U64", OPK_UINT64}, {"C64", OPK_COMPLEX64}};
+    static const std::pair<const char*, int32_t> known[] = {{"F64", OPK_FLOAT64},
+                                                            {"F32", OPK_FLOAT32},
+                                                            {"F16", OPK_FLOAT16},
+                                                            {"BF16", OPK_BFLOAT16},
+                                                            {"F8_E4M3", OPK_FLOAT8_E4M3FN},
+                                                            {"F8_E5M2", OPK_FLOAT8_E5M2},
+                                                            {"I64", OPK_INT64},
+                                                            {"I32", OPK_INT32},
+                                                            {"I16", OPK_INT16},
+                                                            {"I8", OPK_INT8},
+                                                            {"U8", OPK_UINT8},
+                                                            {"BOOL", OPK_BOOL},
+                                                            {"U16", OPK_UINT16},
+                                                            {"U32", OPK_UINT32},
+                                                            {"U64", OPK_UINT64},
+                                                            {"C64", OPK_COMPLEX64}};
     for (const auto& [spelled, dtype] : known)
         if (name == spelled) return dtype;
     throw std::runtime_error("a weight has the unknown dtype " + name);
@@ -25,7 +37,8 @@ int32_t dtype_of(const std::string& name) {
 float of_float8(uint8_t bits) {  // e4m3fn: no infinities, and NaN where all bits but the sign are set
     const int exponent = bits >> 3 & 15, fraction = bits & 7;
     if ((bits & 127) == 127) return NAN;
-    const float value = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10) : std::ldexp(static_cast<float>(fraction), -9);
+    const float value = exponent ? std::ldexp(static_cast<float>(8 + fraction), exponent - 10)
+                                 : std::ldexp(static_cast<float>(fraction), -9);
     return bits & 128 ? -value : value;
 }
 
@@ -50,8 +63,10 @@ const Weight& Weights::find(const std::string& name, int32_t* dtype) const {
     *dtype = dtype_of(weight.dtype);
     int64_t bytes = item_size(*dtype);
     for (int64_t size : weight.shape)
-        if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw std::runtime_error("the weight " + name + " is too large");
-    if (bytes != static_cast<int64_t>(weight.bytes.size) || reinterpret_cast<uintptr_t>(weight.bytes.data) % static_cast<uintptr_t>(item_size(*dtype)))
+        if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
+            throw std::runtime_error("the weight " + name + " is too large");
+    if (bytes != static_cast<int64_t>(weight.bytes.size) ||
+        reinterpret_cast<uintptr_t>(weight.bytes.data) % static_cast<uintptr_t>(item_size(*dtype)))
         throw std::runtime_error("the weight " + name + " is not within the file");
     return weight;
 }
@@ -62,8 +77,10 @@ std::string key_of(const Json& record) {
     std::string key;
     for (const char* field : {"at", "shape", "strides", "dtype"})
         if (const Json* value = record.find(field)) {
-            if (value->is_text()) key += value->text();
-            else for (int64_t n : value->integers()) key += std::to_string(n) + ',';
+            if (value->is_text())
+                key += value->text();
+            else
+                for (int64_t n : value->integers()) key += std::to_string(n) + ',';
             key += '\n';
         }
     return key;
@@ -118,13 +135,15 @@ Tensor Weights::make(const Json& record) const {
         int32_t dtype = 0;
         const Weight& found = find(scale->text(), &dtype);
         if (found.shape.size() > 1) inner = found.shape.back();
-        if (dtype != OPK_FLOAT32 || weight.shape.empty() || inner < 1 || static_cast<int64_t>(found.bytes.size) < 4 * weight.shape[0] * inner)
+        if (dtype != OPK_FLOAT32 || weight.shape.empty() || inner < 1 ||
+            static_cast<int64_t>(found.bytes.size) < 4 * weight.shape[0] * inner)
             throw std::runtime_error("a weight has too few scales");
         scales = reinterpret_cast<const float*>(found.bytes.data);
     }
     const std::string& name = narrowed->text();
     made.dtype = name == "float32" ? OPK_FLOAT32 : name == "bfloat16" ? OPK_BFLOAT16 : OPK_FLOAT16;
-    if (made.dtype == OPK_FLOAT16 && name != "float16") throw std::runtime_error("a weight of " + name + " is stored narrower");
+    if (made.dtype == OPK_FLOAT16 && name != "float16")
+        throw std::runtime_error("a weight of " + name + " is stored narrower");
     made = Tensor::empty(made.described());
     const int64_t row = scales ? count / std::max<int64_t>(1, weight.shape[0]) : 1;
     for (int64_t i = 0; i < count; ++i) {
@@ -132,7 +151,8 @@ Tensor Weights::make(const Json& record) const {
         if (made.dtype == OPK_FLOAT32)
             static_cast<float*>(made.data)[i] = value;
         else
-            static_cast<uint16_t*>(made.data)[i] = made.dtype == OPK_BFLOAT16 ? isa::narrow_one(value) : attention::narrow_half(value);
+            static_cast<uint16_t*>(made.data)[i] =
+                made.dtype == OPK_BFLOAT16 ? isa::narrow_one(value) : attention::narrow_half(value);
     }
     return made;
 }

@@ -37,7 +37,15 @@ def load(path: str | os.PathLike[str], *, verify: bool = True) -> Model:
     handle = library().opkit_model_load(os.fsencode(path), int(verify), None, error, ERROR_BYTES)
     if not handle:
         raise ModelFileError(f"opkit.runtime.load: {message(error)}")
-    return Model(handle)
+    return Model(_Handle(handle))
+
+
+class _Handle:
+    """A model of the library, which is freed once neither the model nor one of its entries is used."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+        weakref.finalize(self, library().opkit_model_free, pointer).atexit = False
 
 
 class Model:
@@ -47,10 +55,9 @@ class Model:
         entries: its entry points by name; one without a name for a file of one module.
     """
 
-    def __init__(self, handle: int) -> None:
-        weakref.finalize(self, library().opkit_model_free, handle).atexit = False
-        manifest = json.loads(library().opkit_model_manifest(handle))
-        self.entries = {name: Entry(self, handle, name, each) for name, each in manifest["entries"].items()}
+    def __init__(self, handle: _Handle) -> None:
+        manifest = json.loads(library().opkit_model_manifest(handle.pointer))
+        self.entries = {name: Entry(handle, name, each) for name, each in manifest["entries"].items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with the arguments of the module that was exported.
@@ -69,13 +76,12 @@ class Model:
 class Entry:
     """A function of a loaded model."""
 
-    def __init__(self, model: Model, handle: int, name: str, convention: Mapping[str, Any]) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, handle: _Handle, name: str, convention: Mapping[str, Any]) -> None:
         self._handle, self._name = handle, name.encode()
         self._arguments: list[Any] = convention["arguments"]
         self._taken, self._returned = convention["taken"], convention["returned"]
         self._results: list[Any] = convention["results"]
-        self._outputs = library().opkit_model_output_count(handle, self._name)
+        self._outputs = library().opkit_model_output_count(handle.pointer, self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function.
@@ -84,9 +90,6 @@ class Entry:
             ArgumentError: an argument is not as it was exported.
             RuntimeError: a kernel failed.
         """
-        model = self._model()
-        if model is None:
-            raise ArgumentError("The model of this entry is gone: keep it.")
         leaves = structure.flatten(self._taken, (args, kwargs), "the arguments")
         taken: list[Taken] = []
         for (name, *fixed), value in zip(self._arguments, leaves, strict=True):
@@ -102,9 +105,9 @@ class Entry:
         addresses = (ctypes.c_void_p * len(taken))(*(each.address for each in taken))
         results, error = (ctypes.c_void_p * self._outputs)(), error_buffer()
         status = library().opkit_model_run(
-            self._handle, self._name, addresses, len(taken), results, self._outputs, error, ERROR_BYTES
+            self._handle.pointer, self._name, addresses, len(taken), results, self._outputs, error, ERROR_BYTES
         )
         if status:
             kind = ArgumentError if status == 2 else RuntimeError
-            raise kind(message(error))
+            raise kind(f"{message(error)}.")
         return [Array(each) if each else None for each in results]

@@ -203,7 +203,7 @@ def test_what_the_runtime_refuses(tmp_path):
 
 def test_results_share_memory_and_outlive_the_model(tmp_path):
     x = np.ones((2, 3), np.float32)
-    found = reloaded(nn.Tanh(), (torch.ones(2, 3),), path=tmp_path)(x)
+    found = reloaded(nn.Tanh(), (torch.ones(2, 3),), path=tmp_path).entries[""](x)
     one, other = np.from_dlpack(found), torch.from_dlpack(found)
     assert (found.shape, found.strides, found.dtype, found.size, len(found)) == ((2, 3), (3, 1), "float32", 6, 2)
     assert one.__array_interface__["data"][0] == other.data_ptr()

@@ -35,7 +35,8 @@ namespace torch_operators {
 
 inline at::Tensor tensor_of(const opk_tensor& from) {
     const auto rank = static_cast<size_t>(from.rank);
-    const at::Device device = from.device_index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device_index));
+    const at::Device device = from.device_index < 0 ? at::Device(at::kCPU)
+                                                    : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device_index));
     const auto options = at::TensorOptions(static_cast<at::ScalarType>(from.dtype)).device(device);
     return at::from_blob(from.data, {from.sizes, rank}, {from.strides, rank}, options);
 }
@@ -65,15 +66,19 @@ c10::IValue list_of(const opk_passed& passed, const F& item) {
 inline c10::IValue list_of(const opk_passed& passed, const c10::TypePtr& element) {
     using Item = const opk_passed&;
     switch (element->kind()) {
-        case c10::TypeKind::TensorType: return list_of<at::Tensor>(passed, [](Item each) { return tensor_of(*each.as.tensor); });
+        case c10::TypeKind::TensorType:
+            return list_of<at::Tensor>(passed, [](Item each) { return tensor_of(*each.as.tensor); });
         case c10::TypeKind::OptionalType:
             return list_of<std::optional<at::Tensor>>(passed, [](Item each) {
                 return each.kind == OPK_PASSED_TENSOR ? std::optional(tensor_of(*each.as.tensor)) : std::nullopt;
             });
         case c10::TypeKind::FloatType:
-            return list_of<double>(passed, [](Item each) { return each.kind == OPK_PASSED_FLOAT ? each.as.f : static_cast<double>(each.as.i); });
+            return list_of<double>(passed, [](Item each) {
+                return each.kind == OPK_PASSED_FLOAT ? each.as.f : static_cast<double>(each.as.i);
+            });
         case c10::TypeKind::BoolType: return list_of<bool>(passed, [](Item each) { return each.as.i != 0; });
-        case c10::TypeKind::StringType: return list_of<std::string>(passed, [](Item each) { return std::string(each.as.text); });
+        case c10::TypeKind::StringType:
+            return list_of<std::string>(passed, [](Item each) { return std::string(each.as.text); });
         default: return list_of<int64_t>(passed, [](Item each) { return each.as.i; });
     }
 }
@@ -130,7 +135,8 @@ inline std::optional<c10::OperatorHandle> handle_of(const char* name, const char
     return c10::Dispatcher::singleton().findSchema({name, std::string(overload) == "default" ? "" : overload});
 }
 
-inline void call(const c10::OperatorHandle& handle, const opk_passed* passed, int64_t count, opk_result* results, int64_t result_count) {
+inline void call(const c10::OperatorHandle& handle, const opk_passed* passed, int64_t count, opk_result* results,
+                 int64_t result_count) {
     const at::NoGradGuard no_grad;
     torch::jit::Stack stack;
     const auto& arguments = handle.schema().arguments();
@@ -159,7 +165,8 @@ inline at::Device device_of(void* context) { return *static_cast<at::Device*>(co
 
 inline void* allocate(void* context, int64_t bytes, void** owner) {
     try {
-        auto made = std::make_unique<at::Tensor>(at::empty_strided({bytes > 0 ? bytes : 1}, {1}, at::TensorOptions(at::kByte).device(device_of(context))));
+        auto made = std::make_unique<at::Tensor>(
+            at::empty_strided({bytes > 0 ? bytes : 1}, {1}, at::TensorOptions(at::kByte).device(device_of(context))));
         void* data = made->data_ptr();
         *owner = made.release();
         return data;
@@ -182,20 +189,23 @@ inline void* stream(void* context) {
 }
 
 inline opkit_operators table(at::Device* device) {
-    return {
-        [](void*, const char* name, const char* overload) -> int32_t { return handle_of(name, overload).has_value(); },
-        [](void*, const char* name, const char* overload, const opk_passed* passed, int64_t count, opk_result* results, int64_t result_count,
-           char* error, size_t size) -> int32_t {
-            try {
-                call(handle_of(name, overload).value(), passed, count, results, result_count);
-                return 0;
-            } catch (const std::exception& problem) {
-                snprintf(error, size, "%s", problem.what());
-                return 1;
-            }
-        },
-        [](void*, void* owner) { delete static_cast<at::Tensor*>(owner); }, device, device->is_cuda() ? device->index() : -1,
-        device->is_cuda() ? allocate : nullptr, copy, stream};
+    return {[](void*, const char* name, const char* overload) -> int32_t { return handle_of(name, overload).has_value(); },
+            [](void*, const char* name, const char* overload, const opk_passed* passed, int64_t count, opk_result* results,
+               int64_t result_count, char* error, size_t size) -> int32_t {
+                try {
+                    call(handle_of(name, overload).value(), passed, count, results, result_count);
+                    return 0;
+                } catch (const std::exception& problem) {
+                    snprintf(error, size, "%s", problem.what());
+                    return 1;
+                }
+            },
+            [](void*, void* owner) { delete static_cast<at::Tensor*>(owner); },
+            device,
+            device->is_cuda() ? device->index() : -1,
+            device->is_cuda() ? allocate : nullptr,
+            copy,
+            stream};
 }
 
 inline void run_on_threads(void (*body)(void*), void* data, unsigned threads, unsigned) {
@@ -210,7 +220,8 @@ inline void run_on_threads(void (*body)(void*), void* data, unsigned threads, un
 class Model {
 public:
     // A model that was exported for GPUs needs the device, such as at::Device(at::kCUDA, 0).
-    explicit Model(const std::string& path, bool verify = true, at::Device device = at::kCPU) : device_(std::make_shared<at::Device>(device)) {
+    explicit Model(const std::string& path, bool verify = true, at::Device device = at::kCPU)
+        : device_(std::make_shared<at::Device>(device)) {
         char why[4096] = "";
         const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
         const opkit_operators operators = torch_operators::table(device_.get());
@@ -233,10 +244,11 @@ public:
             tensors.push_back(dlpack(each));
             pointers.push_back(&tensors.back());
         }
-        std::vector<DLManagedTensor*> results(static_cast<size_t>(std::max<int64_t>(0, opkit_model_output_count(model_.get(), entry.c_str()))));
+        std::vector<DLManagedTensor*> results(
+            static_cast<size_t>(std::max<int64_t>(0, opkit_model_output_count(model_.get(), entry.c_str()))));
         char why[4096] = "";
-        if (opkit_model_run(model_.get(), entry.c_str(), pointers.data(), static_cast<int64_t>(pointers.size()), results.data(),
-                            static_cast<int64_t>(results.size()), why, sizeof why))
+        if (opkit_model_run(model_.get(), entry.c_str(), pointers.data(), static_cast<int64_t>(pointers.size()),
+                            results.data(), static_cast<int64_t>(results.size()), why, sizeof why))
             throw std::runtime_error(why);
         std::vector<at::Tensor> found;
         for (DLManagedTensor* each : results) found.push_back(each ? owned(each) : at::Tensor());
@@ -250,19 +262,27 @@ private:
     };
     static const std::vector<Kind>& kinds() {
         static const std::vector<Kind> known = {
-            {at::kFloat, 2, 32}, {at::kDouble, 2, 64}, {at::kHalf, 2, 16}, {at::kBFloat16, 4, 16}, {at::kLong, 0, 64}, {at::kInt, 0, 32},
-            {at::kShort, 0, 16}, {at::kChar, 0, 8}, {at::kByte, 1, 8}, {at::kBool, 6, 8}, {at::kComplexFloat, 5, 64}, {at::kComplexDouble, 5, 128}};
+            {at::kFloat, 2, 32}, {at::kDouble, 2, 64}, {at::kHalf, 2, 16},         {at::kBFloat16, 4, 16},
+            {at::kLong, 0, 64},  {at::kInt, 0, 32},    {at::kShort, 0, 16},        {at::kChar, 0, 8},
+            {at::kByte, 1, 8},   {at::kBool, 6, 8},    {at::kComplexFloat, 5, 64}, {at::kComplexDouble, 5, 128}};
         return known;
     }
 
     static DLTensor dlpack(const at::Tensor& from) {
-        if (!from.device().is_cpu() && !from.device().is_cuda()) throw std::runtime_error("an argument is on " + from.device().str());
+        if (!from.device().is_cpu() && !from.device().is_cuda())
+            throw std::runtime_error("an argument is on " + from.device().str());
         const DLDevice place = from.device().is_cpu() ? DLDevice{1, 0} : DLDevice{2, from.device().index()};
         for (const Kind& kind : kinds())
             if (kind.type == from.scalar_type())
-                return {from.data_ptr(), place, static_cast<int32_t>(from.dim()), {kind.code, kind.bits, 1},
-                        const_cast<int64_t*>(from.sizes().data()), const_cast<int64_t*>(from.strides().data()), 0};
-        throw std::runtime_error(std::string("an argument is of ") + c10::toString(from.scalar_type()) + ", which models do not take");
+                return {from.data_ptr(),
+                        place,
+                        static_cast<int32_t>(from.dim()),
+                        {kind.code, kind.bits, 1},
+                        const_cast<int64_t*>(from.sizes().data()),
+                        const_cast<int64_t*>(from.strides().data()),
+                        0};
+        throw std::runtime_error(std::string("an argument is of ") + c10::toString(from.scalar_type()) +
+                                 ", which models do not take");
     }
 
     static at::Tensor owned(DLManagedTensor* managed) {
@@ -271,10 +291,12 @@ private:
         at::ScalarType type = at::kFloat;
         for (const Kind& kind : kinds())
             if (kind.code == from.dtype.code && kind.bits == from.dtype.bits) type = kind.type;
-        const at::Device place = from.device.device_type == 1 ? at::Device(at::kCPU)
-                                                              : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device.device_id));
-        return at::from_blob(from.data, {from.shape, rank}, {from.strides, rank}, [managed](void*) { managed->deleter(managed); },
-                             at::TensorOptions(type).device(place));
+        const at::Device place = from.device.device_type == 1
+                                     ? at::Device(at::kCPU)
+                                     : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(from.device.device_id));
+        return at::from_blob(
+            from.data, {from.shape, rank}, {from.strides, rank}, [managed](void*) { managed->deleter(managed); },
+            at::TensorOptions(type).device(place));
     }
 
     std::shared_ptr<at::Device> device_;  // outlives the model, which refers to it
