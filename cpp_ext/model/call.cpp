@@ -91,7 +91,7 @@ struct Host : opk_host {
                                          result_count, error, sizeof error);
         for (int64_t i = 0; i < result_count; ++i)
             if (results[i].owner != nullptr && results[i].buffer >= 0)
-                at(results[i].buffer) = {results[i].owner, [&host](void* owner) { host.release(host.context, owner); }};
+                at(results[i].buffer) = owned(host, results[i].owner);
         if (failed) throw std::runtime_error(call.name + ": " + error);
     }
 

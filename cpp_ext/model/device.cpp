@@ -9,9 +9,7 @@ Memory Device::allocate(int64_t bytes) const {
     void* owner = nullptr;
     void* data = host_->allocate(host_->context, bytes, &owner);
     if (data == nullptr) throw std::runtime_error("there is no memory for " + std::to_string(bytes) + " bytes on the GPU");
-    const opkit_operators* host = host_;
-    const Memory owned(owner, [host](void* held) { host->release(host->context, held); });
-    return {owned, data};
+    return {owned(*host_, owner), data};
 }
 
 Tensor Device::empty(const opk_tensor& layout) const {

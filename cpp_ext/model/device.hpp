@@ -6,6 +6,11 @@
 
 namespace opkit::model {
 
+// Memory of the host's, which may live longer than the model.
+inline Memory owned(const opkit_operators& host, void* owner) {
+    return {owner, [release = host.release, context = host.context](void* held) { release(context, held); }};
+}
+
 class Device {
 public:
     Device() = default;                                            // the CPU
