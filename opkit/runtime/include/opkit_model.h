@@ -65,7 +65,8 @@ struct opk_tensor;
 typedef struct opkit_operators {
     /* Whether there is an operator of this name ("aten::mm") and overload ("default"). */
     int32_t (*has)(void* context, const char* name, const char* overload);
-    /* Computes it: 0, or else it failed. A result has memory to be written to, or gets memory of this layout and an owner. */
+    /* Computes it: 0, or else it failed. A result has memory to be written to, or gets memory of this layout and an
+     * owner. */
     int32_t (*call)(void* context, const char* name, const char* overload, const struct opk_passed* arguments, int64_t count,
                     struct opk_result* results, int64_t result_count, char* error, size_t size);
     void (*release)(void* context, void* owner);
@@ -86,7 +87,8 @@ void opkit_model_free(opkit_model* model);
 /* What the model says of itself: the file's manifest, as JSON, which lives as long as the model. */
 const char* opkit_model_manifest(const opkit_model* model);
 
-/* The tensors that an entry takes and returns ("" is the only one of a model that was exported alone); -1: there is no such entry. */
+/* The tensors that an entry takes and returns ("" is the only one of a model that was exported alone); -1: there is no
+ * such entry. */
 int64_t opkit_model_input_count(const opkit_model* model, const char* entry);
 int64_t opkit_model_output_count(const opkit_model* model, const char* entry);
 
@@ -100,9 +102,11 @@ void opkit_set_threads(int64_t count);
 
 /* Lets them use the caller's threads: `parallel` runs body(data) in so many (the last argument is 0), and `number` is that of the
  * calling one among these. */
-void opkit_use_threads(void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags), int (*number)(void), int64_t count);
+void opkit_use_threads(void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags),
+                       int (*number)(void), int64_t count);
 
-/* A compiled kernel of an operator (a library that `opkit build` wrote), by its path; NULL if it cannot be loaded. It is never freed. */
+/* A compiled kernel of an operator (a library that `opkit build` wrote), by its path; NULL if it cannot be loaded. It is
+ * never freed. */
 typedef struct opk_kernel opkit_kernel;
 const opkit_kernel* opkit_kernel_load(const char* path, char* error, size_t size);
 
@@ -126,7 +130,8 @@ typedef struct opkit_argument {
     } as;
 } opkit_argument;
 
-/* Calls the kernel with all arguments of the schema, in order. The caller owns the results; one that the kernel wrote to in place is NULL. */
+/* Calls the kernel with all arguments of the schema, in order. The caller owns the results; one that the kernel wrote to
+ * in place is NULL. */
 int32_t opkit_kernel_call(const opkit_kernel* kernel, const opkit_argument* arguments, int64_t count, DLManagedTensor** results,
                           int64_t result_count, char* error, size_t size);
 int64_t opkit_kernel_output_count(const opkit_kernel* kernel);
