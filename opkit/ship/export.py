@@ -20,8 +20,9 @@ from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.run import library, plan_cache
 from opkit.compiler.run.plan import ExecutionPlan, opaque_names
-from opkit.errors import ArgumentError, CompileError
+from opkit.errors import ArgumentError, CompileError, ToolchainError
 from opkit.kernels.cc import isa as isas
+from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.ship import archive, freezing, operators, packing, processors, program_text, structure
 from opkit.ship.entry import EntryGraph, entry_graph
@@ -193,8 +194,10 @@ class _Entry:
     def _program(captured: Captured, plan: ExecutionPlan) -> tuple[ProgramText | None, str]:
         """Return the program that runs a plan without Python, or why there is none."""
         try:
+            if plan.device != "cpu":
+                toolchain.find("c")  # only the program needs it
             return program_text.write(plan, captured), ""
-        except NotWritable as error:
+        except (NotWritable, ToolchainError) as error:
             return None, str(error)
 
     def _kernels(
