@@ -42,7 +42,8 @@ def affine():
         _affine, grid=lambda x_numel, BLOCK: triton.cdiv(x_numel, BLOCK), configs=[{"BLOCK": 8, "num_warps": 1}, {"BLOCK": 16}]
     )  # fmt: skip
     affine.register_kernel("cuda", kernel, name="triton")
-    return affine
+    yield affine
+    opkit.remove("jaxt::affine")
 
 
 @pytest.fixture
