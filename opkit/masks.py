@@ -4,6 +4,7 @@ from opkit.attn.masks.algebra import And as And
 from opkit.attn.masks.algebra import Dense as Dense
 from opkit.attn.masks.algebra import KeyPadding as KeyPadding
 from opkit.attn.masks.algebra import Mask as Mask
+from opkit.attn.masks.algebra import MaskFunction as MaskFunction
 from opkit.attn.masks.algebra import Not as Not
 from opkit.attn.masks.algebra import Or as Or
 from opkit.attn.masks.algebra import Segments as Segments

@@ -19,7 +19,7 @@ NAMES = {
         contract interpret layouts load make_call make_tensor replay shapes sizes tensor tensors
     """,
     "opkit.masks": """
-        ALiBi And Blocks Causal Dense KeyPadding Mask Not Or PrefixLM RelativePosition ScoreMods Segments
+        ALiBi And Blocks Causal Dense KeyPadding Mask MaskFunction Not Or PrefixLM RelativePosition ScoreMods Segments
         SlidingWindow Softcap VarLen
     """,
     "opkit.lowering": """

@@ -16,8 +16,8 @@ from opkit.attn import arguments, float8, parallel, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
 from opkit.attn.masks import biases
-from opkit.attn.masks.algebra import Mask, as_mask
-from opkit.attn.masks.algebra import lower as lower_mask
+from opkit.attn.masks.algebra import Mask
+from opkit.attn.masks.lowering import programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
@@ -264,24 +264,15 @@ def lowered(
     if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
     sizes = _check_sizes(q, k, v, layout)
-    mask_program, mask_tensors, bias_program, bias_tensors = [], [], [], []
-    if mask is not None:
-        lowered = lower_mask(as_mask(mask), sizes)
-        mask_program, mask_tensors = lowered.program, lowered.tensors
-        if lowered.moved:
-            biases.refuse_moved(bias)
-        for tensor in lowered.additive:
-            bias_program += biases.lower(tensor, sizes, bias_tensors)
-    if bias is not None:
-        bias_program += biases.lower(bias, sizes, bias_tensors)
     if softcap is not None:
         arguments.check_softcap(softcap)
+    programs = programs_of(mask, bias, softcap, sizes, q.dtype)
     if sinks is not None:
         arguments.check_sinks(sinks, q, sizes.heads)
     return (
-        q, k, v, mask_tensors, bias_tensors, sinks, drawn_seed(dropout_p, q.device), mask_program, bias_program,
-        q.shape[3] ** -0.5 if scale is None else float(scale), 0.0 if softcap is None else float(softcap),
-        float(dropout_p), layout != "bhsd",
+        q, k, v, programs.mask_tensors, programs.bias_tensors, sinks, drawn_seed(dropout_p, q.device), programs.mask,
+        programs.bias, q.shape[3] ** -0.5 if scale is None else float(scale), programs.softcap, float(dropout_p),
+        layout != "bhsd",
     )  # fmt: skip
 
 
@@ -310,11 +301,6 @@ _AUTOCASTING = frozenset(
     for device in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu")
     if torch.amp.is_autocast_available(device)
 )  # computed at import, since torch 2.11's compiler cannot trace the query
-
-
-def listed(bias: Any) -> list[Any]:
-    """Return the biases of an argument ``bias`` of :func:`attention`."""
-    return [] if bias is None else [*bias] if isinstance(bias, list | tuple) else [bias]
 
 
 def _autocasts(device: str) -> bool:

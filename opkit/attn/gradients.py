@@ -92,7 +92,7 @@ def attention_bias_backward(
     call = BiasCall(
         gradient, delta, q, k, v, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, wanted, seed, dropout_p, sinks
     )  # fmt: skip
-    gradients = program.bias_gradients(_logit_gradients(call, delta).of_logits, bias, bias_tensors)
+    gradients = _logit_gradients(call, delta).of_biases
     results: list[Tensor] = []
     for number in wanted:
         one = gradients[number]
@@ -107,7 +107,7 @@ def reference_gradients(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tenso
     dtype, heads = lse.dtype, q.shape[1]
     gradient = gradient.to(dtype)
     delta = (gradient * out.to(dtype)).sum(-1) - (0.0 if of_lse is None else of_lse)
-    _, of_products, weights = _logit_gradients(call, delta)
+    _, of_products, weights, _ = _logit_gradients(call, delta)
     gradients = (
         (of_products @ _finite(reference.spread(k.to(dtype), heads))).to(q.dtype),
         _sum_shared_heads(of_products.mT @ _finite(q.to(dtype)), k.shape[1]).to(k.dtype),
@@ -117,22 +117,24 @@ def reference_gradients(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tenso
 
 
 class _LogitGradients(NamedTuple):
-    """The gradients of the logits before the mask and of the products of queries and keys; the weights of the values."""
+    """The gradients of the logits and of the products of queries and keys; the weights of the values; a bias's gradients."""
 
     of_logits: Tensor
     of_products: Tensor
     weights: Tensor
+    of_biases: list[Tensor | None]
 
 
 def _logit_gradients(call: GradientCall | BiasCall, delta: Tensor) -> _LogitGradients:
-    """Return them, (batch, heads, queries, keys) each, in the dtype of the log-sum-exp."""
+    """Return them; the first three are (batch, heads, queries, keys) in the dtype of the log-sum-exp."""
     q, lse, scale, softcap = call.q, call.lse, call.scale, call.softcap
-    dtype, heads, grid = lse.dtype, q.shape[1], Grid(q.shape[2], call.k.shape[2], q.device)
+    dtype, heads, grid = lse.dtype, q.shape[1], Grid.of(call)
     keys, values = (reference.spread(x.to(dtype), heads) for x in (call.k, call.v))
     visible = program.visible(call.mask, call.mask_tensors, grid)
     products = _product(q.to(dtype), keys.mT, _finite(keys).mT, _contact(keys, visible)) * scale
     capped = torch.tanh(products / softcap) if softcap > 0 else None
-    logits = program.biased(products if capped is None else softcap * capped, call.bias, call.bias_tensors, grid)
+    unbiased = products if capped is None else softcap * capped
+    logits = program.biased(unbiased, call.bias, call.bias_tensors, grid)
     seen = (lse > -torch.inf).unsqueeze(-1)
     seen = seen if visible is None else seen & visible
     # Not exp(logits - lse): where logits are large, their maximum plus the logarithm of a sum is the maximum.
@@ -144,8 +146,9 @@ def _logit_gradients(call: GradientCall | BiasCall, delta: Tensor) -> _LogitGrad
         factor = reference.retained(call.seed, call.dropout_p, q.shape[0], heads, grid) * factor
         of_weights, retained = of_weights * factor, weights * factor
     of_logits = torch.where(seen, weights * (of_weights - delta.unsqueeze(-1)), 0.0)
-    inner = of_logits * scale if capped is None else of_logits * (1 - capped.square()) * scale
-    return _LogitGradients(of_logits, torch.where(seen, inner, 0.0), retained)
+    of_unbiased, of_biases = program.bias_gradients(of_logits, seen, unbiased, call.bias, call.bias_tensors, grid)
+    inner = of_unbiased * scale if capped is None else of_unbiased * (1 - capped.square()) * scale
+    return _LogitGradients(of_logits, torch.where(seen, inner, 0.0), retained, of_biases)
 
 
 def _sum_shared_heads(x: Tensor, kv_heads: int) -> Tensor:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opkit.attn.masks import biases, program
-from opkit.attn.masks.algebra import Mask, as_mask, lower
+from opkit.attn.masks.algebra import Mask, as_mask
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program import Grid
 from opkit.attn.masks.program_builder import CallSizes
 
@@ -60,7 +61,7 @@ def attention(
         row's logits, (batch, heads, queries) in float32 or float64. A row that sees nothing is zeros and minus infinity.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    grid = Grid(q.shape[2], k.shape[2], q.device)
+    grid = Grid(q.shape[2], k.shape[2], q.device, q.shape[0], q.shape[1])
     keys, values = (spread(x.to(dtype), q.shape[1]) for x in (k, v))
     seen = program.visible(mask, mask_tensors, grid)
     logits = product(q.to(dtype), keys.mT, finite(keys).mT, contact(keys, seen)) * scale
@@ -209,7 +210,7 @@ def mask_as_tensors(mask: Mask | Tensor | None, q: Tensor, k: Tensor) -> tuple[T
         return None, None
     sizes = CallSizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     lowered = lower(as_mask(mask), sizes)
-    seen = program.visible(lowered.program, lowered.tensors, Grid(sizes.queries, sizes.keys, q.device))
+    seen = program.visible(lowered.program, lowered.tensors, Grid(sizes.queries, sizes.keys, q.device, *q.shape[:2]))
     if not lowered.additive:
         return seen, None
     tensors: list[Tensor] = []

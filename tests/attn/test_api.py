@@ -134,7 +134,7 @@ WRONG = (
     (call(sinks=torch.zeros(2)), ShapeError, r"sinks of shape \(2,\) must be \(heads,\) = \(4,\), q's heads"),
     (call(sinks=torch.zeros(4).int()), DtypeError, r"sinks has dtype torch.int32, expected a floating one"),
     (call(sinks=torch.zeros(4, device="meta")), ArgumentError, r"sinks is on meta, q is on cpu"),
-    (call(bias="alibi"), ArgumentTypeError, r"a bias is a floating tensor, ALiBi, RelativePosition, or a list .* got str"),
+    (call(bias="alibi"), ArgumentTypeError, r"a bias is a floating tensor, .* a function, or a list .* got str"),
     (call(bias=torch.ones(5, 6).bool()), DtypeError, r"bias has dtype torch.bool, expected floating"),
     (call(bias=torch.ones(6, 5)), ShapeError, r"bias of shape \(6, 5\) does not broadcast to .* = \(2, 4, 5, 6\)"),
     (call(bias=ALiBi(torch.ones(2))), ShapeError, r"ALiBi: slopes of shape \(2,\) must be \(heads,\) = \(4,\) or"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opkit
-from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import (
@@ -244,9 +244,9 @@ WRONG = (
     (lambda: SlidingWindow(2, 0.5), ArgumentError, r"SlidingWindow: right=0.5 must be"),
     (lambda: bool(Causal()), ArgumentTypeError, r"Combine masks with &, \| and ~"),
     (lambda: Causal() and KeyPadding(torch.ones(2)), ArgumentTypeError, r"Combine masks with &, \| and ~"),
-    (lambda: Causal() & 3, ArgumentTypeError, r"a mask is one of opkit.masks or a tensor, got int: 3"),
+    (lambda: Causal() & 3, ArgumentTypeError, r"a mask is one of opkit.masks, a function or a tensor, got int: 3"),
     (lambda: Blocks(torch.ones(3)), ArgumentTypeError, r"Blocks takes a BlockMask .* got Tensor"),
-    (lambda: call("causal"), ArgumentTypeError, r"a mask is one of opkit.masks or a tensor, got str: 'causal'"),
+    (lambda: call("causal"), ArgumentTypeError, r"a mask is one of opkit.masks, a function or a tensor, got str: 'causal'"),
     (lambda: call(KeyPadding(torch.ones(2))), DtypeError, r"KeyPadding: lengths has dtype torch.float32, expected integers"),
     (lambda: call(KeyPadding([3, 4])), ArgumentTypeError, r"KeyPadding: lengths must be a tensor, got list: \[3, 4\]"),
     (

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opkit
 from opkit.attn import tensor_cache
-from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.tensor_cache import TensorCache, get_or_compute
 from opkit.masks import Causal, Dense, KeyPadding, PrefixLM, Segments, VarLen

@@ -1,4 +1,4 @@
-"""``torch.nn.attention.flex_attention`` by :func:`opkit.attention`, for masks and biases of the algebra."""
+"""``torch.nn.attention.flex_attention`` by :func:`opkit.attention`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opkit.attn.api import attention
-from opkit.attn.masks.algebra import Mask, SizedMask
+from opkit.attn.masks.algebra import Mask, MaskFunction, SizedMask
 from opkit.attn.masks.biases import SizedBias, parse_score_mod
 from opkit.attn.masks.block_masks import Blocks
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
@@ -35,10 +35,10 @@ def flex_attention(
         query: (batch, heads, queries, d).
         key: (batch or 1, key heads, keys, d).
         value: (batch or 1, key heads, keys, d_v).
-        score_mod: of :mod:`opkit.masks`: ``Softcap``, ``ALiBi``, ``RelativePosition``, ``ScoreMods`` of several, or what their
-            ``sized`` gives; a floating tensor is added to the logits. Other functions are refused.
-        block_mask: a ``BlockMask`` of torch, or a mask of :mod:`opkit.masks`. A ``BlockMask`` that was made of a mask of
-            :mod:`opkit.masks` is that mask; of another it is made a bool tensor, once.
+        score_mod: a function, or of :mod:`opkit.masks` ``Softcap``, ``ALiBi``, ``RelativePosition``, ``ScoreMods`` of several, or
+            what their ``sized`` gives; a floating tensor is added to the logits.
+        block_mask: a ``BlockMask`` of torch, a function ``mask_mod``, or a mask of :mod:`opkit.masks`. A ``BlockMask`` with the
+            blocks of its function is that function; of other blocks it is made a bool tensor, once.
         scale: of logits; ``1 / sqrt(d)`` by default.
         enable_gqa: whether several heads of queries may share one of keys.
         return_lse: also give the log-sum-exp; torch has put ``return_aux`` in its place.
@@ -50,7 +50,7 @@ def flex_attention(
         base e; with ``return_aux`` also torch's ``AuxOutput``. A query that sees nothing gives zeros and minus infinity.
 
     Raises:
-        ArgumentTypeError: ``score_mod`` or ``block_mask`` is another function.
+        ArgumentTypeError: ``score_mod`` or ``block_mask`` is none of these.
         ArgumentError: ``return_aux`` asks for the greatest logits, or is passed together with ``return_lse``.
         ShapeError: a shape does not fit, or a ``BlockMask`` is for other numbers of queries or keys.
 
@@ -96,9 +96,11 @@ def _mask(given: Any, sizes: tuple[int, int]) -> Mask | None:
     if isinstance(given, SizedMask):
         return _of_sizes(given, given.mask, sizes)
     if not hasattr(given, "kv_num_blocks"):
+        if callable(given):
+            return MaskFunction(given)
         raise ArgumentTypeError(
-            f"{_NAME}: block_mask is a BlockMask of torch or a mask of opkit.masks, got {type(given).__name__}: {given!r}. Give "
-            "what create_block_mask makes of a function."
+            f"{_NAME}: block_mask is a BlockMask of torch, a function or a mask of opkit.masks, got {type(given).__name__}: "
+            f"{given!r}."
         )
     if not _may_be(tuple(given.seq_lengths), sizes):
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""Masks: frozen objects that say which keys a query sees, combined with ``&``, ``|`` and ``~``; and their lowering to programs.
+"""Masks: frozen objects that say which keys a query sees, combined with ``&``, ``|`` and ``~``.
 
 Queries are counted by ``i`` and keys by ``j``, both from 0. Masks with a diagonal are in :mod:`opkit.attn.masks.diagonals`.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from opkit.attn.compat.torch_private import causal_bias_of
+from opkit.attn.functions import known
+from opkit.attn.functions.trace import describe, trace
 from opkit.attn.masks import program
 from opkit.attn.masks.logit_index import LogitIndex, sequences_before
-from opkit.attn.masks.program_builder import CallSizes, PackedSequences, ProgramBuilder
+from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
-
-_MAX_PROGRAMS = 4096  # in the cache of `lower`
 
 
 class Mask:
@@ -88,18 +89,22 @@ class SizedMask:
 
 
 def as_mask(value: object) -> Mask:
-    """Return a mask as it is, torch's ``CausalBias`` as the diagonal that it stands for, and another tensor as :class:`Dense`.
+    """Return a mask as it is, torch's ``CausalBias`` as the diagonal that it stands for, another tensor as :class:`Dense`.
+
+    A function becomes a :class:`MaskFunction`.
 
     Raises:
-        ArgumentTypeError: ``value`` is neither a mask nor a tensor.
+        ArgumentTypeError: ``value`` is none of these.
     """
     if isinstance(value, Mask):
         return value
     if isinstance(value, Tensor):
         bias = causal_bias_of(value)
         return Dense(value) if bias is None else CausalOfTorch.of(bias)
+    if callable(value):
+        return MaskFunction(value)
     raise ArgumentTypeError(
-        f"opkit.attention: a mask is one of opkit.masks or a tensor, got {type(value).__name__}: {value!r}. "
+        f"opkit.attention: a mask is one of opkit.masks, a function or a tensor, got {type(value).__name__}: {value!r}. "
         "Example: mask=opkit.masks.Causal()."
     )
 
@@ -261,6 +266,38 @@ class Dense(Mask):
         return index.of_all(self.tensor)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MaskFunction(Mask):
+    """A function ``mask_mod(b, h, q_idx, kv_idx)``, as of torch's flex_attention: True where the query sees the key.
+
+    It is traced once, with int32 tensors of unknown values. It may read any tensor, of the call's device, and any number around
+    it; another value of a captured number costs nothing. A function that is passed as ``mask=`` or combined by ``&`` and ``|``
+    with a mask becomes this; ``~`` needs it written.
+
+    Comparisons of ``q_idx`` and ``kv_idx``, of elements of two integer tensors at them (as int32), and of ``kv_idx`` and an
+    element at ``b`` are as fast as the masks that say the same. Elements beyond a tensor's end must not be needed.
+
+    Args:
+        function: of four int32 tensors, which returns a bool one of the shape to which they broadcast.
+
+    >>> import opkit, torch
+    >>> q, width = torch.ones(1, 2, 5, 8), 2
+    >>> near = MaskFunction(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < width)
+    >>> opkit.attention(q, q, q, mask=~near).shape
+    torch.Size([1, 2, 5, 8])
+    """
+
+    function: Callable[..., Any]
+
+    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
+        """Emit the opcodes that say the same, and ``FUNCTION`` for what is left."""
+        traced = trace(self.function, "mask", torch.float32, builder.sizes.device)
+        known.lower_mask(traced, traced.root, builder, describe(self.function))
+
+    def at(self, index: LogitIndex) -> Tensor:
+        return self.function(index.b, index.h, index.i, index.j)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Combination(Mask):
     """A mask made of several."""
@@ -329,58 +366,6 @@ class Not(Mask):
 def conjuncts(mask: Mask) -> list[Mask]:
     """Return the parts of a conjunction, with those of nested conjunctions in place of these; a list of any other mask alone."""
     return [leaf for part in mask.parts for leaf in conjuncts(part)] if isinstance(mask, And) else [mask]
-
-
-# ---- lowering --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class LoweredMask:
-    """A mask as the operator takes it.
-
-    ``additive`` are the floating tensors, which belong to the biases; ``moved`` says that packed sequences of keys lie elsewhere
-    than those of queries.
-    """
-
-    program: list[int]
-    tensors: list[Tensor]
-    additive: tuple[Tensor, ...] = ()
-    moved: bool = False
-
-
-_programs: dict[Any, LoweredMask] = {}
-
-
-def lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
-    """Return the program of ``mask`` and its tensors; that of a mask without tensors is cached.
-
-    Raises:
-        ShapeError, DtypeError, ArgumentError: a tensor of the mask does not fit the call.
-    """
-    concrete = type(sizes.queries) is int and type(sizes.keys) is int
-    if not concrete or not mask.static or torch.compiler.is_compiling():
-        return _lower(mask, sizes)
-    key = (mask, sizes.queries, sizes.keys)
-    lowered = _programs.get(key)
-    if lowered is None:
-        if len(_programs) >= _MAX_PROGRAMS:
-            _programs.clear()
-        lowered = _programs[key] = _lower(mask, sizes)
-    return lowered
-
-
-def _lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
-    parts = conjuncts(mask)
-    added = tuple(part.tensor for part in parts if isinstance(part, Dense) and part.additive)
-    hiding = [part for part in parts if not (isinstance(part, Dense) and part.additive)]
-    builder = ProgramBuilder(sizes)
-    packed = packed_sequences_of(hiding, builder)
-    for part in hiding:
-        begin = len(builder.program)
-        part.lower(builder, packed)
-        if not builder.drop_if_all_visible(begin) and begin:
-            builder.emit(program.AND)
-    return LoweredMask(builder.program, builder.tensors, added, packed is not None and not packed.same)
 
 
 def packed_sequences_of(parts: list[Mask], builder: ProgramBuilder) -> PackedSequences | None:

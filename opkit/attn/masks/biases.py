@@ -147,9 +147,19 @@ def lower(bias: object, sizes: CallSizes, tensors: list[Tensor]) -> list[int]:
     if isinstance(bias, (list, tuple)):
         return [word for part in bias for word in lower(part, sizes, tensors)]
     raise ArgumentTypeError(
-        f"opkit.attention: a bias is a floating tensor, ALiBi, RelativePosition, or a list of them, got {type(bias).__name__}: "
-        f"{bias!r}."
+        "opkit.attention: a bias is a floating tensor, ALiBi, RelativePosition, a function, or a list of them, got "
+        f"{type(bias).__name__}: {bias!r}."
     )
+
+
+def listed(bias: Any) -> list[Any]:
+    """Return the biases of an argument ``bias`` of :func:`opkit.attention`."""
+    return [] if bias is None else [*bias] if isinstance(bias, list | tuple) else [bias]
+
+
+def is_function(bias: object) -> bool:
+    """Return whether a bias is a user's ``score_mod``."""
+    return callable(bias) and not isinstance(bias, (Bias, Tensor))
 
 
 def has_alibi(bias: object) -> bool:
@@ -240,10 +250,8 @@ def parse_score_mod(score_mod: Any) -> tuple[float | None, list[Any]]:
 
 
 def _check_score_mod(part: Any) -> None:
-    if isinstance(part, (Bias, SizedBias)) or (isinstance(part, Tensor) and part.is_floating_point()):
+    if is_function(part) or isinstance(part, Bias) or (isinstance(part, Tensor) and part.is_floating_point()):
         return
-    name = getattr(part, "__qualname__", None) or f"{type(part).__name__}: {part!r}"
     raise ArgumentTypeError(
-        f"opkit: a score_mod is one of opkit.masks ({_SCORE_MODS}), got {name}. A Python function is not run: express it by "
-        "these, pass what it adds to the logits as a tensor, or call torch.nn.attention.flex_attention.flex_attention."
+        f"opkit: a score_mod is a function, or one of opkit.masks ({_SCORE_MODS}), got {type(part).__name__}: {part!r}."
     )

@@ -1,4 +1,4 @@
-"""Use a ``BlockMask`` of torch's flex_attention as a mask: the mask of :mod:`opkit.masks` it was made from, or a bool tensor."""
+"""Use a ``BlockMask`` of torch's flex_attention as a mask: the mask or function it was made from, or a bool tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.masks import program
-from opkit.attn.masks.algebra import Mask, SizedMask
+from opkit.attn.masks.algebra import Mask, SizedMask, as_mask
 from opkit.attn.masks.logit_index import LogitIndex
 from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentTypeError
@@ -20,15 +20,15 @@ from opkit.errors import ArgumentTypeError
 class Blocks(Mask):
     """A ``BlockMask`` of ``torch.nn.attention.flex_attention``: the same queries see the same keys as there.
 
-    Its function is evaluated for every query and key at construction; construct it once, and use it often. Where the function is
-    a mask of :mod:`opkit.masks` and the blocks are those of that mask, this is that mask from then on; otherwise it takes
+    Its function is evaluated for every query and key at construction; construct it once, and use it often. Where the blocks are
+    those of the function, this is the function from then on, or the mask of :mod:`opkit.masks` that it is; otherwise it takes
     queries * keys bytes for each batch and head of the ``BlockMask``.
 
     Args:
         block_mask: from ``create_block_mask`` or ``BlockMask.from_kv_blocks``, for the call's numbers of queries and keys.
 
     Attributes:
-        mask: the mask of :mod:`opkit.masks` that it equals, or None.
+        mask: the mask that it equals, or None.
         dense: bool, (batch or 1, heads or 1, queries, keys), or None where ``mask`` is not None.
     """
 
@@ -76,13 +76,13 @@ def _parts(block_mask: Any) -> _Parts:
 
 
 def _original_mask(block_mask: Any) -> Mask | None:
-    """Return the mask of :mod:`opkit.masks` that a ``BlockMask`` equals, or None."""
+    """Return the mask that a ``BlockMask`` equals, that of :mod:`opkit.masks` or its function; None if it has other blocks."""
     function, sizes = block_mask.mask_mod, block_mask.seq_lengths
-    if not isinstance(function, (Mask, SizedMask)):
-        return None
     if isinstance(function, SizedMask) and (function.queries, function.keys) != tuple(sizes):
         return None
-    return (function.mask if isinstance(function, SizedMask) else function) if _blocks_agree(block_mask) else None
+    if not _blocks_agree(block_mask):
+        return None
+    return function.mask if isinstance(function, SizedMask) else as_mask(function)
 
 
 def _blocks_agree(block_mask: Any) -> bool:

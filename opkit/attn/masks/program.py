@@ -12,6 +12,7 @@ mask                           query ``i`` of batch ``b`` and head ``h`` sees ke
 ``LENGTH t``                   ``j < tensors[t][b]``: int32, (batch or 1,)
 ``DENSE t``                    ``tensors[t][b, h, i, j]``: bool, 4 dimensions, each of size 1 or full
 ``BAND_AT t lower upper``      ``lower <= j - i - tensors[t][b, i] <= upper``: int32, (batch or 1, queries)
+``FUNCTION n ...``             the expression holds that the ``n`` words hold (:mod:`opkit.attn.functions.expression`)
 =============================  ========================================================================================
 
 =============================  ========================================================================================
@@ -20,6 +21,7 @@ bias                           is added to the logit of query ``i`` and key ``j`
 ``BIAS_DENSE t``               ``tensors[t][b, h, i, j]``: floating, 4 dimensions, each of size 1 or full
 ``BIAS_ALIBI t``               ``-tensors[t][b, h] * |i + (keys - queries) - j|``: float32, (batch or 1, heads)
 ``BIAS_REL th tw kw``          ``tensors[th][b, h, i, j // kw] + tensors[tw][b, h, i, j % kw]``: floating
+``BIAS_FUNCTION n ...``        not added: the logit becomes the value of the expression that the ``n`` words hold
 =============================  ========================================================================================
 
 Programs exist since evaluated masks and compiled ones cost more: eight packed causal sequences of 1024 tokens (8 heads of 64,
@@ -36,13 +38,15 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import AnyCall, GradientCall
+from opkit.attn.functions.expression import Function
 
-AND, OR, NOT, BAND, SEGMENTS, LENGTH, DENSE, BAND_AT = range(8)
-BIAS_DENSE, BIAS_ALIBI, BIAS_REL = range(3)
+AND, OR, NOT, BAND, SEGMENTS, LENGTH, DENSE, BAND_AT, FUNCTION = range(9)
+BIAS_DENSE, BIAS_ALIBI, BIAS_REL, BIAS_FUNCTION = range(4)
 UNLIMITED = 2**62
 
-MASK_OPERANDS = {AND: 0, OR: 0, NOT: 0, BAND: 2, SEGMENTS: 2, LENGTH: 1, DENSE: 1, BAND_AT: 3}
-BIAS_OPERANDS = {BIAS_DENSE: 1, BIAS_ALIBI: 1, BIAS_REL: 3}
+_COUNTED = -1  # the first operand says how many follow
+MASK_OPERANDS = {AND: 0, OR: 0, NOT: 0, BAND: 2, SEGMENTS: 2, LENGTH: 1, DENSE: 1, BAND_AT: 3, FUNCTION: _COUNTED}
+BIAS_OPERANDS = {BIAS_DENSE: 1, BIAS_ALIBI: 1, BIAS_REL: 3, BIAS_FUNCTION: _COUNTED}
 _MASK_TENSORS = {
     SEGMENTS: 2,
     LENGTH: 1,
@@ -64,7 +68,8 @@ def instructions(program: Sequence[int], operands: Mapping[int, int]) -> list[tu
     found: list[tuple[int, ...]] = []
     at = 0
     while at < len(program):
-        end = at + 1 + operands[int(program[at])]
+        count = operands[int(program[at])]
+        end = at + 1 + (count if count != _COUNTED else 1 + program[at + 1])
         found.append((int(program[at]), *program[at + 1 : end]))
         at = end
     return found
@@ -75,11 +80,26 @@ def instructions(program: Sequence[int], operands: Mapping[int, int]) -> list[tu
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The grid of a call's logits: the numbers of queries and keys, and the device."""
+    """The grid of a call's logits: the numbers of queries and keys, the device, and for functions those of batches and heads."""
 
     queries: int
     keys: int
     device: torch.device
+    batch: int = 1
+    heads: int = 1
+
+    @classmethod
+    def of(cls, call: AnyCall) -> Grid:
+        """Return the grid of a call."""
+        batch, heads, queries, _ = call.q.shape
+        return cls(queries, call.k.shape[2], call.q.device, batch, heads)
+
+    @property
+    def variables(self) -> dict[str, Tensor]:
+        """The variables of functions, which broadcast to each other."""
+        counts = zip("bhij", (self.batch, self.heads, self.queries, self.keys), strict=True)
+        numbers = [(name, torch.arange(count, dtype=torch.int32, device=self.device)) for name, count in counts]
+        return {name: x.reshape(-1, *[1] * (3 - axis)) for axis, (name, x) in enumerate(numbers)}
 
     @property
     def rows(self) -> Tensor:
@@ -114,6 +134,9 @@ def _visible_by(opcode: int, operands: Sequence[int], tensors: Tensors, grid: Gr
     """Return what a leaf of a mask's program pushes."""
     if opcode == BAND:
         return _between(grid.columns - grid.rows, *operands)[None, None]
+    if opcode == FUNCTION:
+        seen = Function.of(operands).evaluate(grid.variables, tensors)
+        return seen.reshape(*[1] * (4 - seen.dim()), *seen.shape)
     first = tensors[operands[0]]
     if opcode == SEGMENTS:
         return (first.unsqueeze(-1) == tensors[operands[1]].unsqueeze(-2)).unsqueeze(1)
@@ -131,15 +154,21 @@ def _between(distances: Tensor, lower: int, upper: int) -> Tensor:
 def biased(logits: Tensor, program: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor:
     """Return ``logits``, (batch, heads, queries, keys), with each term of a bias's program added in their dtype."""
     for opcode, *operands in instructions(program, BIAS_OPERANDS):
-        first = tensors[operands[0]].to(logits.dtype)
-        if opcode == BIAS_DENSE:
-            logits = logits + first
-        elif opcode == BIAS_ALIBI:
-            logits = logits + -first[..., None, None] * _alibi_distances(grid).to(logits.dtype)
-        else:
-            columns = tensors[operands[1]].to(logits.dtype)
-            logits = logits + (first.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)[..., : grid.keys]
+        logits = _with_term(logits, opcode, operands, tensors, grid)
     return logits
+
+
+def _with_term(logits: Tensor, opcode: int, operands: Sequence[int], tensors: Tensors, grid: Grid) -> Tensor:
+    if opcode == BIAS_FUNCTION:
+        found = Function.of(operands).evaluate({"score": logits, **grid.variables}, tensors)
+        return found.to(logits.dtype).expand_as(logits)
+    first = tensors[operands[0]].to(logits.dtype)
+    if opcode == BIAS_DENSE:
+        return logits + first
+    if opcode == BIAS_ALIBI:
+        return logits + -first[..., None, None] * _alibi_distances(grid).to(logits.dtype)
+    columns = tensors[operands[1]].to(logits.dtype)
+    return logits + (first.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(-2)[..., : grid.keys]
 
 
 def _alibi_distances(grid: Grid) -> Tensor:
@@ -147,16 +176,39 @@ def _alibi_distances(grid: Grid) -> Tensor:
     return (grid.rows + (grid.keys - grid.queries) - grid.columns).abs()
 
 
-def bias_gradients(of_logits: Tensor, program: Sequence[int], tensors: Tensors) -> list[Tensor | None]:
-    """Return the gradients of a bias's tensors, in their dtypes, from that of the logits; None for one that no term names."""
+def bias_gradients(
+    of_logits: Tensor, seen: Tensor, logits: Tensor, program: Sequence[int], tensors: Tensors, grid: Grid
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradients of the logits before a bias's program, and of the program's tensors, in their dtypes.
+
+    Args:
+        of_logits: the gradient of :func:`biased` logits, (batch, heads, queries, keys).
+        seen: which logits are not hidden; of others nothing reaches a tensor.
+        logits: those before.
+        program: the bias.
+        tensors: its tensors; None is returned for one that no term names, or whose elements are no floats.
+        grid: of the call.
+    """
     gradients: list[Tensor | None] = [None] * len(tensors)
-    for opcode, *operands in instructions(program, BIAS_OPERANDS):
-        numbers = operands[: _BIAS_TENSORS[opcode]]
-        for number, gradient in zip(numbers, _term_gradients(opcode, numbers, of_logits, tensors), strict=True):
-            summed = gradient.sum_to_size(tensors[number].shape).to(tensors[number].dtype)
-            earlier = gradients[number]
-            gradients[number] = summed if earlier is None else earlier + summed
-    return gradients
+    steps = instructions(program, BIAS_OPERANDS)
+    before = [logits]
+    for opcode, *operands in steps[:-1]:
+        before.append(_with_term(before[-1], opcode, operands, tensors, grid))
+    for logits, (opcode, *operands) in zip(reversed(before), reversed(steps), strict=False):
+        if opcode == BIAS_FUNCTION:
+            function = Function.of(operands)
+            variables = {"score": logits, **grid.variables}
+            numbers: Sequence[int] = function.tensors
+            of_logits, parts = function.gradients(of_logits, seen, variables, tensors)
+        else:
+            numbers = operands[: _BIAS_TENSORS[opcode]]
+            whole = _term_gradients(opcode, numbers, of_logits, tensors)
+            parts = [part.sum_to_size(tensors[n].shape) for n, part in zip(numbers, whole, strict=True)]
+        for number, part in zip(numbers, parts, strict=True):
+            if part is not None:
+                part, earlier = part.to(tensors[number].dtype), gradients[number]
+                gradients[number] = part if earlier is None else earlier + part
+    return of_logits, gradients
 
 
 def _term_gradients(opcode: int, numbers: Sequence[int], of_logits: Tensor, tensors: Tensors) -> list[Tensor]:
@@ -197,7 +249,7 @@ def results_fit(call: GradientCall) -> bool:
 
 
 def mask_fits(call: AnyCall) -> bool:
-    """Return whether each tensor that a mask's program names exists and has the right shape and dtype."""
+    """Return whether each tensor that a mask's program names has the right shape and dtype, and it has no functions."""
     return _fits(call.mask, call.mask_tensors, call, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit)
 
 
@@ -218,7 +270,7 @@ def _fits(
     at = 0
     while at < len(words):
         opcode = words[at]
-        if opcode not in operands:
+        if operands.get(opcode, _COUNTED) == _COUNTED:
             return False
         count, numbers = operands[opcode], words[at + 1 : at + 1 + named.get(opcode, 0)]
         if len(words) < at + 1 + count or not all(0 <= n < len(tensors) for n in numbers):

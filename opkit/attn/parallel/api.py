@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opkit.attn import api
+from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
@@ -77,7 +78,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exp of this process's queries, (batch, heads, positions, d)."""
         parts = [] if mask is None else conjuncts(as_mask(mask))
-        added = api.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
+        added = biases.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
         hiding = tuple(each for each in parts if not (isinstance(each, Dense) and each.additive))
         mask = And(hiding) if hiding else None
         method, _ = self.choose(q, k)

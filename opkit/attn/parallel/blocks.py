@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.masks import algebra, biases
-from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, KeyPadding, Mask, Not, Or, Segments, VarLen
+from opkit.attn.functions.trace import describe
+from opkit.attn.masks import algebra, biases, lowering
+from opkit.attn.masks.algebra import (
+    And,
+    CausalOfTorch,
+    Dense,
+    KeyPadding,
+    Mask,
+    MaskFunction,
+    Not,
+    Or,
+    Segments,
+    VarLen,
+)
 from opkit.attn.masks.biases import ALiBi, RelativePosition
 from opkit.attn.masks.diagonals import Causal, PrefixLM, SlidingWindow
 from opkit.attn.masks.program_builder import CallSizes
@@ -71,7 +83,7 @@ def check_whole(mask: Mask | None, added: Sequence[Any], whole: CallSizes) -> No
     for each in added:
         biases.lower(each, whole, [])
     if mask is not None:
-        algebra.lower(mask, whole)
+        lowering.lower(mask, whole)
 
 
 def check_divisible(bias: Any, keys: int) -> None:
@@ -106,6 +118,8 @@ def local_bias(bias: Any, heads: range, batch: range | None = None) -> Any:
             return ALiBi(_narrow(_narrow(bias.slopes, -1, heads), -2, batch))
         case RelativePosition():
             return RelativePosition(*(local_tensor(x, heads, batch) for x in (bias.rel_h, bias.rel_w)))
+        case _ if biases.is_function(bias):
+            raise _indivisible(bias)
         case _:
             return local_tensor(bias, heads, batch)
 
@@ -124,8 +138,17 @@ def local_mask(mask: Mask, heads: range, batch: range | None = None) -> Mask:
         case Segments():
             keys = None if mask.kv_ids is None else _narrow(mask.kv_ids, -2, batch)
             return Segments(_narrow(mask.q_ids, -2, batch), keys)
+        case MaskFunction():
+            raise _indivisible(mask.function)
         case _:
             return mask
+
+
+def _indivisible(function: Any) -> ArgumentError:
+    return ArgumentError(
+        f"opkit.attention: {describe(function)} cannot be divided among processes: it counts batches, heads and positions of one "
+        "call. Give a mask or a bias of opkit.masks, or a tensor."
+    )
 
 
 def local_tensor(tensor: Tensor, heads: range, batch: range | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from opkit.attn import api
+from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import Dense, Mask, as_mask
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.merging import merge_attention
@@ -52,7 +53,7 @@ def attention(
             f"{_shown(q, k, v)}. Shard the batch or the sequence."
         )
     mask = None if mask is None else local_mask(as_mask(mask), heads, batch)
-    bias = [local_bias(x, heads, batch) for x in api.listed(bias)]
+    bias = [local_bias(x, heads, batch) for x in biases.listed(bias)]
     sinks = None if sinks is None else _local_sinks(sinks, heads, sharded)
     of_q = [Partial() if name == "keys" else placement for name, placement in zip(sharded, q.placements, strict=True)]
     own = api.as_bhsd(q.to_local(grad_placements=of_q), k.to_local(), v.to_local(), layout)

@@ -112,9 +112,10 @@ def test_of_the_formula(run, name):
     call, precise = bias_call(case, dtype)
     found = run("opkit::attention_bias_backward", *call)
     expected = gradients.attention_bias_backward(*precise)
-    added = program.bias_gradients(
-        gradients._logit_gradients(precise, precise.delta).of_logits.abs(), call.bias, call.bias_tensors
-    )
+    of_logits = gradients._logit_gradients(precise, precise.delta).of_logits.abs()
+    everywhere = torch.ones_like(of_logits, dtype=torch.bool)
+    grid = program.Grid.of(call)
+    _, added = program.bias_gradients(of_logits, everywhere, of_logits, call.bias, call.bias_tensors, grid)
     for mine, right, size, tensor in zip(found, expected, added, call.bias_tensors, strict=True):
         assert (mine.dtype, mine.shape) == (tensor.dtype, tensor.shape)
         size = max(right.abs().max().item(), 0.02 * size.abs().max().item(), 1e-3)  # sums may cancel

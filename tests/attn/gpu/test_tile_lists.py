@@ -12,7 +12,7 @@ from opkit.attn.gpu import kernels, tile_lists
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import library
 from opkit.attn.masks import program
-from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program import AND, BAND, LENGTH, SEGMENTS
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Segments, VarLen

@@ -1,0 +1,373 @@
+"""Find what the opcodes of masks and biases can express in users' functions; the rest stays a function.
+
+``i >= j`` is a band, ``ids[b, i] == ids[b, j]`` are segments, ``j < lengths[b]`` is a length, ``score + table[h, i, j]`` is a
+tensor that is added: every kernel has these already, with lists of live tiles. Of ``and`` and ``or`` each operand is looked at
+by itself, and the operands that are none of these become one function.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from opkit.attn.functions.expression import coordinates, loads_of
+from opkit.attn.functions.trace import Traced
+from opkit.attn.masks import program
+from opkit.attn.masks.program_builder import CallSizes, ProgramBuilder, number_in
+from opkit.attn.tensor_cache import get_or_compute
+from opkit.compiler.ir import expr
+from opkit.compiler.ir.dtypes import is_float, is_int
+from opkit.compiler.ir.expr import Expr
+from opkit.errors import ShapeError
+from opkit.op import torch_private as private
+
+_AXES = ("b", "h", "i", "j")  # in the order of the logits' dimensions
+_NAMES = {"b": "batches", "h": "heads", "i": "queries", "j": "keys"}
+Affine = dict[str, int]  # the factor of each variable and captured number; that of "" is the constant
+
+
+class LoweredScore(NamedTuple):
+    """A score function in parts: the soft cap, what it hides as a mask's expression, and the program of biases."""
+
+    softcap: float | None
+    hidden: Expr | None
+    program: list[int]
+
+
+def lower_mask(traced: Traced, root: Expr, builder: ProgramBuilder, name: str) -> None:
+    """Append the program of a mask's expression; ``name`` is the function's, for errors."""
+    _MaskLowering(traced, builder, name).emit(root)
+
+
+def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped: bool, name: str) -> LoweredScore:
+    """Return the parts of a score function, whose tensors are appended to ``tensors``.
+
+    Args:
+        traced: the function.
+        sizes: of the call.
+        tensors: those of the bias's program.
+        capped: whether a soft cap or another bias comes before it, so that a soft cap of its own is no soft cap of the call.
+        name: the function's, for errors.
+    """
+    root, hidden = _without_hidden(traced.root)
+    scores = [(term, negative) for term, negative in _terms(root) if _has_score(term)]
+    (score, negated), *others = scores or [(root, True)]
+    cap = None if capped else _softcap(score, traced)
+    if negated or others or (score.op != "var" and cap is None):
+        _check_sizes(traced, root, sizes, name)
+        return LoweredScore(None, hidden, [program.BIAS_FUNCTION, *traced.function(root, tensors).words()])
+    words: list[int] = []
+    rest: Expr = expr.var("score", root.dtype)
+    for term, negative in _terms(root):
+        table = None if negative else _table(term, traced, sizes, name)
+        if table is not None:
+            words += [program.BIAS_DENSE, number_in(tensors, table)]
+        elif not _has_score(term):
+            rest = expr.op("sub" if negative else "add", rest, term)
+    if rest.op != "var":
+        _check_sizes(traced, rest, sizes, name)
+        words += [program.BIAS_FUNCTION, *traced.function(rest, tensors).words()]
+    return LoweredScore(cap, hidden, words)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+class _MaskLowering:
+    """Appends the program of a function to a builder."""
+
+    def __init__(self, traced: Traced, builder: ProgramBuilder, name: str) -> None:
+        self.traced = traced
+        self.builder = builder
+        self.sizes = builder.sizes
+        self.name = name
+
+    def emit(self, root: Expr) -> None:
+        if not self._leaf(root):
+            if root.op == "not":
+                self.emit(root.args[0])
+                self.builder.emit(program.NOT)
+            elif root.op in ("and", "or"):
+                self._combination(root)
+            else:
+                self._function(root)
+
+    def _combination(self, root: Expr) -> None:
+        known: list[Expr] = []
+        others: list[Expr] = []
+        for part in _operands(root, root.op):
+            (known if self._contains_leaf(part) else others).append(part)
+        for number, part in enumerate(known):
+            self.emit(part)
+            if number:
+                self.builder.emit(_COMBINE[root.op])
+        if others:
+            self._function(functools.reduce(lambda a, b: expr.op(root.op, a, b), others))
+            if known:
+                self.builder.emit(_COMBINE[root.op])
+
+    def _contains_leaf(self, node: Expr) -> bool:
+        if node.op in ("and", "or", "not"):
+            return any(map(self._contains_leaf, node.args))
+        return self._leaf(node, dry=True)
+
+    def _function(self, root: Expr) -> None:
+        _check_sizes(self.traced, root, self.sizes, self.name)
+        function = self.traced.function(root, self.builder.tensors)
+        self.builder.emit(program.FUNCTION, *function.words())
+
+    def _leaf(self, node: Expr, dry: bool = False) -> bool:
+        """Append the opcode of a comparison or a bool tensor, if there is one, and return whether; ``dry``: append nothing."""
+        if node.op == "load":
+            table = _table(node, self.traced, self.sizes, self.name)
+            if table is not None and not dry:
+                self.builder.emit(program.DENSE, self.builder.tensor(table))
+            return table is not None
+        if node.op not in ("lt", "le", "eq", "ne") or not is_int(node.args[0].dtype):
+            return False
+        negated = node.op == "ne"
+        found = self._band(node, dry) or self._segments(node, dry) or (not negated and self._length(node, dry))
+        if found and negated and not dry:
+            self.builder.emit(program.NOT)
+        return found
+
+    def _band(self, node: Expr, dry: bool) -> bool:
+        ends = _band_ends(node)
+        if ends is not None and not dry:
+            numbers = [None if end is None else self._value(end) for end in ends]
+            lower, upper = (
+                default if number is None else number
+                for number, default in zip(numbers, (-program.UNLIMITED, program.UNLIMITED), strict=True)
+            )
+            self.builder.band(lower, upper, "top-left", None)
+        return ends is not None
+
+    def _value(self, end: Affine) -> int:
+        integers = self.traced.integers
+        return sum((factor * (integers[int(name[1:])] if name else 1) for name, factor in end.items()), 0)
+
+    def _segments(self, node: Expr, dry: bool) -> bool:
+        if node.op not in ("eq", "ne"):
+            return False
+        sides = [_stripped(each) for each in node.args]
+        if any(each.op != "load" for each in sides):
+            return False
+        ids: dict[str, Tensor] = {}
+        for each in sides:
+            at = _axes_of(each)
+            if at in (("i",), ("j",), ("b", "i"), ("b", "j")):
+                ids[at[-1]] = _cut(self.traced, each, self.sizes, self.name)
+        if len(ids) != 2:
+            return False
+        if not dry:
+            of = [self.builder.integers(self.name, ids[axis], ("batch", dim)) for axis, dim in _ID_DIMS]
+            self.builder.emit(program.SEGMENTS, *of)
+        return True
+
+    def _length(self, node: Expr, dry: bool) -> bool:
+        left, right = node.args
+        bound, own = _stripped(right), _affine(left)
+        if bound.op != "load" or own is None or own.get("j") != 1 or set(own) - {"j", ""}:
+            return False
+        at = _axes_of(bound)
+        if at not in ((), ("b",)) or not is_int(bound.dtype):
+            return False
+        if not dry:
+            lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - own.get("", 0)
+            if more:
+                lengths = get_or_compute(("keys", more), (lengths,), lambda: lengths + more)
+            self.builder.lengths(self.name, lengths, None)
+        return True
+
+
+_COMBINE = {"and": program.AND, "or": program.OR}
+_ID_DIMS = (("i", "queries"), ("j", "keys"))
+
+
+def _operands(node: Expr, op: str) -> Iterator[Expr]:
+    if node.op == op:
+        for each in node.args:
+            yield from _operands(each, op)
+    else:
+        yield node
+
+
+def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
+    """Return what ``j - i`` is at least and at most where a comparison holds; None if it is no band."""
+    left, right = node.args
+    if left.op == "abs" and node.op in ("lt", "le"):
+        inner, most = _affine(left.args[0]), _affine(right)
+        if inner is None or most is None or set(most) & set(_AXES):
+            return None
+        most = _sum(most, {"": -1} if node.op == "lt" else {})
+        ends = _distance(inner)
+        if ends is None:
+            return None
+        sign, rest = ends  # |sign * (j - i) + rest| <= most
+        centre = _scaled(rest, -sign)
+        return _sum(centre, _scaled(most, -1)), _sum(centre, most)
+    a, b = _affine(left), _affine(right)
+    ends = None if a is None or b is None else _distance(_sum(a, _scaled(b, -1)))
+    if ends is None:
+        return None
+    sign, rest = ends  # sign * (j - i) + rest <= 0
+    if node.op in ("eq", "ne"):
+        return _scaled(rest, -sign), _scaled(rest, -sign)
+    rest = _sum(rest, {"": 1} if node.op == "lt" else {})
+    return (None, _scaled(rest, -1)) if sign > 0 else (rest, None)
+
+
+def _distance(a: Affine) -> tuple[int, Affine] | None:
+    """Return ``sign`` and ``rest`` of an expression that is ``sign * (j - i) + rest``, the rest of numbers alone; else None."""
+    sign, rest = a.get("j", 0), {name: factor for name, factor in a.items() if name not in ("i", "j")}
+    if sign not in (1, -1) or a.get("i", 0) != -sign or set(rest) & set(_AXES):
+        return None
+    return sign, rest
+
+
+def _affine(node: Expr) -> Affine | None:
+    """Return an integer expression as a sum of variables and captured numbers, each times a constant; None if it is none."""
+    if node.op == "const":
+        return {"": node.data} if is_int(node.dtype) else None
+    if node.op == "var":
+        return {node.data: 1} if is_int(node.dtype) else None
+    if node.op == "cast":
+        return _affine(node.args[0]) if is_int(node.dtype) and is_int(node.args[0].dtype) else None
+    if node.op not in ("add", "sub", "mul", "neg"):
+        return None
+    parts = [_affine(each) for each in node.args]
+    if any(each is None for each in parts):
+        return None
+    known = [each for each in parts if each is not None]
+    if node.op == "neg":
+        return _scaled(known[0], -1)
+    if node.op == "mul":
+        for one, other in (known, known[::-1]):
+            if not set(one) - {""}:
+                return _scaled(other, one.get("", 0))
+        return None
+    return _sum(known[0], _scaled(known[1], -1 if node.op == "sub" else 1))
+
+
+def _sum(a: Affine, b: Affine) -> Affine:
+    total = {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+    return {name: factor for name, factor in total.items() if factor}
+
+
+def _scaled(a: Affine, by: int) -> Affine:
+    return {name: factor * by for name, factor in a.items() if factor * by}
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _stripped(node: Expr) -> Expr:
+    """Return an integer expression without conversions to other integers."""
+    while node.op == "cast" and is_int(node.dtype) and is_int(node.args[0].dtype):
+        (node,) = node.args
+    return node
+
+
+def _axes_of(load: Expr) -> tuple[str, ...] | None:
+    """Return the variables by which a load is indexed, or None if a coordinate is another expression."""
+    at = [_stripped(each) for each in coordinates(load)]
+    return tuple(each.data for each in at) if all(each.op == "var" and each.data in _AXES for each in at) else None
+
+
+def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | None:
+    """Return a captured tensor that broadcasts to the logits, as a load indexes it; None if it indexes in another way."""
+    inner = node.args[0] if node.op == "cast" and is_float(node.dtype) and is_float(node.args[0].dtype) else node
+    if inner.op != "load" or is_int(inner.dtype):
+        return None
+    at = _axes_of(inner)
+    if at is None or list(at) != sorted(set(at), key=_AXES.index):
+        return None
+    tensor = _cut(traced, inner, sizes, name)
+    return tensor[tuple(slice(None) if axis in at else None for axis in _AXES)] if len(at) < 4 else tensor
+
+
+def _cut(traced: Traced, load: Expr, sizes: CallSizes, name: str) -> Tensor:
+    """Return the captured tensor of a load that is indexed by variables, cut to the sizes of the call."""
+    tensor, at = traced.tensors[int(load.data[0][1:])], _axes_of(load) or ()
+    extents = _extents(sizes)
+    for dim, axis in enumerate(at):
+        _check_extent(tensor, dim, axis, extents[axis], name)
+        if not private.or_true(tensor.shape[dim] == extents[axis]):
+            tensor = tensor.narrow(dim, 0, extents[axis])
+    return tensor
+
+
+def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> None:
+    """Raise for a captured tensor that is smaller than the range of a variable that indexes it."""
+    extents = _extents(sizes)
+    for node in loads_of(root):
+        for dim, at in enumerate(map(_stripped, coordinates(node))):
+            if at.op == "var" and at.data in _AXES:
+                _check_extent(traced.tensors[int(node.data[0][1:])], dim, at.data, extents[at.data], name)
+
+
+def _extents(sizes: CallSizes) -> dict[Any, int]:
+    return dict(zip(_AXES, sizes.grid, strict=True))
+
+
+def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -> None:
+    if not private.or_true(tensor.shape[dim] >= extent):
+        raise ShapeError(
+            f"opkit.attention: {name} indexes dimension {dim} of a tensor of shape {tuple(tensor.shape)} by the numbers of "
+            f"{_NAMES[axis]}, of which there are {extent}."
+        )
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def _without_hidden(root: Expr) -> tuple[Expr, Expr | None]:
+    """Return a score without a choice of minus infinity around it, and the condition under which it is not hidden."""
+    visible: list[Expr] = []
+    while root.op == "where" and not _has_score(root.args[0]):
+        condition, yes, no = root.args
+        if _is_minus_infinity(no):
+            visible.append(condition)
+            root = yes
+        elif _is_minus_infinity(yes):
+            visible.append(expr.op("not", condition))
+            root = no
+        else:
+            break
+    return root, functools.reduce(lambda a, b: expr.op("and", a, b), visible) if visible else None
+
+
+def _is_minus_infinity(node: Expr) -> bool:
+    return node.op == "const" and node.data == -math.inf
+
+
+def _has_score(node: Expr) -> bool:
+    return any(each.op == "var" and each.data == "score" for each in node.walk())
+
+
+def _terms(node: Expr, negative: bool = False) -> Iterator[tuple[Expr, bool]]:
+    """Yield the terms of a sum, and whether each is subtracted."""
+    if node.op in ("add", "sub") and is_float(node.dtype):
+        left, right = node.args
+        yield from _terms(left, negative)
+        yield from _terms(right, negative != (node.op == "sub"))
+    else:
+        yield node, negative
+
+
+def _softcap(node: Expr, traced: Traced) -> float | None:
+    """Return the cap of ``cap * tanh(score / cap)``, or None if the term is something else."""
+    if node.op != "mul":
+        return None
+    for bounded, cap in (node.args, node.args[::-1]):
+        inner = bounded.args[0] if bounded.op == "tanh" else None
+        if inner is not None and inner.op == "div" and inner.args[0].op == "var" and inner.args[1] is cap:
+            if cap.op == "const" and cap.data > 0:
+                return cap.data
+            if cap.op == "var" and cap.data.startswith("x") and traced.floats[int(cap.data[1:])] > 0:
+                return traced.floats[int(cap.data[1:])]
+    return None

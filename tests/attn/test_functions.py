@@ -1,0 +1,243 @@
+"""Users' functions as masks and biases: what they compute, their gradients, what of them known opcodes express, and mistakes."""
+
+import functools
+
+import pytest
+import torch
+
+import opkit
+from opkit.attn.api import lowered
+from opkit.attn.masks import program
+from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from opkit.masks import Causal, MaskFunction, SlidingWindow
+from opkit.nn.functional import flex_attention
+
+B, H, S, D = 2, 4, 50, 16
+SLOPES = torch.linspace(0.1, 0.9, H, dtype=torch.float64)
+IDS = torch.arange(S).mul(3).div(S, rounding_mode="floor").expand(B, S).contiguous()
+LENGTHS = torch.tensor([30, 50])
+TABLE = torch.linspace(-1, 1, H * (2 * S - 1), dtype=torch.float64).reshape(H, -1).sin()
+FULL = torch.linspace(-9, 9, B * H * S * S, dtype=torch.float64).reshape(B, H, S, S).cos()
+WINDOW = 7
+
+
+def near(width, step):
+    return lambda b, h, i, j: (i >= j) & (i - j < width) & ((i - j) % step == 0)
+
+
+MASKS = {
+    "causal": lambda b, h, i, j: i >= j,
+    "window": lambda b, h, i, j: (i >= j) & (i - j < WINDOW),
+    "symmetric window": lambda b, h, i, j: (j - i).abs() <= WINDOW,
+    "packed sequences": lambda b, h, i, j: (IDS[b, i] == IDS[b, j]) & (i >= j),
+    "prefix": lambda b, h, i, j: (j < LENGTHS[b]) | (i >= j),
+    "dilated": near(20, 3),
+    "neighbourhood": lambda b, h, i, j: ((i // 8 - j // 8).abs() <= 1) & ((i % 8 - j % 8).abs() <= 2),
+    "by head": lambda b, h, i, j: torch.where(h < 2, i >= j, i <= j),
+    "a tensor of bools": lambda b, h, i, j: (FULL > 0)[b, h, i, j],
+    "not the diagonal": lambda b, h, i, j: (i != j) & (j < S),
+    "rows that see nothing": lambda b, h, i, j: (i > 5) & (j * 2 < i),
+}
+SCORES = {
+    "none": lambda s, b, h, i, j: s,
+    "alibi": lambda s, b, h, i, j: s + SLOPES[h] * (j - i),
+    "soft cap": lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "relative": lambda s, b, h, i, j: s + TABLE[h, j - i + S - 1],
+    "clamped": lambda s, b, h, i, j: s + TABLE[h, (j - i).clamp(-9, 9) + 9].exp(),
+    "a tensor": lambda s, b, h, i, j: s + FULL[b, h, i, j] - SLOPES[h].exp(),
+    "hidden": lambda s, b, h, i, j: torch.where(i >= j, s * SLOPES[h], -float("inf")),
+    "product": lambda s, b, h, i, j: s * torch.sigmoid(s) + SLOPES[h] ** 2,
+}
+
+
+def inputs(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, S, D, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def formula(q, k, v, mask=None, score=None):
+    """Attention with the functions evaluated on the whole grid, in torch operations."""
+    b, h, i, j = (torch.arange(n).reshape(-1, *[1] * k) for n, k in ((B, 3), (H, 2), (S, 1), (S, 0)))
+    logits = q @ k.mT * D**-0.5
+    logits = logits if score is None else score(logits, b, h, i, j)
+    if mask is not None:
+        logits = logits.masked_fill(~mask(b, h, i, j).expand_as(logits), -torch.inf)
+    return logits.softmax(-1).nan_to_num() @ v
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    check_formula(mask=MASKS[name])
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name):
+    check_formula(score=SCORES[name])
+
+
+def test_a_mask_and_a_score_together():
+    check_formula(mask=MASKS["dilated"], score=SCORES["clamped"])
+
+
+def check_formula(mask=None, score=None):
+    q, k, v = inputs()
+    captured = [x.requires_grad_(score is not None) for x in (SLOPES, TABLE, FULL)]
+    out, expected = opkit.attention(q, k, v, mask=mask, bias=score), formula(q, k, v, mask, score)
+    torch.testing.assert_close(out, expected)
+    wanted = [q, k, v, *(captured if score is not None else [])]
+    gradient = torch.randn_like(out)
+    found, right = (torch.autograd.grad(x, wanted, gradient, materialize_grads=True) for x in (out, expected))
+    torch.testing.assert_close(found, right)
+
+
+def test_second_derivatives():
+    q, k, v = (x[:1, :2, :6, :4].detach().clone().requires_grad_() for x in inputs())
+    slopes = SLOPES[:2].detach().clone().requires_grad_()
+
+    def attention(q, k, slopes):
+        return opkit.attention(q, k, v.detach(), bias=lambda s, b, h, i, j: s * slopes[h] + slopes[h] ** 2 * (i - j))
+
+    assert torch.autograd.gradgradcheck(attention, (q, k, slopes))
+
+
+def opcodes(mask=None, score=None):
+    call = lowered(*inputs(torch.float32), mask, score, None, None, None, 0.0, "bhsd")
+    words = [each[0] for each in program.instructions(call[7], program.MASK_OPERANDS)]
+    return words, [each[0] for each in program.instructions(call[8], program.BIAS_OPERANDS)], call[10]
+
+
+def test_what_known_opcodes_express():
+    band, function = program.BAND, program.FUNCTION
+    expected = {
+        "causal": [band],
+        "window": [band, band, program.AND],
+        "symmetric window": [band],
+        "packed sequences": [program.SEGMENTS, band, program.AND],
+        "prefix": [program.LENGTH, band, program.OR],
+        "dilated": [band, band, program.AND, function, program.AND],
+        "neighbourhood": [function],
+        "not the diagonal": [band, program.NOT, function, program.AND],
+    }
+    assert {name: opcodes(mask=MASKS[name])[0] for name in expected} == expected
+    assert opcodes(score=SCORES["soft cap"]) == ([], [], 20.0)
+    assert opcodes(score=SCORES["a tensor"])[1] == [program.BIAS_DENSE, program.BIAS_FUNCTION]
+    assert opcodes(score=SCORES["hidden"])[:2] == ([band], [program.BIAS_FUNCTION])
+
+
+def test_a_band_of_the_same_numbers_as_the_mask_that_says_the_same():
+    q = inputs(torch.float32)[0]
+    for mask, same in ((MASKS["causal"], Causal()), (MASKS["symmetric window"], SlidingWindow(WINDOW, WINDOW))):
+        first, second = (lowered(q, q, q, each, None, None, None, None, 0.0, "bhsd")[7] for each in (mask, same))
+        assert first == second
+
+
+def test_functions_combine_with_masks():
+    q, k, v = inputs()
+    odd = MaskFunction(lambda b, h, i, j: (i + j) % 2 == 1)
+    found = opkit.attention(q, k, v, mask=Causal() & ~odd | MASKS["symmetric window"])
+    expected = formula(q, k, v, lambda b, h, i, j: (i >= j) & ((i + j) % 2 == 0) | ((i - j).abs() <= WINDOW))
+    torch.testing.assert_close(found, expected)
+
+
+def test_captured_numbers_are_no_part_of_the_expression():
+    def text(mask):
+        call = lowered(*inputs(torch.float32), mask, None, None, None, None, 0.0, "bhsd")
+        steps = program.instructions(call[7], program.MASK_OPERANDS)
+        ((_, *operands),) = [each for each in steps if each[0] == program.FUNCTION]
+        return operands
+
+    first, second = text(near(20, 3)), text(near(9, 4))
+    assert len(first) == len(second)
+    assert sum(a != b for a, b in zip(first, second, strict=True)) == 2
+    q, k, v = inputs()
+    for numbers in ((20, 3), (9, 4)):
+        mask = near(*numbers)
+        torch.testing.assert_close(opkit.attention(q, k, v, mask=mask), formula(q, k, v, mask))
+
+
+def test_a_function_that_needs_a_captured_number():
+    def steps(count):
+        return lambda b, h, i, j: functools.reduce(torch.logical_or, [i - j == 2**n for n in range(count)])
+
+    q, k, v = inputs()
+    for count in (3, 5, 3):
+        torch.testing.assert_close(
+            opkit.attention(q, k, v, mask=steps(count)), formula(q, k, v, steps(count)), msg=str(count)
+        )
+
+
+class Windowed(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.table = torch.nn.Parameter(torch.zeros(H, dtype=torch.float64))
+
+    def forward(self, q):
+        def score(s, b, h, i, j):
+            return torch.where((i - j).abs() < self.width, s + self.table[h], -torch.inf)
+
+        return opkit.attention(q, q, q, bias=score)
+
+
+def test_attributes_of_captured_objects_may_change():
+    q, module = inputs()[0], Windowed(3)
+    for width in (3, 9):
+        module.width = width
+        expected = formula(q, q, q, lambda b, h, i, j, width=width: (i - j).abs() < width)
+        torch.testing.assert_close(module(q), expected)
+    module(q).square().sum().backward()
+    assert module.table.grad is not None
+
+
+def test_other_numbers_of_queries_and_keys():
+    q, k, v = inputs()
+    mask = MASKS["neighbourhood"]
+    torch.testing.assert_close(opkit.attention(q[:, :, :20], k, v, mask=mask), formula(q, k, v, mask)[:, :, :20])
+    assert opkit.attention(q, k[:, :, :0], v[:, :, :0], mask=mask).abs().sum() == 0
+
+
+def test_flex_attention_takes_functions():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (x.detach() for x in inputs())
+    mask, score = MASKS["packed sequences"], SCORES["alibi"]
+    expected = formula(q, k, v, mask, score)
+    made = create_block_mask(mask, B, None, S, S, device="cpu", BLOCK_SIZE=16)
+    for block_mask in (mask, made):
+        torch.testing.assert_close(flex_attention(q, k, v, score_mod=score, block_mask=block_mask), expected)
+
+
+def _branches(b, h, i, j):
+    if i > j:
+        return i == j
+    return i != j
+
+
+def _writes(b, h, i, j):
+    i += 1
+    return i > j
+
+
+META = torch.zeros(S, device="meta")
+MISTAKES = [
+    (ArgumentError, r"_branches \(.*test_functions.py:\d+\) branches on a value.*: if i > j:", {"mask": _branches}),
+    (ArgumentError, r"_writes .* writes to a tensor: .*: i \+= 1", {"mask": _writes}),
+    (DtypeError, "returned torch.int32, a mask_mod returns torch.bool", {"mask": lambda b, h, i, j: i - j}),
+    (DtypeError, "returned torch.int32, a score_mod returns", {"bias": lambda s, b, h, i, j: i - j}),
+    (ShapeError, r"returned shape \(1, 50\) for one query and key", {"mask": lambda b, h, i, j: IDS[b] == i}),
+    (ArgumentTypeError, "returned NoneType, expected a tensor", {"mask": lambda b, h, i, j: None}),
+    (ArgumentTypeError, r"called as mask_mod\(b, h, q_idx, kv_idx\)", {"mask": lambda s, b, h, i, j: i >= j}),
+    (ArgumentTypeError, "does not compute one element", {"mask": lambda b, h, i, j: LENGTHS.cumsum(0)[b] > j}),
+    (ArgumentTypeError, "raised ZeroDivisionError: .*: 1 // 0", {"mask": lambda b, h, i, j: j < (1 // 0)}),
+    (ArgumentError, "on meta, q is on cpu", {"bias": lambda s, b, h, i, j: s + META[i]}),
+    (ShapeError, r"dimension 0 of a tensor of shape \(2,\) by the numbers of heads, of which there are 4",
+     {"bias": lambda s, b, h, i, j: s + LENGTHS[h]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_are_explained(number):
+    error, match, wrong = MISTAKES[number]
+    q, k, v = inputs(torch.float32)
+    with pytest.raises(error, match=match):
+        opkit.attention(q, k, v, **wrong)
