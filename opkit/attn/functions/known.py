@@ -158,7 +158,7 @@ class _MaskLowering:
             return False
         ids: dict[str, Tensor] = {}
         for each in sides:
-            at = _axes_of(each)
+            at = _axes_of(each, _tensor(self.traced, each))
             if at in (("i",), ("j",), ("b", "i"), ("b", "j")):
                 ids[at[-1]] = _cut(self.traced, each, self.sizes, self.name)
         if len(ids) != 2:
@@ -173,7 +173,7 @@ class _MaskLowering:
         bound, own = _stripped(right), _affine(left)
         if bound.op != "load" or own is None or own.get("j") != 1 or set(own) - {"j", ""}:
             return False
-        at = _axes_of(bound)
+        at = _axes_of(bound, _tensor(self.traced, bound))
         if at not in ((), ("b",)) or not is_int(bound.dtype):
             return False
         if not dry:
@@ -272,10 +272,25 @@ def _stripped(node: Expr) -> Expr:
     return node
 
 
-def _axes_of(load: Expr) -> tuple[str, ...] | None:
-    """Return the variables by which a load is indexed, or None if a coordinate is another expression."""
+def _axes_of(load: Expr, tensor: Tensor) -> tuple[str, ...] | None:
+    """Return the variables by which a load indexes a tensor, or None if a coordinate is another expression.
+
+    Of a dimension with one element, whose coordinate is 0, it is the variable that has its place.
+    """
     at = [_stripped(each) for each in coordinates(load)]
-    return tuple(each.data for each in at) if all(each.op == "var" and each.data in _AXES for each in at) else None
+    found: list[str] = []
+    for dim, each in enumerate(at):
+        if each.op == "var" and each.data in _AXES:
+            found.append(each.data)
+        elif _is_broadcast(each, tensor, dim) and (len(at) == 4 or dim == 0):
+            found.append(_AXES[dim])
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_broadcast(at: Expr, tensor: Tensor, dim: int) -> bool:
+    return at.op == "const" and private.or_false(tensor.shape[dim] == 1)
 
 
 def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | None:
@@ -283,7 +298,7 @@ def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | 
     inner = node.args[0] if node.op == "cast" and is_float(node.dtype) and is_float(node.args[0].dtype) else node
     if inner.op != "load" or is_int(inner.dtype):
         return None
-    at = _axes_of(inner)
+    at = _axes_of(inner, _tensor(traced, inner))
     if at is None or list(at) != sorted(set(at), key=_AXES.index):
         return None
     tensor = _cut(traced, inner, sizes, name)
@@ -292,13 +307,19 @@ def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | 
 
 def _cut(traced: Traced, load: Expr, sizes: CallSizes, name: str) -> Tensor:
     """Return the captured tensor of a load that is indexed by variables, cut to the sizes of the call."""
-    tensor, at = traced.tensors[int(load.data[0][1:])], _axes_of(load) or ()
+    tensor, places = _tensor(traced, load), coordinates(load)
     extents = _extents(sizes)
-    for dim, axis in enumerate(at):
+    for dim, axis in enumerate(_axes_of(load, tensor) or ()):
+        if places[dim].op == "const":
+            continue
         _check_extent(tensor, dim, axis, extents[axis], name)
-        if not private.or_true(tensor.shape[dim] == extents[axis]):
+        if not private.is_known_true(tensor.shape[dim] == extents[axis]):
             tensor = tensor.narrow(dim, 0, extents[axis])
     return tensor
+
+
+def _tensor(traced: Traced, load: Expr) -> Tensor:
+    return traced.tensors[int(load.data[0][1:])]
 
 
 def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> None:
@@ -307,7 +328,7 @@ def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> Non
     for node in loads_of(root):
         for dim, at in enumerate(map(_stripped, coordinates(node))):
             if at.op == "var" and at.data in _AXES:
-                _check_extent(traced.tensors[int(node.data[0][1:])], dim, at.data, extents[at.data], name)
+                _check_extent(_tensor(traced, node), dim, at.data, extents[at.data], name)
 
 
 def _extents(sizes: CallSizes) -> dict[Any, int]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.captures import Captures, needs_numbers, with_numbers
+from opkit.attn.functions.captures import Captures, needs_numbers
 from opkit.attn.functions.expression import Function, coordinates, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
 from opkit.compiler.ir.expr import Expr, rewrite
@@ -24,7 +24,7 @@ from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeErro
 
 Kind = Literal["mask", "score"]
 _PARAMETERS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
-_VARIABLES = ("score", "b", "h", "i", "j")
+VARIABLES = ("score", "b", "h", "i", "j")
 _MAX_CACHED = 256
 
 
@@ -103,7 +103,13 @@ def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: 
         ArgumentError: it branches on values, writes to a tensor, or captures a tensor of another device.
         DtypeError, ShapeError: its result is not bool, or floating for a score; or not one number.
     """
-    captures = Captures.of(function)
+    return trace_captures(Captures.of(function), function, kind, dtype, device)
+
+
+def trace_captures(
+    captures: Captures, function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device
+) -> Traced:
+    """Return the same from a function's captures."""
     key = None if captures.key is None else (kind, dtype, device, captures.key)
     recipe = _recipes.get(key) if key is not None else None
     if recipe is None:
@@ -125,16 +131,15 @@ def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: 
 def _traced(function: Any, kind: Kind, dtype: torch.dtype, device: torch.device, captures: Captures) -> _Recipe:
     from opkit.attn.functions import torch_private as private  # which imports sympy
 
+    if not isinstance(function, torch.fx.GraphModule):
+        _check_signature(function, kind)
     name = describe(function)
-    _check_signature(function, kind, name)
-    code = captures.function.__code__ if captures.function is not None else None
+    code: Any = getattr(captures.function, "__code__", None)
     if captures.numbers and code not in needs_numbers and dtype != torch.float64:
         try:
             return _run(captures, function, kind, dtype, device, True)
         except private.DataDependent:
-            assert code is not None
             needs_numbers.add(code)
-            captures.key = Captures.of(function).key
     try:
         return _run(captures, function, kind, dtype, device, False)
     except private.DataDependent as error:
@@ -154,13 +159,18 @@ def _run(
     name = describe(function)
 
     def called(*arguments: Tensor) -> Any:
-        variables, given = arguments[: len(_VARIABLES)], list(arguments[len(_VARIABLES) :])
-        run = with_numbers(captures, given) if parametrised else function
+        count = len(VARIABLES)
+        variables, given, tensors = (
+            arguments[:count],
+            arguments[count : count + len(numbers)],
+            arguments[count + len(numbers) :],
+        )
+        run = function if captures.function is None else captures.substituted(given, tensors)
         return _as_tensor(run(*(variables if kind == "score" else variables[1:])), variables[0], kind, name)
 
     shapes = [((1,), dtype), *[((1,), torch.int32)] * 4, *[((), each) for each in kinds]]
     try:
-        graph = private.traced_graph(called, shapes, device)
+        graph = private.traced_graph(called, shapes, [captures.tensors[k] for _, k in captures.tensor_cells], device)
     except private.DataDependent:
         raise
     except private.Writes as error:
@@ -210,8 +220,8 @@ def _explained(error: Exception, function: Any, name: str, captures: Captures, d
     return ArgumentTypeError(f"opkit.attention: {name} raised {type(error).__name__}: {error} {_line(error, function)}")
 
 
-def _check_signature(function: Any, kind: Kind, name: str) -> None:
-    wanted = _PARAMETERS[kind]
+def _check_signature(function: Any, kind: Kind) -> None:
+    name, wanted = describe(function), _PARAMETERS[kind]
     try:
         inspect.signature(function).bind(*wanted)
     except TypeError as error:
@@ -253,11 +263,13 @@ def _recipe(graph: Any, captures: Captures, numbers: list[Any], name: str, devic
                 "from others. Compute it before the call, and capture the result."
             )
         bodies[step.buffer] = step
-    inputs = dict(zip(program.inputs, (*_VARIABLES, *_number_names(numbers)), strict=True))
+    inputs = dict(zip(program.inputs, (*VARIABLES, *_number_names(numbers)), strict=False))
+    cells = dict(zip(program.inputs[len(inputs) :], captures.tensor_cells, strict=True))
     tensors: list[int | Tensor] = []
 
     def captured(buffer: str) -> str:
-        place = _place(constants[buffer], captures, device, name)
+        tensor = constants[buffer] if buffer in constants else captures.tensors[cells[buffer][1]]
+        place = _place(tensor, captures, device, name)
         known = [k for k, each in enumerate(tensors) if each is place or (isinstance(each, int) and each == place)]
         if not known:
             tensors.append(place)
