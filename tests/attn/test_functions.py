@@ -230,7 +230,9 @@ def model(q, k, v, slopes, width):
 
 def model_inputs(sequence=S, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, H, sequence, D, generator=generator).requires_grad_() for _ in range(3)], SLOPES.detach().float()
+    return [
+        torch.randn(B, H, sequence, D, generator=generator).requires_grad_() for _ in range(3)
+    ], SLOPES.detach().float()
 
 
 @pytest.mark.parametrize("backend", ["opkit", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
