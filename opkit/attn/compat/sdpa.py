@@ -166,8 +166,9 @@ class sdpa_override(TorchFunctionMode):
 def set_sdpa_override(enabled: bool) -> None:
     """Put opkit's ``scaled_dot_product_attention`` and ``flex_attention`` in the place of torch's, or torch's back.
 
-    These places are ``torch.nn.functional`` and ``torch.nn.attention.flex_attention``. It holds for all threads, and for code that
-    calls the functions by their places; what has imported one by name keeps what it has, and ``nn.MultiheadAttention`` keeps its fast path in inference, which does not call it. Compiled code is compiled
+    These places are ``torch.nn.functional`` and ``torch.nn.attention.flex_attention``. It holds for all threads, and for code
+    that calls the functions by their places; what has imported one by name keeps what it has, and ``nn.MultiheadAttention`` keeps
+    its fast path in inference, which does not call it. Compiled code is compiled
     again.
 
     >>> import opkit, torch
