@@ -200,19 +200,21 @@ def load(tensor: str, dtype: str, *at: Expr) -> Expr:
     return expr.load(tensor, dtype, *map(value, at))
 
 
-def coordinates(node: Expr) -> list[Expr]:
+@functools.lru_cache(1024)
+def coordinates(node: Expr) -> tuple[Expr, ...]:
     """Return the expressions that are the coordinates of a load."""
     found: list[Expr] = []
     for at in node.data[1]:
         (leaf,) = at.leaves()
         assert isinstance(leaf, Value)
         found.append(leaf.expr)
-    return found
+    return tuple(found)
 
 
-def loads_of(root: Expr) -> list[Expr]:
+@functools.lru_cache(1024)
+def loads_of(root: Expr) -> tuple[Expr, ...]:
     """Return the loads of an expression, those in coordinates too."""
-    return [node for node in root.walk() if node.op == "load"]
+    return tuple(node for node in root.walk() if node.op == "load")
 
 
 # ---- the meaning, in torch -------------------------------------------------------------------------------------------

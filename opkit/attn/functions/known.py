@@ -196,6 +196,7 @@ def _operands(node: Expr, op: str) -> Iterator[Expr]:
         yield node
 
 
+@functools.lru_cache(1024)
 def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
     """Return what ``j - i`` is at least and at most where a comparison holds; None if it is no band."""
     left, right = node.args
@@ -346,6 +347,7 @@ def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(1024)
 def _without_hidden(root: Expr) -> tuple[Expr, Expr | None]:
     """Return a score without a choice of minus infinity around it, and the condition under which it is not hidden."""
     visible: list[Expr] = []
@@ -366,6 +368,7 @@ def _is_minus_infinity(node: Expr) -> bool:
     return node.op == "const" and node.data == -math.inf
 
 
+@functools.lru_cache(1024)
 def _has_score(node: Expr) -> bool:
     return any(each.op == "var" and each.data == "score" for each in node.walk())
 

@@ -8,6 +8,7 @@ function needs their values, as ``range(window)`` does, they are constants.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import traceback
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Traced:
         names = sorted({node.data[0] for node in loads_of(root)}, key=lambda name: int(name[1:]))
         renamed = {name: f"t{k}" for k, name in enumerate(names)}
         places = tuple(_number_in(tensors, self.tensors[int(name[1:])]) for name in names)
-        return Function(_renamed(root, renamed), places, self.integers, self.floats)
+        return Function(_renamed(root, tuple(renamed.items())), places, self.integers, self.floats)
 
 
 def _number_in(tensors: list[Tensor], tensor: Tensor) -> int:
@@ -59,14 +60,16 @@ def _number_in(tensors: list[Tensor], tensor: Tensor) -> int:
     return len(tensors) - 1
 
 
-def _renamed(root: Expr, names: dict[str, str]) -> Expr:
-    if all(old == new for old, new in names.items()):
+@functools.lru_cache(1024)
+def _renamed(root: Expr, pairs: tuple[tuple[str, str], ...]) -> Expr:
+    if all(old == new for old, new in pairs):
         return root
+    names = dict(pairs)
 
     def change(node: Expr) -> Expr:
         if node.op != "load":
             return node
-        return load(names[node.data[0]], node.dtype, *(_renamed(at, names) for at in coordinates(node)))
+        return load(names[node.data[0]], node.dtype, *(_renamed(at, pairs) for at in coordinates(node)))
 
     return rewrite(root, change)
 
