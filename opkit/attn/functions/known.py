@@ -130,10 +130,27 @@ class _MaskLowering:
         if node.op not in ("lt", "le", "eq", "ne") or not is_int(node.args[0].dtype):
             return False
         negated = node.op == "ne"
+        if self._always_holds(node):
+            if not dry:
+                self.builder.emit(program.BAND, -program.UNLIMITED, program.UNLIMITED)
+            return True
         found = self._band(node, dry) or self._segments(node, dry) or (not negated and self._length(node, dry))
         if found and negated and not dry:
             self.builder.emit(program.NOT)
         return found
+
+    def _always_holds(self, node: Expr) -> bool:
+        """Return whether ``a <= b`` or ``a < b`` holds for all of a call's batches, heads, queries and keys."""
+        difference = _difference(node)
+        if node.op not in ("lt", "le") or difference is None:
+            return False
+        extents = _extents(self.sizes)
+        most = -1 if node.op == "lt" else 0
+        numbers = {name: factor for name, factor in difference.items() if name not in _AXES}
+        greatest = self._value(numbers) + sum(
+            max(0, factor * (extents[name] - 1)) for name, factor in difference.items() if name in _AXES
+        )
+        return type(greatest) is int and greatest <= most
 
     def _band(self, node: Expr, dry: bool) -> bool:
         ends = _band_ends(node)
@@ -211,8 +228,8 @@ def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
         sign, rest = ends  # |sign * (j - i) + rest| <= most
         centre = _scaled(rest, -sign)
         return _sum(centre, _scaled(most, -1)), _sum(centre, most)
-    a, b = _affine(left), _affine(right)
-    ends = None if a is None or b is None else _distance(_sum(a, _scaled(b, -1)))
+    difference = _difference(node)
+    ends = None if difference is None else _distance(difference)
     if ends is None:
         return None
     sign, rest = ends  # sign * (j - i) + rest <= 0
@@ -220,6 +237,13 @@ def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
         return _scaled(rest, -sign), _scaled(rest, -sign)
     rest = _sum(rest, {"": 1} if node.op == "lt" else {})
     return (None, _scaled(rest, -1)) if sign > 0 else (rest, None)
+
+
+@functools.lru_cache(1024)
+def _difference(node: Expr) -> Affine | None:
+    """Return the difference of a comparison's two sides as a sum of variables and numbers, or None."""
+    a, b = map(_affine, node.args)
+    return None if a is None or b is None else _sum(a, _scaled(b, -1))
 
 
 def _distance(a: Affine) -> tuple[int, Affine] | None:
