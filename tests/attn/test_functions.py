@@ -35,7 +35,7 @@ MASKS = {
     "neighbourhood": lambda b, h, i, j: ((i // 8 - j // 8).abs() <= 1) & ((i % 8 - j % 8).abs() <= 2),
     "by head": lambda b, h, i, j: torch.where(h < 2, i >= j, i <= j),
     "a tensor of bools": lambda b, h, i, j: (FULL > 0)[b, h, i, j],
-    "not the diagonal": lambda b, h, i, j: (i != j) & (j < S),
+    "not the diagonal": lambda b, h, i, j: (i != j) & (j < 40),
     "rows that see nothing": lambda b, h, i, j: (i > 5) & (j * 2 < i),
 }
 SCORES = {

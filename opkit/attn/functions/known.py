@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from opkit.attn.functions.affine import AXES, Affine, affine, band_ends, difference
 from opkit.attn.functions.expression import coordinates, loads_of
 from opkit.attn.functions.trace import Traced
 from opkit.attn.masks import program
@@ -25,9 +26,7 @@ from opkit.compiler.ir.expr import Expr
 from opkit.errors import ShapeError
 from opkit.op import torch_private as private
 
-_AXES = ("b", "h", "i", "j")  # in the order of the logits' dimensions
 _NAMES = {"b": "batches", "h": "heads", "i": "queries", "j": "keys"}
-Affine = dict[str, int]  # the factor of each variable and captured number; that of "" is the constant
 
 
 class LoweredScore(NamedTuple):
@@ -141,19 +140,19 @@ class _MaskLowering:
 
     def _always_holds(self, node: Expr) -> bool:
         """Return whether ``a <= b`` or ``a < b`` holds for all of a call's batches, heads, queries and keys."""
-        difference = _difference(node)
-        if node.op not in ("lt", "le") or difference is None:
+        whole = difference(node)
+        if node.op not in ("lt", "le") or whole is None:
             return False
         extents = _extents(self.sizes)
         most = -1 if node.op == "lt" else 0
-        numbers = {name: factor for name, factor in difference.items() if name not in _AXES}
+        numbers = {name: factor for name, factor in whole.items() if name not in AXES}
         greatest = self._value(numbers) + sum(
-            max(0, factor * (extents[name] - 1)) for name, factor in difference.items() if name in _AXES
+            max(0, factor * (extents[name] - 1)) for name, factor in whole.items() if name in AXES
         )
         return type(greatest) is int and greatest <= most
 
     def _band(self, node: Expr, dry: bool) -> bool:
-        ends = _band_ends(node)
+        ends = band_ends(node)
         if ends is not None and not dry:
             numbers = [None if end is None else self._value(end) for end in ends]
             lower, upper = (
@@ -187,7 +186,7 @@ class _MaskLowering:
 
     def _length(self, node: Expr, dry: bool) -> bool:
         left, right = node.args
-        bound, own = _stripped(right), _affine(left)
+        bound, own = _stripped(right), affine(left)
         if bound.op != "load" or own is None or own.get("j") != 1 or set(own) - {"j", ""}:
             return False
         at = _axes_of(bound, _tensor(self.traced, bound))
@@ -213,80 +212,6 @@ def _operands(node: Expr, op: str) -> Iterator[Expr]:
         yield node
 
 
-@functools.lru_cache(1024)
-def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
-    """Return what ``j - i`` is at least and at most where a comparison holds; None if it is no band."""
-    left, right = node.args
-    if left.op == "abs" and node.op in ("lt", "le"):
-        inner, most = _affine(left.args[0]), _affine(right)
-        if inner is None or most is None or set(most) & set(_AXES):
-            return None
-        most = _sum(most, {"": -1} if node.op == "lt" else {})
-        ends = _distance(inner)
-        if ends is None:
-            return None
-        sign, rest = ends  # |sign * (j - i) + rest| <= most
-        centre = _scaled(rest, -sign)
-        return _sum(centre, _scaled(most, -1)), _sum(centre, most)
-    difference = _difference(node)
-    ends = None if difference is None else _distance(difference)
-    if ends is None:
-        return None
-    sign, rest = ends  # sign * (j - i) + rest <= 0
-    if node.op in ("eq", "ne"):
-        return _scaled(rest, -sign), _scaled(rest, -sign)
-    rest = _sum(rest, {"": 1} if node.op == "lt" else {})
-    return (None, _scaled(rest, -1)) if sign > 0 else (rest, None)
-
-
-@functools.lru_cache(1024)
-def _difference(node: Expr) -> Affine | None:
-    """Return the difference of a comparison's two sides as a sum of variables and numbers, or None."""
-    a, b = map(_affine, node.args)
-    return None if a is None or b is None else _sum(a, _scaled(b, -1))
-
-
-def _distance(a: Affine) -> tuple[int, Affine] | None:
-    """Return ``sign`` and ``rest`` of an expression that is ``sign * (j - i) + rest``, the rest of numbers alone; else None."""
-    sign, rest = a.get("j", 0), {name: factor for name, factor in a.items() if name not in ("i", "j")}
-    if sign not in (1, -1) or a.get("i", 0) != -sign or set(rest) & set(_AXES):
-        return None
-    return sign, rest
-
-
-def _affine(node: Expr) -> Affine | None:
-    """Return an integer expression as a sum of variables and captured numbers, each times a constant; None if it is none."""
-    if node.op == "const":
-        return {"": node.data} if is_int(node.dtype) else None
-    if node.op == "var":
-        return {node.data: 1} if is_int(node.dtype) else None
-    if node.op == "cast":
-        return _affine(node.args[0]) if is_int(node.dtype) and is_int(node.args[0].dtype) else None
-    if node.op not in ("add", "sub", "mul", "neg"):
-        return None
-    parts = [_affine(each) for each in node.args]
-    if any(each is None for each in parts):
-        return None
-    known = [each for each in parts if each is not None]
-    if node.op == "neg":
-        return _scaled(known[0], -1)
-    if node.op == "mul":
-        for one, other in (known, known[::-1]):
-            if not set(one) - {""}:
-                return _scaled(other, one.get("", 0))
-        return None
-    return _sum(known[0], _scaled(known[1], -1 if node.op == "sub" else 1))
-
-
-def _sum(a: Affine, b: Affine) -> Affine:
-    total = {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
-    return {name: factor for name, factor in total.items() if factor}
-
-
-def _scaled(a: Affine, by: int) -> Affine:
-    return {name: factor * by for name, factor in a.items() if factor * by}
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -305,10 +230,10 @@ def _axes_of(load: Expr, tensor: Tensor) -> tuple[str, ...] | None:
     at = [_stripped(each) for each in coordinates(load)]
     found: list[str] = []
     for dim, each in enumerate(at):
-        if each.op == "var" and each.data in _AXES:
+        if each.op == "var" and each.data in AXES:
             found.append(each.data)
         elif _is_broadcast(each, tensor, dim) and (len(at) == 4 or dim == 0):
-            found.append(_AXES[dim])
+            found.append(AXES[dim])
         else:
             return None
     return tuple(found)
@@ -324,10 +249,10 @@ def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | 
     if inner.op != "load" or is_int(inner.dtype):
         return None
     at = _axes_of(inner, _tensor(traced, inner))
-    if at is None or list(at) != sorted(set(at), key=_AXES.index):
+    if at is None or list(at) != sorted(set(at), key=AXES.index):
         return None
     tensor = _cut(traced, inner, sizes, name)
-    return tensor[tuple(slice(None) if axis in at else None for axis in _AXES)] if len(at) < 4 else tensor
+    return tensor[tuple(slice(None) if axis in at else None for axis in AXES)] if len(at) < 4 else tensor
 
 
 def _cut(traced: Traced, load: Expr, sizes: CallSizes, name: str) -> Tensor:
@@ -352,12 +277,12 @@ def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> Non
     extents = _extents(sizes)
     for node in loads_of(root):
         for dim, at in enumerate(map(_stripped, coordinates(node))):
-            if at.op == "var" and at.data in _AXES:
+            if at.op == "var" and at.data in AXES:
                 _check_extent(_tensor(traced, node), dim, at.data, extents[at.data], name)
 
 
 def _extents(sizes: CallSizes) -> dict[Any, int]:
-    return dict(zip(_AXES, sizes.grid, strict=True))
+    return dict(zip(AXES, sizes.grid, strict=True))
 
 
 def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -> None:
