@@ -220,6 +220,21 @@ def test_aotinductor_fuses_and_gives_the_right_numbers(tmp_path):
     assert [line for line in statements if "texport::" in line or "proxy_executor_call" in line] == []
 
 
+class Attention(torch.nn.Module):
+    def forward(self, q: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return opkit.attention(q, q, q, bias=lambda s, b, h, i, j: s * 2 + table[(i - j).abs()])
+
+
+@pytest.mark.exhaustive
+def test_aotinductor_passes_none_for_empty_lists(tmp_path):
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    given = torch.randn(1, 2, 6, 8), torch.randn(6)
+    program = torch.export.export(Attention(), given)
+    loaded = aoti_load_package(aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2")))
+    torch.testing.assert_close(loaded(*given), Attention()(*given))
+
+
 def test_exported_graphs_hold_the_overload_that_torch_ops_has_after_a_kernel_was_registered(name: str) -> None:
     op = opkit.custom_op(name, lambda x: x + 1, schema="(Tensor x) -> Tensor")
 

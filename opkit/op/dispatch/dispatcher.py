@@ -196,15 +196,28 @@ class Dispatcher:
             or operator.schema._is_view_op()
         ):
             return self._unit(keyset, args, kwargs)
-        for argument, value in zip(operator.signature.arguments, args, strict=False):
-            if (
-                value is None and argument.type == "Tensor"
-            ):  # the dispatcher accepts it, and the kernel would fail on it
-                raise ArgumentTypeError(f"{operator.name}: the argument {argument.name} must be a tensor, got None.")
+        if any(value is None for value in args):
+            args = self._without_missing(args)
         if private.profiling():
             with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
                 return self.fast.planned(*args, **kwargs)
         return self.fast.planned(*args, **kwargs)
+
+    def _without_missing(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments with empty lists in place of those that are None, as AOTInductor's archives pass empty lists.
+
+        Raises:
+            ArgumentTypeError: a tensor is None, which the dispatcher accepts and a kernel would fail on.
+        """
+        found = list(args)
+        for number, (argument, value) in enumerate(zip(self.operator.signature.arguments, args, strict=False)):
+            if value is None and argument.type == "Tensor":
+                raise ArgumentTypeError(
+                    f"{self.operator.name}: the argument {argument.name} must be a tensor, got None."
+                )
+            if value is None and argument.type.endswith("[]"):
+                found[number] = []
+        return tuple(found)
 
     def _under_modes(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = self.operator
