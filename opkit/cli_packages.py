@@ -31,12 +31,12 @@ def build(
         bool, typer.Option("--programs", help="Work out output sizes, for use without Python; takes a second each.")
     ] = False,
     arch: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="GPU architectures for Triton kernels, as in sm_80,sm_90,gfx942; by default the kernel's targets=, or else "
-            "sm_80,sm_90,sm_100. Each example of a kernel is compiled with each config."
+            help="GPU architectures, as in sm_80,sm_90,gfx942; may be repeated. By default a Triton kernel's targets=, or else "
+            "sm_80,sm_90,sm_100, and for CUDA each generation. A Triton kernel's examples are compiled with each config."
         ),
-    ] = "",
+    ] = None,
     tuning: Annotated[
         bool, typer.Option(help="Put the tuning results in the cache for the package's Triton kernels into it.")
     ] = True,
@@ -55,9 +55,8 @@ def build(
         if wheel is not None:
             wheels.project_of(package.folder_of(module))  # before anything takes time
         with terminal.bad_input(errors.ArgumentError):
-            report = package.build(
-                module, terminal.split_at_commas(isa), output, jobs, programs, terminal.split_at_commas(arch), tuning
-            )
+            architectures = terminal.split_at_commas(",".join(arch or ()))
+            report = package.build(module, terminal.split_at_commas(isa), output, jobs, programs, architectures, tuning)
             parts = [*_built(report)]
         if wheel is not None:
             made = wheels.build(report.folder, wheel, native=bool(report.libraries))
@@ -131,4 +130,5 @@ def _binaries(report: BuildReport) -> Iterator[tuple[str, ...]]:
 def _library(report: BuildReport, library: Library) -> tuple[str, ...]:
     count = report.programs.get((library.operator, library.kernel), 0)
     name = f"{library.operator}[{library.kernel}]"
-    return escape(printable(name)), library.isa, terminal.bytes_text(library.size), f"{count} programs", library.file
+    isa = ", ".join(library.architectures) or library.isa
+    return escape(printable(name)), isa, terminal.bytes_text(library.size), f"{count} programs", library.file

@@ -254,15 +254,34 @@ def test_cuda_kernels_are_left_out_where_there_is_no_nvcc(folder, monkeypatch):
     assert list(libraries(folder / "_opkit_single")) == [("cli_build::alone", "baseline")]
 
 
-def test_cuda_kernels_are_built_once(folder):
+@pytest.mark.parametrize(
+    ("flags", "arch", "built"),
+    [
+        (', flags=["-arch=sm_90"]', ["sm_80"], ["sm_90", "compute_90"]),
+        ("", ["sm_80,gfx942", "sm_90a", "sm100"], ["sm_80", "sm_90a", "sm_100", "compute_100"]),
+    ],
+    ids=["the author's", "the user's"],
+)
+def test_cuda_kernels_are_one_library_for_all_architectures(folder, flags, arch, built):
     try:
         toolchain.find("cuda")
     except ToolchainError:
         pytest.skip("there is no CUDA compiler")
-    (folder / "single.py").write_text(HEAD + CUDA)
-    result = run("single")
+    (folder / "single.py").write_text(HEAD + CUDA.replace(', flags=["-arch=sm_90"]', flags))
+    result = run("single", *[each for name in arch for each in ("--arch", name)])
     assert result.exit_code == 0, result.output
-    assert list(libraries(folder / "_opkit_single")) == [("cli_build::on_gpu", "cuda")]
+    place = folder / "_opkit_single"
+    assert list(libraries(place)) == [("cli_build::on_gpu", "cuda")]
+    assert json.loads((place / "manifest.json").read_text())["libraries"][0]["architectures"] == built
+    assert re.search(rf"on_gpu\[on_gpu\] +{', '.join(built)} ", result.stdout)
+
+
+def test_cuda_kernels_are_left_out_where_no_architecture_is_theirs(folder):
+    (folder / "single.py").write_text(HEAD + operator("alone") + CUDA.replace(', flags=["-arch=sm_90"]', ""))
+    result = run("single", "--isa", "baseline", "--arch", "gfx942")
+    assert result.exit_code == 0, result.output
+    assert "left out: cli_build::on_gpu[on_gpu]: --arch names no GPU of NVIDIA's" in result.stdout
+    assert list(libraries(folder / "_opkit_single")) == [("cli_build::alone", "baseline")]
 
 
 TRITON = """
@@ -346,7 +365,7 @@ def test_no_compiler_at_all(folder, monkeypatch):
     [
         (["no.such.module"], 2, "cannot be imported"),
         (["json"], 1, "json defines no operator with a kernel in C, C\\+\\+, CUDA or Triton"),
-        (["single", "--arch", "sm_1"], 2, "'sm_1' is no architecture that Triton compiles for"),
+        (["single", "--arch", "sm_1"], 2, "'sm_1' is no architecture that kernels are compiled for"),
         (["single", "--isa", "avx3"], 2, r"--isa avx3: kernels on x86_64 are built for baseline, avx2, avx512"),
         (["single", "--isa", "neon"], 2, r"--isa neon"),
         (["single", "--jobs", "0"], 2, "jobs"),

@@ -14,14 +14,14 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkit.errors import BuildCacheWarning, PackageError
 from opkit.kernels.aot_package import CUDA, FOLDER, MANIFEST, Library, Manifest, TritonBinary, read
 from opkit.kernels.binding import Bound
-from opkit.kernels.cc import build_plan
+from opkit.kernels.cc import build_plan, device_code
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.native import NativeKernel
 from opkit.kernels.cc.request import Request
@@ -138,10 +138,13 @@ _loaded: dict[Path, Binary] = {}
 _loading = threading.Lock()
 
 
-def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.KernelLibrary | None:
+def load(
+    module: str, native: NativeKernel, bound: Bound, name: str, capabilities: Collection[int] = ()
+) -> _core.KernelLibrary | None:
     """Load the library that was built ahead of time for a kernel of a module's operator; None if it must be compiled.
 
-    If there is one that cannot be used, a warning gives the reason.
+    If there is one that cannot be used, a warning gives the reason. ``capabilities`` are those of this machine's GPUs, for a
+    kernel on them: 90 for 9.0. It must have code for one of them.
     """
     for folder in places(module, FOLDER):
         try:
@@ -153,26 +156,30 @@ def load(module: str, native: NativeKernel, bound: Bound, name: str) -> _core.Ke
                 if (each.operator, each.kernel, each.isa == CUDA) == (bound.facts.operator, name, native.cuda)
             ]
             if manifest is not None and built:
-                return _opened(_chosen(manifest, built, native, bound, root(module) or folder.parent))
+                _check_origin(manifest, built[0], native, bound, root(module) or folder.parent)
+                return _opened(_chosen(manifest, built, capabilities))
         except PackageError as error:
             _warn(folder, module, str(error))
             return None
     return None
 
 
-def _chosen(manifest: Manifest, built: Sequence[Library], native: NativeKernel, bound: Bound, package: Path) -> Path:
+def _chosen(manifest: Manifest, built: Sequence[Library], capabilities: Collection[int]) -> Path:
     """Return the checked file for the widest instruction set that this machine has (``OPKIT_ISA`` narrows it).
 
     Raises:
         PackageError: it cannot be used.
     """
-    _check_origin(manifest, built[0], native, bound, package)
     usable = [CUDA, *isas.usable_isas()]
     fitting = [library for library in built if library.isa in usable]
     if not fitting:
         there = ", ".join(library.isa for library in built)
         raise PackageError(f"{_label(built[0])} was built for {there}, and what can be used here is {usable[-1]}")
     widest = max(fitting, key=lambda library: usable.index(library.isa))
+    images = list(map(device_code.image, widest.architectures))
+    if images and capabilities and not any(image.runs_on(each) for image in images for each in capabilities):
+        gpus = ", ".join(f"sm_{each}" for each in sorted(set(capabilities)))
+        raise PackageError(f"{_label(widest)} was built for {', '.join(widest.architectures)}, and this GPU is {gpus}")
     _checked_content(manifest.folder, widest)
     return manifest.folder / widest.file
 

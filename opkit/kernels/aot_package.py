@@ -14,7 +14,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class Library:
         size: of the file, in bytes.
         source: the hash of the compiled source (:func:`opkit.kernels.aot_loading.identity`).
         files: the sha256 of other compiled files of the Python package, by their path in it.
+        architectures: what device code it has, as in "sm_90", and "compute_90" for PTX; empty where that is not known.
     """
 
     operator: str
@@ -61,6 +62,12 @@ class Library:
     size: int
     source: str
     files: Mapping[str, str]
+    architectures: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the item of a manifest."""
+        item = dataclasses.asdict(self)
+        return item if self.architectures else {key: item[key] for key in item if key != "architectures"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +262,7 @@ def _text(manifest: Manifest) -> str:
         "format": _FORMAT,
         "abi": manifest.abi,
         "machine": manifest.machine,
-        "libraries": [dataclasses.asdict(library) for library in manifest.libraries],
+        "libraries": [library.to_json() for library in manifest.libraries],
         "triton": [binary.to_json() for binary in manifest.binaries],
     }
     return json.dumps(noted, indent=1) + "\n"

@@ -115,6 +115,25 @@ def test_what_the_driver_refuses_is_returned(without_nvcc, fake_libraries):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    ("images", "loaded"),
+    [
+        (("sm_90a", "compute_80"), "code"),
+        (("sm_80", "sm_120", "compute_80"), "text"),
+        (("compute_80", "sm_89"), "text"),
+        (("sm_100a", "sm_100f"), ""),
+    ],
+    ids=" ".join,
+)
+def test_the_code_for_a_device_is_chosen(without_nvcc, fake_libraries, images, loaded):
+    """The device's compute capability is 9.0."""
+    flags = [f"-gencode=arch={each.replace('sm', 'compute')},code={each}" for each in images]
+    first, *log = run(compilation.build(request(SCALED, flags=tuple(flags))), fake_libraries, without_nvcc)
+    assert first == ("0" if loaded else "209")
+    assert f"library|{loaded}|mode 2" in log or not loaded
+
+
+@needs_nvrtc
 def test_without_an_architecture_there_is_ptx_for_all(without_nvcc, fake_libraries):
     path = compilation.build(request(SCALED))
     first, *log = run(path, fake_libraries, without_nvcc)

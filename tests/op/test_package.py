@@ -1,5 +1,6 @@
 """Kernels built ahead of time: found, checked and loaded, and compiled anew where they do not fit."""
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 import opkit
-from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning
+from opkit.errors import BuildCacheWarning, CompileError, NoCompilerWarning, ToolchainError
 from opkit.kernels import aot_loading, aot_package
-from opkit.kernels.cc import isa
+from opkit.kernels.cc import isa, toolchain
 from opkit.op.aot import package as building
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
@@ -281,6 +282,75 @@ def test_a_damaged_library_where_there_is_no_compiler(packaged, settings):
     settings(cc="/nonexistent/cc")
     with pytest.warns(BuildCacheWarning, match="sha256"), pytest.warns(NoCompilerWarning, match="OPKIT_CC"):
         assert packaged.run() == 1  # the reference
+
+
+CUDA = '''
+import opkit
+from torch import Tensor
+
+@opkit.custom_op("NAME::shifted", mutates_args=())
+def shifted(x: Tensor) -> Tensor:
+    return x + 1
+
+shifted.register_kernel("cuda", opkit.cuda_kernel("""
+    __global__ void shift(const T* x, T* out, int64_t n) { if (threadIdx.x < n) out[threadIdx.x] = x[threadIdx.x] + 10; }
+    extern "C" void shifted(const T* x, T* out, int64_t x_numel, cudaStream_t stream) {
+        shift<<<1, 256, 0, stream>>>(x, out, x_numel);
+    }
+""", dtypes=["float32"]))
+'''
+
+
+@pytest.fixture
+def packaged_cuda(packaged):
+    try:
+        toolchain.find("cuda")
+    except ToolchainError as error:
+        pytest.skip(str(error).splitlines()[0])
+    packaged.write(CUDA)
+    return packaged
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "reason"),
+    [
+        ([(9, 0)], ""),
+        ([(8, 6)], ""),
+        ([(12, 0)], ""),  # by PTX
+        ([(7, 5), (9, 0)], ""),
+        ([(7, 5)], "was built for sm_80, sm_90, compute_90, and this GPU is sm_75"),
+    ],
+)
+def test_gpus_that_a_package_was_built_for(packaged_cuda, monkeypatch, capabilities, reason):
+    packaged_cuda.build(architectures=["sm_80", "sm_90"])
+    packaged_cuda.fresh()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capabilities[device or 0])
+    (function,) = building.native_functions(packaged_cuda.name)
+    shutil.rmtree(packaged_cuda.folder / "cache")
+    with pytest.warns(BuildCacheWarning, match=reason) if reason else contextlib.nullcontext():
+        function.open()
+    assert (
+        [*(packaged_cuda.folder / "cache").rglob("*.so")] != []
+        if reason
+        else not (packaged_cuda.folder / "cache").exists()
+    )
+
+
+@pytest.mark.gpu
+def test_a_kernel_on_a_gpu_runs_as_it_was_built(packaged_cuda, settings):
+    x = torch.zeros(3, device="cuda")
+    here = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    packaged_cuda.build(architectures=["sm_80", here])
+    shutil.rmtree(packaged_cuda.folder / "cache")
+    settings(cache_dir=packaged_cuda.folder / "cache", verify=0, bridge=0, cxx="/nonexistent/c++")
+    assert packaged_cuda.fresh().shifted(x).tolist() == [10] * 3
+    settings(cache_dir=packaged_cuda.folder / "cache", verify=0, bridge=0)
+    packaged_cuda.build(architectures=["sm_75" if here != "sm_75" else "sm_120"])
+    packaged_cuda.change(lambda m: m["libraries"][0]["architectures"].pop())  # PTX, which would serve
+    with pytest.warns(BuildCacheWarning, match=f"was built for .*, and this GPU is {here}"):
+        assert packaged_cuda.fresh().shifted(x).tolist() == [10] * 3
 
 
 def test_names_with_odd_characters_make_file_names(packaged):

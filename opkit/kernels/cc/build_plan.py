@@ -110,6 +110,17 @@ def _nvrtc_plan(request: Request, compiler: Compiler) -> BuildPlan:
     return dataclasses.replace(host, compilers=compilers, sources=sources, device=parts.commands)
 
 
+def architectures(request: Request) -> tuple[str, ...]:
+    """Return the architectures that a request's device code is compiled for, as in "sm_90"; empty where only nvcc knows them.
+
+    Raises:
+        ToolchainError: a compiler that is needed was not found.
+    """
+    device = [argument for command in plan(request).device for argument in command]
+    named = [argument[len("-arch=") :] for argument in device if argument.startswith("-arch=")]
+    return tuple(dict.fromkeys(named or nvrtc_plan.architectures_in(request.flags)))
+
+
 def _nvcc_for(request: Request, reason: CannotSplit) -> Compiler:
     """Return nvcc for a source that NVRTC cannot compile, unless the settings name NVRTC."""
     try:

@@ -21,7 +21,7 @@ HEADERS = Path(__file__).parents[1] / "include" / "nvrtc"
 
 OWN_FILES = (
     PROGRAM,
-    *(PROGRAM.with_name(f"{name}.py") for name in ("cuda_split", "nvrtc_plan")),
+    *(PROGRAM.with_name(f"{name}.py") for name in ("cuda_split", "device_code", "nvrtc_plan")),
     HEADERS.parent / "opkit_cuda.h",
 )
 """Files that decide what becomes of a source, in addition to it and to NVRTC."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from opkit.kernels.cc import nvrtc
+from opkit.kernels.cc import device_code, nvrtc
 from opkit.kernels.cc.cuda_split import CannotSplit, Split, place_of, split
 from opkit.kernels.cc.processes import quoted_file
 from opkit.kernels.cc.request import Request, Unit
@@ -145,6 +145,17 @@ def _flags(given: Sequence[str]) -> _Flags:
     return _Flags(tuple(device), tuple(host), tuple(dict.fromkeys(architectures)) or (_OLDEST,))
 
 
+def architectures_in(given: Sequence[str]) -> list[str]:
+    """Return the architectures that flags of nvcc's name, as in "sm_90"; empty for "all-major" and the like."""
+    named = [(name, value) for name, value in _pairs(given) if name in ("-gencode", "-arch")]
+    if any(value == "all-major" for _, value in named):
+        return []
+    try:
+        return [each for name, value in named for each in _architectures(name, value)]
+    except CannotSplit:
+        return []
+
+
 def _pairs(given: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each flag's short name and its value; flags without one whole."""
     flags = iter(given)
@@ -234,8 +245,8 @@ def _host_text(number: int, found: Split, images: Sequence[tuple[str, str]]) -> 
 def _images(number: int, images: Sequence[tuple[str, str]]) -> str:
     labels = [f"opk_image_{number}_{place}" for place in range(len(images))]
     rows = [
-        f"{{{re.sub('[^0-9]', '', architecture)}, {int(architecture.startswith('compute'))}, {label}}},"
-        for label, (architecture, _) in zip(labels, images, strict=True)
+        f"{{{', '.join(map(str, device_code.image(name)))}, {label}}},"
+        for label, (name, _) in zip(labels, images, strict=True)
     ]
     contents = "".join(
         f'asm(".pushsection .rodata\\n.balign 64\\n{label}: .incbin \\"{file}\\"\\n.popsection");\n'

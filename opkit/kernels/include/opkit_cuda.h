@@ -75,9 +75,10 @@ typedef __nv_bfloat162 nv_bfloat162;
 
 /* ---- the driver --------------------------------------------------------------------------------------------------- */
 
-/* What NVRTC made for a compute capability, 90 for 9.0: code of that, or where it is `portable` PTX for it and newer ones. */
+/* What NVRTC made for a compute capability, 90 for 9.0. `reach`: it runs on others of its major version that are newer (0), on all
+ * newer ones, as it is PTX (1), or on no others (2). */
 struct opk_cuda_image {
-    int32_t capability, portable;
+    int32_t capability, reach;
     const void* content;
 };
 struct opk_cuda_unit {
@@ -152,8 +153,9 @@ inline int32_t image_for(int32_t device) {
     if (device_attribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != 0) return -1;
     for (int32_t i = 0; i < OPK_CUDA_UNIT.image_count; i++) {
         const opk_cuda_image& image = OPK_CUDA_UNIT.images[i];
-        const bool fits = image.capability <= 10 * major + minor && (image.portable || image.capability / 10 == major);
-        const int32_t worth = image.capability + (image.portable ? 0 : 1000);
+        const int32_t newer = 10 * major + minor - image.capability;
+        const bool fits = image.reach == 2 || newer < 0 ? newer == 0 : image.reach == 1 || image.capability / 10 == major;
+        const int32_t worth = image.capability + (image.reach == 1 ? 0 : 1000);
         if (fits && worth > best) chosen = i, best = worth;
     }
     return chosen;

@@ -15,11 +15,12 @@ from typing import Any
 from opkit.errors import ArgumentError, OpkitError, PackageError, ToolchainError
 from opkit.kernels import aot_loading, aot_package
 from opkit.kernels.aot_package import CUDA, Library, TritonBinary
-from opkit.kernels.cc import compilation
+from opkit.kernels.cc import build_plan, compilation, device_code
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc.native import build_request
 from opkit.kernels.cc.progress import Progress
 from opkit.kernels.cc.request import Request
+from opkit.kernels.triton import targets
 from opkit.kernels.tuning import records
 from opkit.op import registry
 from opkit.op import torch_private as private
@@ -85,6 +86,10 @@ def _named(function: NativeFunction) -> tuple[str, str]:
     return function.operator.name, function.__name__
 
 
+def _label(function: NativeFunction) -> str:
+    return f"{function.operator.name}[{function.__name__}]"
+
+
 def build(
     module: str,
     chosen: Sequence[str] = (),
@@ -102,7 +107,8 @@ def build(
         output: the folder to write to; by default ``_opkit`` in the package's.
         jobs: how many compilers run at once.
         with_programs: put layout programs into the libraries, for use without Python.
-        architectures: the GPUs that Triton kernels are compiled for, such as "sm_90" and "gfx942".
+        architectures: the GPUs that CUDA and Triton kernels are compiled for, such as "sm_90" and "gfx942", where their author
+            names none.
         with_tuning: add the cache's tuning results for the Triton kernels.
 
     Raises:
@@ -110,10 +116,12 @@ def build(
             written to. What the folder held is left as it was.
         ArgumentError: this kind of machine has no such instruction set, or there is no such architecture.
     """
+    for name in architectures:
+        targets.canonical(name)
     functions = native_functions(module)
     _check(functions)
     folder = output or folder_of(module)
-    items = [item for function in functions for item in _items(function, chosen)]
+    items = [item for function in functions for item in _items(function, chosen, architectures)]
     programs = _programs(functions) if with_programs else {}
     libraries, notes = _libraries(items, programs, aot_loading.root(module) or folder.parent, jobs)
     compiled = building.build(_kernels(module), architectures, jobs)
@@ -123,6 +131,8 @@ def build(
     manifest = aot_package.write(folder, libraries, compiled.binaries)
     counts = {_named(function): len(listed) for function, (listed, _) in programs.items()}
     reasons = tuple(reason for _, reason in programs.values() if reason)
+    unbuilt = [_label(f) for f in functions if f not in {item.function for item in items}]
+    notes = (*notes, *(f"{label}: --arch names no GPU of NVIDIA's" for label in unbuilt))
     left_out = (*notes, *compiled.left_out)
     return BuildReport(folder, manifest.libraries, counts, left_out, reasons, manifest.binaries, tuned)
 
@@ -218,9 +228,12 @@ def _check(functions: Sequence[NativeFunction]) -> None:
 # ---- libraries to build ----------------------------------------------------------------------------------------------
 
 
-def _items(function: NativeFunction, chosen: Sequence[str]) -> list[_LibraryBuild]:
-    said = any(_ARCHITECTURE.match(flag) for flag in function.native.flags)
-    flags = _CUDA_ARCHITECTURES if function.native.cuda and not said else ()
+def _items(function: NativeFunction, chosen: Sequence[str], architectures: Sequence[str]) -> list[_LibraryBuild]:
+    flags: tuple[str, ...] = ()
+    if function.native.cuda and not any(_ARCHITECTURE.match(flag) for flag in function.native.flags):
+        flags = device_code.flags(architectures) if architectures else _CUDA_ARCHITECTURES
+        if not flags:
+            return []
     return [_LibraryBuild(function, isa, flags) for isa in _isas(function, chosen)]
 
 
@@ -341,10 +354,11 @@ def _failures(built: Sequence[tuple[_LibraryBuild, Path | OpkitError]]) -> tuple
         raise PackageError(
             f"Nothing was written, as {len(failed)} {'kernels' if len(failed) > 1 else 'kernel'} cannot be built.\n\n{messages}"
         ) from failed[0]
-    return tuple(f"{function.operator.name}[{function.__name__}]: {error}" for function, error in left_out.items())
+    return tuple(f"{_label(function)}: {error}" for function, error in left_out.items())
 
 
 def _library(item: _LibraryBuild, root: Path) -> Library:
     native, bound = item.function.native, item.function.bound
     source, files = aot_loading.identity(native, bound, root), aot_loading.source_files(native, item.request(()), root)
-    return Library(*_named(item.function), item.isa, "", "", 0, source, files)
+    architectures = build_plan.architectures(item.request(())) if native.cuda else ()
+    return Library(*_named(item.function), item.isa, "", "", 0, source, files, architectures)

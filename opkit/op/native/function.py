@@ -127,7 +127,7 @@ class NativeFunction(CompiledFunction):
         from opkit import _core
 
         module = getattr(self.operator.function, "__module__", "")
-        built = aot_loading.load(module, self.native, self.bound, self.__name__)
+        built = aot_loading.load(module, self.native, self.bound, self.__name__, _capabilities(self.native))
         return built or _core.KernelLibrary(str(self.build()))
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -141,14 +141,17 @@ class NativeFunction(CompiledFunction):
 
 def _cuda_flags(native: NativeKernel) -> list[str]:
     """Return the flags to compile for this machine's GPUs, unless the author names others."""
-    if (
-        not native.cuda
-        or any("arch" in flag or "gencode" in flag for flag in native.flags)
-        or not torch.cuda.is_available()
-    ):
+    if any("arch" in flag or "gencode" in flag for flag in native.flags):
         return []
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in sorted(capabilities)]
+    return [f"-gencode=arch=compute_{each},code=sm_{each}" for each in _capabilities(native)]
+
+
+def _capabilities(native: NativeKernel) -> list[int]:
+    """Return the compute capabilities of this machine's GPUs, 90 for 9.0, for a kernel in CUDA C++."""
+    if not native.cuda or not torch.cuda.is_available():
+        return []
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [10 * major + minor for major, minor in sorted(found)]
 
 
 def build_all(operators: Sequence[Operator], jobs: int | None = None) -> list[Path | Exception]:
