@@ -1,5 +1,6 @@
 #include "weights.hpp"
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -11,6 +12,8 @@
 
 namespace opkit::model {
 namespace {
+
+constexpr int64_t kLeastWidened = 1 << 16;  // elements that take longer than it takes to wake a thread
 
 int32_t dtype_of(const std::string& name) {
     static const std::pair<const char*, int32_t> known[] = {{"F64", OPK_FLOAT64},
@@ -42,13 +45,57 @@ float of_float8(uint8_t bits) {  // e4m3fn: no infinities, and NaN where all bit
     return bits & 128 ? -value : value;
 }
 
-float widened(int32_t dtype, const char* data, int64_t at) {
-    switch (dtype) {
-        case OPK_INT8: return reinterpret_cast<const int8_t*>(data)[at];
-        case OPK_BFLOAT16: return isa::widen_one(reinterpret_cast<const uint16_t*>(data)[at]);
-        case OPK_FLOAT8_E4M3FN: return of_float8(static_cast<uint8_t>(data[at]));
-        default: throw std::runtime_error(std::string("weights are not stored as ") + dtype_name(dtype));
+const float* float8_values() {
+    static const std::array<float, 256> values = [] {
+        std::array<float, 256> found;
+        for (size_t bits = 0; bits < found.size(); ++bits) found[bits] = of_float8(static_cast<uint8_t>(bits));
+        return found;
+    }();
+    return values.data();
+}
+
+// A weight that is stored narrower. An element is multiplied by a scale: that of its row, and of its place among `inner` ones.
+struct Widening {
+    int32_t stored, made;
+    const char* from;
+    void* to;
+    const float* scales;
+    int64_t row, inner;
+};
+
+template <class Read, class Write>
+void widen(const Widening& w, int64_t begin, int64_t end, const Read& read, const Write& write) {
+    for (int64_t i = begin, last; i < end; i = last) {
+        const float* scales = w.scales + i / w.row * w.inner;
+        last = std::min(end, (i / w.row + 1) * w.row);
+        if (w.inner == 1)
+            for (int64_t at = i; at < last; ++at) write(at, read(at) * *scales);
+        else
+            for (int64_t at = i, place = i % w.inner; at < last; ++at, place = place + 1 < w.inner ? place + 1 : 0)
+                write(at, read(at) * scales[place]);
     }
+}
+
+template <class Read>
+void widen(const Widening& w, int64_t begin, int64_t end, const Read& read) {
+    auto* halves = static_cast<uint16_t*>(w.to);
+    if (w.made == OPK_FLOAT32)
+        widen(w, begin, end, read, [&](int64_t i, float value) { static_cast<float*>(w.to)[i] = value; });
+    else if (w.made == OPK_BFLOAT16)
+        widen(w, begin, end, read, [&](int64_t i, float value) { halves[i] = isa::narrow_one(value); });
+    else
+        widen(w, begin, end, read, [&](int64_t i, float value) { halves[i] = attention::narrow_half(value); });
+}
+
+void widen(int64_t begin, int64_t end, void* context) {
+    const Widening& w = *static_cast<const Widening*>(context);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(w.from);
+    if (w.stored == OPK_INT8)
+        widen(w, begin, end, [&](int64_t i) { return static_cast<float>(static_cast<int8_t>(bytes[i])); });
+    else if (w.stored == OPK_BFLOAT16)
+        widen(w, begin, end, [&](int64_t i) { return isa::widen_one(reinterpret_cast<const uint16_t*>(w.from)[i]); });
+    else
+        widen(w, begin, end, [bytes, values = float8_values()](int64_t i) { return values[bytes[i]]; });
 }
 
 }  // namespace
@@ -129,8 +176,9 @@ Tensor Weights::make(const Json& record) const {
     }
     const int64_t count = span(made.sizes.data(), made.strides.data(), rank);
     // one scale for each row of what is stored, or for each place in its last dimension and each in its first
-    const float* scales = nullptr;
-    int64_t inner = 1;
+    const float one = 1.0f;
+    const float* scales = &one;
+    int64_t inner = 1, row = std::max<int64_t>(1, count);
     if (const Json* scale = record.find("scale")) {
         int32_t dtype = 0;
         const Weight& found = find(scale->text(), &dtype);
@@ -139,21 +187,18 @@ Tensor Weights::make(const Json& record) const {
             static_cast<int64_t>(found.bytes.size) < 4 * weight.shape[0] * inner)
             throw std::runtime_error("a weight has too few scales");
         scales = reinterpret_cast<const float*>(found.bytes.data);
+        const int64_t rows = std::max<int64_t>(1, weight.shape[0]);
+        row = std::max<int64_t>(1, (count + rows - 1) / rows);
     }
     const std::string& name = narrowed->text();
     made.dtype = name == "float32" ? OPK_FLOAT32 : name == "bfloat16" ? OPK_BFLOAT16 : OPK_FLOAT16;
+    if (stored != OPK_INT8 && stored != OPK_BFLOAT16 && stored != OPK_FLOAT8_E4M3FN)
+        throw std::runtime_error(std::string("weights are not stored as ") + dtype_name(stored));
     if (made.dtype == OPK_FLOAT16 && name != "float16")
         throw std::runtime_error("a weight of " + name + " is stored narrower");
     made = Tensor::empty(made.described());
-    const int64_t row = scales ? count / std::max<int64_t>(1, weight.shape[0]) : 1;
-    for (int64_t i = 0; i < count; ++i) {
-        const float value = widened(stored, weight.bytes.data, i) * (scales ? scales[i / row * inner + i % inner] : 1.0f);
-        if (made.dtype == OPK_FLOAT32)
-            static_cast<float*>(made.data)[i] = value;
-        else
-            static_cast<uint16_t*>(made.data)[i] =
-                made.dtype == OPK_BFLOAT16 ? isa::narrow_one(value) : attention::narrow_half(value);
-    }
+    Widening widening{stored, made.dtype, weight.bytes.data, made.data, scales, row, inner};
+    for_range(0, count, kLeastWidened, widen, &widening);
     return made;
 }
 
