@@ -1,12 +1,13 @@
 // libopkit_model: opkit_model.h.
 #include <cstdio>
-#include <cstring>
+#include <deque>
 #include <exception>
 #include <new>
 #include <stdexcept>
 
 #include "../runtime/execute.hpp"
 #include "../runtime/tensor.hpp"
+#include "kernel_inputs.hpp"
 #include "model.hpp"
 #include "threads.hpp"
 
@@ -97,77 +98,66 @@ int32_t failed(const std::exception& problem, char* error, size_t size) {
 
 // ---- kernels ---------------------------------------------------------------------------------------------------------
 
-struct KernelCall {
-    std::vector<opk_input> inputs;
-    std::vector<std::unique_ptr<Tensor>> tensors;
-    std::vector<std::vector<void*>> lists;
-    std::vector<std::vector<uint8_t>> bools;
+static_assert(int{OPKIT_NONE} == int{OPK_PASSED_NONE} && int{OPKIT_TENSOR} == int{OPK_PASSED_TENSOR} &&
+              int{OPKIT_INT} == int{OPK_PASSED_INT} && int{OPKIT_FLOAT} == int{OPK_PASSED_FLOAT} &&
+              int{OPKIT_BOOL} == int{OPK_PASSED_BOOL} && int{OPKIT_TEXT} == int{OPK_PASSED_TEXT});
 
-    // What the kernel does not write to is copied where its rows have gaps: the sizes of outputs are known for tensors without.
-    void* handle(const DLTensor* given, bool is_written) {
-        const Taken taken(given);
-        const opk_tensor& tensor = taken.tensor;
-        if (tensor.device_index >= 0) throw std::invalid_argument("a tensor is on a GPU, and kernels run on the CPU");
-        Tensor held = Tensor::view(tensor);
-        if (!is_written && !opkit::row_major(tensor.sizes, tensor.strides, tensor.rank)) {
-            int64_t count = 1;
-            for (int64_t d = tensor.rank; d-- > 0; count *= tensor.sizes[d]) held.strides[static_cast<size_t>(d)] = count;
-            held = Tensor::empty(held.described());
-            opkit::model::copy(tensor, held.described());
+// Arguments of the caller's as programs pass them, and what they point to.
+struct KernelArguments {
+    std::deque<Taken> taken;
+    std::deque<Tensor> copies;
+    std::deque<opk_tensor> tensors;
+    std::deque<std::vector<opk_passed>> lists;
+
+    opk_passed passed(const opk_argument& argument, const opkit_argument& value) {
+        opk_passed found = {value.kind, 0, nullptr, {}};
+        switch (value.kind) {
+            case OPKIT_TENSOR: return tensor(value.as.tensor, argument);
+            case OPKIT_FLOAT: found.as.f = value.as.f; break;
+            case OPKIT_TEXT: found.as.text = value.as.text; break;
+            case OPKIT_INTS: return list(value.count, [&](int64_t i) { return number(value.as.ints[i]); });
+            case OPKIT_FLOATS: return list(value.count, [&](int64_t i) { return number(value.as.floats[i]); });
+            case OPKIT_TENSORS: return list(value.count, [&](int64_t i) { return tensor(value.as.tensors[i], argument); });
+            default: found.as.i = value.as.i;
         }
-        tensors.push_back(std::make_unique<Tensor>(std::move(held)));
-        return tensors.back().get();
+        return found;
     }
 
-    void add(const opk_argument& argument, const opkit_argument& value) {
-        opk_input input = {};
-        input.present = value.kind != OPKIT_NONE;
-        input.count = value.count;
-        const auto wrong = [&] {
-            return std::invalid_argument(std::string("the argument ") + argument.name + " is of another kind");
-        };
-        if (!input.present && !argument.optional)
-            throw std::invalid_argument(std::string("the argument ") + argument.name + " must not be None");
-        if (input.present) switch (argument.kind) {
-                case OPK_KIND_TENSOR:
-                    if (value.kind != OPKIT_TENSOR) throw wrong();
-                    input.as.tensor = handle(value.as.tensor, argument.written != 0);
-                    break;
-                case OPK_KIND_TENSORS:
-                    if (value.kind != OPKIT_TENSORS) throw wrong();
-                    lists.emplace_back();
-                    for (int64_t i = 0; i < value.count; ++i)
-                        lists.back().push_back(handle(value.as.tensors[i], argument.written != 0));
-                    input.as.tensors = lists.back().data();
-                    break;
-                case OPK_KIND_FLOAT:
-                    if (value.kind != OPKIT_FLOAT && value.kind != OPKIT_INT) throw wrong();
-                    input.as.f = value.kind == OPKIT_FLOAT ? value.as.f : static_cast<double>(value.as.i);
-                    break;
-                case OPK_KIND_STRING:
-                    if (value.kind != OPKIT_TEXT) throw wrong();
-                    input.as.text = value.as.text;
-                    input.count = static_cast<int64_t>(std::strlen(value.as.text));
-                    break;
-                case OPK_KIND_INTS:
-                    if (value.kind != OPKIT_INTS) throw wrong();
-                    input.as.ints = value.as.ints;
-                    break;
-                case OPK_KIND_FLOATS:
-                    if (value.kind != OPKIT_FLOATS) throw wrong();
-                    input.as.floats = value.as.floats;
-                    break;
-                case OPK_KIND_BOOLS:
-                    if (value.kind != OPKIT_INTS) throw wrong();
-                    bools.emplace_back(value.as.ints, value.as.ints + value.count);
-                    input.as.bools = bools.back().data();
-                    break;
-                case OPK_KIND_IGNORED: break;
-                default:
-                    if (value.kind != OPKIT_INT && value.kind != OPKIT_BOOL) throw wrong();
-                    input.as.i = value.as.i;
-            }
-        inputs.push_back(input);
+    static opk_passed number(int64_t value) {
+        opk_passed passed = {OPK_PASSED_INT, 0, nullptr, {}};
+        passed.as.i = value;
+        return passed;
+    }
+    static opk_passed number(double value) {
+        opk_passed passed = {OPK_PASSED_FLOAT, 0, nullptr, {}};
+        passed.as.f = value;
+        return passed;
+    }
+
+    // What the kernel does not write to is copied where its rows have gaps: the sizes of outputs are known for tensors without.
+    opk_passed tensor(const DLTensor* given, const opk_argument& argument) {
+        opk_tensor found = taken.emplace_back(given).tensor;
+        if (found.device_index >= 0) throw std::invalid_argument("a tensor is on a GPU, and kernels run on the CPU");
+        if (argument.written == 0 && !opkit::row_major(found.sizes, found.strides, found.rank)) {
+            Tensor held = Tensor::view(found);
+            int64_t count = 1;
+            for (int64_t d = found.rank; d-- > 0; count *= found.sizes[d]) held.strides[static_cast<size_t>(d)] = count;
+            const opk_tensor copied = copies.emplace_back(Tensor::empty(held.described())).described();
+            opkit::model::copy(found, copied);
+            found = copied;
+        }
+        opk_passed passed = {OPK_PASSED_TENSOR, 0, nullptr, {}};
+        passed.as.tensor = &tensors.emplace_back(found);
+        return passed;
+    }
+
+    template <class Item>
+    opk_passed list(int64_t count, const Item& item) {
+        std::vector<opk_passed>& items = lists.emplace_back();
+        for (int64_t i = 0; i < count; ++i) items.push_back(item(i));
+        opk_passed passed = {OPK_PASSED_LIST, static_cast<int32_t>(count), nullptr, {}};
+        passed.as.items = items.data();
+        return passed;
     }
 };
 
@@ -267,11 +257,15 @@ OPKIT_EXPORT int32_t opkit_kernel_call(const opk_kernel* kernel, const opkit_arg
         if (count != kernel->argument_count || result_count != kernel->output_count)
             throw std::invalid_argument(std::string(kernel->schema) + " was called with " + std::to_string(count) +
                                         " arguments for " + std::to_string(result_count) + " results");
-        KernelCall call;
-        for (int64_t i = 0; i < count; ++i) call.add(kernel->arguments[i], arguments[i]);
+        KernelArguments given;
+        opkit::model::KernelInputs inputs;
+        for (int64_t i = 0; i < count; ++i) {
+            const opk_passed passed = given.passed(kernel->arguments[i], arguments[i]);
+            inputs.add(kernel->arguments[i], &passed);
+        }
         std::vector<void*> outputs(static_cast<size_t>(result_count));
         opk_message message;
-        const int32_t status = opkit::execute(kernel, call.inputs.data(), nullptr, outputs.data(), &message);
+        const int32_t status = opkit::execute(kernel, inputs.data(), nullptr, outputs.data(), &message);
         if (status == OPK_REFUSED) opkit::name_kernel(*kernel, message);
         if (status != OPK_DONE) throw std::runtime_error(message.text);
         for (int64_t i = 0; i < result_count; ++i) {

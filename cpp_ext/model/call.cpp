@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "../runtime/execute.hpp"
+#include "kernel_inputs.hpp"
 #include "model.hpp"
 #include "threads.hpp"
 
@@ -112,63 +113,6 @@ struct Host : opk_host {
 
 namespace {
 
-// Values that a kernel takes, and what they point to.
-struct KernelInputs {
-    std::vector<opk_input> inputs;
-    std::vector<std::unique_ptr<Tensor>> tensors;
-    std::vector<std::vector<void*>> handles;
-    std::vector<std::vector<int64_t>> ints;
-    std::vector<std::vector<double>> floats;
-
-    void* handle(const opk_tensor& tensor) {
-        tensors.push_back(std::make_unique<Tensor>(Tensor::view(tensor)));
-        return tensors.back().get();
-    }
-
-    void add(const opk_argument& argument, const opk_passed* passed) {
-        opk_input input = {};
-        input.present = passed != nullptr && passed->kind != OPK_PASSED_NONE;
-        if (!input.present && !argument.optional)
-            throw std::runtime_error(Text("the argument ") + argument.name + " is missing");
-        if (input.present) {
-            if (passed->kind == OPK_PASSED_TENSOR)
-                input.as.tensor = handle(*passed->as.tensor);
-            else if (passed->kind == OPK_PASSED_LIST)
-                list(argument, *passed, input);
-            else if (passed->kind == OPK_PASSED_TEXT)
-                input.as.text = passed->as.text, input.count = static_cast<int64_t>(std::strlen(passed->as.text));
-            else if (passed->kind == OPK_PASSED_FLOAT || argument.kind == OPK_KIND_FLOAT)
-                input.as.f = passed->kind == OPK_PASSED_FLOAT ? passed->as.f : static_cast<double>(passed->as.i);
-            else
-                input.as.i = passed->as.i;
-        }
-        inputs.push_back(input);
-    }
-
-    void list(const opk_argument& argument, const opk_passed& passed, opk_input& input) {
-        input.count = passed.count;
-        if (argument.kind == OPK_KIND_TENSORS) {
-            for (int32_t i = 0; i < passed.count; ++i) {
-                if (i == 0) handles.emplace_back();
-                handles.back().push_back(passed.as.items[i].kind == OPK_PASSED_TENSOR ? handle(*passed.as.items[i].as.tensor)
-                                                                                      : nullptr);
-            }
-            input.as.tensors = passed.count ? handles.back().data() : nullptr;
-        } else if (argument.kind == OPK_KIND_FLOATS) {
-            floats.emplace_back();
-            for (int32_t i = 0; i < passed.count; ++i)
-                floats.back().push_back(passed.as.items[i].kind == OPK_PASSED_FLOAT
-                                            ? passed.as.items[i].as.f
-                                            : static_cast<double>(passed.as.items[i].as.i));
-            input.as.floats = floats.back().data();
-        } else {
-            ints.emplace_back();
-            for (int32_t i = 0; i < passed.count; ++i) ints.back().push_back(passed.as.items[i].as.i);
-            input.as.ints = ints.back().data();
-        }
-    }
-};
-
 // The layout of a kernel's outputs, as the program says it; empty where nobody needs one of them, and so the program does not.
 std::vector<int64_t> layout_of(const opk_kernel& kernel, const opk_result* results) {
     std::vector<int64_t> words;
@@ -195,7 +139,7 @@ void Host::run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t
     opk_message message;
     const std::vector<int64_t> layout = layout_of(kernel, results);
     const int32_t status =
-        execute(&kernel, inputs.inputs.data(), layout.empty() ? nullptr : layout.data(), made.data(), &message);
+        execute(&kernel, inputs.data(), layout.empty() ? nullptr : layout.data(), made.data(), &message);
     if (status == OPK_REFUSED) name_kernel(kernel, message);
     if (status != OPK_DONE) throw std::runtime_error(message.text);
     for (int32_t i = 0; i < kernel.output_count; ++i) {
