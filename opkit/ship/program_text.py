@@ -22,7 +22,7 @@ from opkit.compiler.run import driver, driver_program
 from opkit.compiler.run import plan as plans
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
-from opkit.ship import size_arithmetic
+from opkit.ship import size_arithmetic, torch_private
 
 _HEADERS = Path(__file__).parents[1] / "kernels" / "include"
 VERSION = 1
@@ -215,7 +215,8 @@ class _ProgramWriter:
             self._allocate(each.buffer, number)
         operator = self._operator(step)
         passed = [self._passed(each, "") for each in step.args]
-        passed += [self._passed(each, name) for name, each in step.kwargs.items()]
+        kwargs = {**step.kwargs, **self._defaults(step)}
+        passed += [self._passed(each, name) for name, each in kwargs.items()]
         results = [self._result(step, output) for output in step.outputs]
         self.lines.append(f"{{ opk_result r[] = {{{', '.join(results) or '{-1}'}}};")
         arguments = f"(opk_passed[]){{{', '.join(passed) or '{0}'}}}, {len(passed)}"
@@ -224,6 +225,13 @@ class _ProgramWriter:
             if isinstance(output, str) and output not in self.available:
                 self._set(output, f"r[{position}].tensor.data")
         self.lines.append("}")
+
+    def _defaults(self, step: Extern) -> dict[str, Any]:
+        """Return what a call leaves to the schema of an operator whose kernel takes all of its arguments."""
+        target = self.captured.targets.get(step.target)
+        if not private.qualified_name(target) or private.is_torchs_own(target):
+            return {}
+        return torch_private.defaults_left_out(target, step.args, step.kwargs)
 
     def _operator(self, step: Extern) -> int:
         target = self.captured.targets.get(step.target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ def is_pure(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def defaults_left_out(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults, other than None, that a call of an operator leaves to its schema."""
+    left = [a for a in target._schema.arguments[len(args) :] if a.name not in kwargs and a.has_default_value()]
+    return {a.name: a.default_value for a in left if a.default_value is not None}
 
 
 def is_view(target: Any) -> bool:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,10 @@ def _twice(model):
 
 @pytest.mark.parametrize("storage", ["int8", "bfloat16", "float8_e4m3fn"])
 def test_narrow_storage(tmp_path, storage):
-    model, x = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 8)).eval(), torch.randn(3, 64)  # by threads
+    model, x = (
+        nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 8)).eval(),
+        torch.randn(3, 64),
+    )  # by threads
     found = reloaded(model, (x,), path=tmp_path, storage=storage)(x.numpy())
     assert_close(found, opkit.load(tmp_path / "model.opk")(x))
 
@@ -178,6 +182,51 @@ def test_operators_with_kernels_in_the_file(tmp_path):
     x = torch.randn(5, 4)
     loaded = reloaded(Model(), (x,), path=tmp_path, dynamic_shapes=({0: Dim("rows")},))
     assert_close(loaded(x[:3].numpy()), 6 * (x[:3] + 1) ** 3)
+
+
+def test_operators_with_every_kind_of_argument(tmp_path):
+    @opkit.custom_op("runtime::every", mutates_args=())
+    def every(
+        x: Tensor,
+        others: Sequence[Tensor],
+        flags: Sequence[bool],
+        counts: Sequence[int],
+        weights: Sequence[float],
+        mode: str = "abc",
+        n: int = 4,
+        on: bool = True,
+        bias: Tensor | None = None,
+        eps: float = 0.5,
+    ) -> Tensor:
+        y = x + 3 * sum(flags) + sum(counts) + sum(weights) + len(mode) + n + 7 * on + eps
+        return sum(others, y if bias is None else y + bias)
+
+    source = """
+        void every(const T* x, const T* const* others, int64_t others_len, const uint8_t* flags, int64_t flags_len,
+                   const int64_t* counts, int64_t counts_len, const double* weights, int64_t weights_len, const char* mode,
+                   int64_t n, bool on, const T* bias, double eps, T* out, int64_t x_numel) {
+            double sum = strlen(mode) + n + 7 * on + eps;
+            for (int64_t i = 0; i < flags_len; i++) sum += 3 * flags[i];
+            for (int64_t i = 0; i < counts_len; i++) sum += counts[i];
+            for (int64_t i = 0; i < weights_len; i++) sum += weights[i];
+            for (int64_t i = 0; i < x_numel; i++) {
+                out[i] = x[i] + sum + (bias ? bias[i] : 0);
+                for (int64_t j = 0; j < others_len; j++) out[i] += others[j][i];
+            }
+        }"""
+    every.register_kernel("cpu", opkit.c_kernel(source))
+
+    class Model(nn.Module):
+        def forward(self, x):
+            first = every(
+                x, [x, x * 2], [True, False, True], [1, x.shape[0]], [0.25, 2]
+            )  # the others have their defaults
+            return first, every(x + 1, [], [], [], [], "", 1, False, x, eps=0)
+
+    x = torch.randn(5, 4)
+    loaded = reloaded(Model(), (x,), path=tmp_path, dynamic_shapes=({0: Dim("rows")},))
+    for found, expected in zip(loaded(x[:3].numpy()), Model()(x[:3]), strict=True):
+        assert_close(found, expected)
 
 
 def test_what_the_runtime_refuses(tmp_path):
