@@ -181,9 +181,10 @@ class _Entry:
         try:
             captured = conversion.capture(self.graph.module, _label(self.name))
             if captured.bodies or captured.uncompiled:
-                what = next(iter(captured.bodies), "") or captured.uncompiled[0]
+                what = next(iter(captured.bodies), "").removeprefix("module ") or captured.uncompiled[0]
                 raise CompileError(
-                    f"opkit.export: {_label(self.name)} has control flow ({what}), which no file holds yet."
+                    f"opkit.export: {_label(self.name)} has control flow (torch.cond, scan; its graph {what}), which no file "
+                    "holds yet. Choose among results with torch.where, or export an entry for each part and choose in Python."
                 )
             lowered = user_lowerings.operators(captured.targets)
             return captured, pipeline.compile_graph(captured, target, Stages(), lowered, True, False)

@@ -58,8 +58,8 @@ def propagate(module: fx.GraphModule) -> None:
             value = node.meta.get("val")
             if node.op == "get_attr" and isinstance(value, torch.Tensor):
                 known[node] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            elif node.op != "call_function":
-                known[node] = value
+            elif node.op != "call_function":  # a graph that control flow operators call has no value
+                known[node] = getattr(module, node.target) if node.op == "get_attr" and value is None else value
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 node.meta["val"] = known[node] = _call(node, args, kwargs)
