@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from opkit.errors import CheckpointError
 from opkit.layers import torch_private as private
+from opkit.op.torch_compile import disable_dynamo
 
 MIN_BYTES = 1 << 16
 """Smaller tensors stay on the GPU."""
@@ -60,7 +61,7 @@ def last() -> Region | None:
     return _thread.last()
 
 
-@private.untraced
+@disable_dynamo
 def hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Keep a tensor, in host memory if the region says so; return the function that returns it if it was not written to."""
     version = tensor._version
@@ -80,7 +81,7 @@ def hold(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return get
 
 
-@private.untraced
+@disable_dynamo
 def _unpack(get: Callable[[], torch.Tensor]) -> torch.Tensor:
     return get()
 
@@ -88,7 +89,7 @@ def _unpack(get: Callable[[], torch.Tensor]) -> torch.Tensor:
 class Region:
     """A call of a layer, and what it keeps in host memory."""
 
-    @private.untraced
+    @disable_dynamo
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.before, self.outer = _thread.last, _thread.region
         self.moved: dict[tuple[Any, ...], _Moved] = {}
@@ -98,7 +99,7 @@ class Region:
         if not any(t.is_cuda for t in given):
             _remark()
 
-    @private.untraced
+    @disable_dynamo
     def begin(self) -> None:
         """Become the region that runs in this thread."""
         _thread.region = self
@@ -137,7 +138,7 @@ class Region:
         is_parameter = whole.is_leaf and whole.requires_grad
         return not is_parameter and private.storage_address(tensor) not in self.stays
 
-    @private.untraced
+    @disable_dynamo
     def end(self) -> None:
         """Wait for the copies of the region before: their memory on the GPU is free from then on."""
         _thread.region = self.outer

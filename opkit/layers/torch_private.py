@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch import _compile, fx
+from torch import fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._higher_order_ops.scan import scan as captured_scan
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from opkit.op import torch_compile
+from opkit.op.torch_compile import disable_dynamo
 from opkit.op.torch_private import functorch_level
 
 __all__ = ["SCAN_HAS_GRADIENTS", "FakeTensorMode", "TorchDispatchMode", "captured_scan", "is_transformed"]
@@ -144,20 +146,15 @@ def plainly() -> Generator[None]:
         yield
 
 
-untraced: Callable[..., Any] = _compile._disable_dynamo
-"""``torch.compiler.disable`` that imports Dynamo at the first call only."""
-
-
 def graph_break(function: Any) -> Any:
     """Return a function at whose calls Dynamo ends a graph; what the function calls is captured."""
-    return untraced(function, recursive=False)
+    return disable_dynamo(function, recursive=False)
 
 
 def while_tracing(function: Callable[..., None]) -> Callable[..., None]:
     """Let Dynamo run a function of constants and modules when it traces a call; before torch 2.14, leave the call out."""
     if _VERSION >= (2, 14):
-        function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-        return function
+        return torch_compile.while_tracing(function)
     return lambda *args: None if torch.compiler.is_compiling() else function(*args)
 
 
@@ -169,6 +166,5 @@ def _is_transformed() -> bool:
     return functorch_level() is not None
 
 
-is_transformed: Any = _is_transformed
+is_transformed: Any = torch_compile.while_tracing(_is_transformed)
 """Return whether a transform of torch.func is running; Dynamo calls it while it traces, and guards on transforms itself."""
-is_transformed._dynamo_marked_constant = True

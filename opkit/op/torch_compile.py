@@ -20,10 +20,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C
+from torch import _C, _compile
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from opkit.op import torch_private as private
+
+disable_dynamo: Callable[..., Any] = _compile._disable_dynamo
+"""``torch.compiler.disable`` that imports Dynamo, which takes seconds, at the first call only."""
+
+
+def while_tracing(function: Any) -> Any:
+    """Let Dynamo run a function of constants when it traces a call, as ``torch.compiler.assume_constant_result`` does."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def in_compilation() -> bool:

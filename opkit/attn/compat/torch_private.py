@@ -13,25 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C, _compile
+from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from opkit.op.torch_compile import disable_dynamo
+from opkit.op.torch_compile import while_tracing as while_tracing
+
 sdpa: Callable[..., torch.Tensor] = _C._nn.scaled_dot_product_attention
 """torch's own ``torch.nn.functional.scaled_dot_product_attention``, also where that name was replaced."""
 
-
-disable_dynamo: Callable[[Any], Any] = _compile._disable_dynamo
-"""``torch.compiler.disable`` that imports Dynamo, which takes seconds, at the first call only."""
-
 _KNOWS_MESHES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-
-
-def while_tracing(function: Any) -> Any:
-    """Let Dynamo run a function of constants when it traces a call, as ``torch.compiler.assume_constant_result`` does."""
-    function._dynamo_marked_constant = True
-    return function
 
 
 def traced_with_ranks(function: Any) -> Any:

@@ -39,7 +39,9 @@ def _parts(name: str) -> tuple[str, int | str, int]:
         return "cuda", int(cuda[1]), 32
     if hip:
         return "hip", hip[1], 64 if int(hip[2]) <= _WIDE_WAVE else 32
-    raise ArgumentError(f"{name!r} is no architecture that kernels are compiled for. Write it as one of these: {_EXAMPLES}.")
+    raise ArgumentError(
+        f"{name!r} is no architecture that kernels are compiled for. Write it as one of these: {_EXAMPLES}."
+    )
 
 
 def name_of(target: GPUTarget) -> str:
