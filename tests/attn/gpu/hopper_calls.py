@@ -128,3 +128,20 @@ def compared(given, found=None):
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=1.5 * rounding, equal_nan=True)
     torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
     return out, lse
+
+
+def hide(k, v, places=(3, 150, 299)):
+    """Make keys and values of some places NaN and infinite."""
+    for j in places:
+        k[:, :, j], v[:, :, j, ::3], v[:, :, j, 1] = float("nan"), float("inf"), float("nan")
+
+
+def compared_where_hidden(given):
+    """The results of a call whose hidden keys and values are not finite: they reach the rows that see them, and no others."""
+    out, lse = forward_cuda.forward(*given)
+    expected, of_rows = reference.attention(*[x.double() if isinstance(x, torch.Tensor) else x for x in given])
+    clean = expected.isfinite().all(-1)
+    assert 0 < clean.sum() < clean.numel()
+    torch.testing.assert_close(out[clean].double(), expected[clean], rtol=1e-2, atol=1e-2)
+    assert out[~clean].isnan().any(-1).all()
+    torch.testing.assert_close(lse.double(), of_rows, rtol=1e-5, atol=1e-4, equal_nan=True)
