@@ -159,7 +159,7 @@ class _Entry:
             folder = "/".join(filter(None, (f"entries/{self.name}" if self.name else "entry", isa)))
             captured, compiled = self._compile(target or backend.gpu_target())
             assert compiled.plan is not None
-            called = operators.add_operators(compiled.plan, captured.targets, isa, folder, members)
+            called = operators.add_operators(compiled.plan, captured, self.graph.module.graph, isa, folder, members)
             plan = operators.add_functions(compiled.plan, folder, members)
             program, why = self._program(captured, plan)
             kernels = self._kernels(compiled, program, isa, folder, members)

@@ -146,9 +146,15 @@ class LoadedEntry:
     """
 
     def __init__(
-        self, name: str, convention: Mapping[str, Any], run: Any, plan: ExecutionPlan, reader: WeightReader
+        self,
+        name: str,
+        convention: Mapping[str, Any],
+        run: Any,
+        plan: ExecutionPlan,
+        reader: WeightReader,
+        called: operators.FileOperators,
     ) -> None:
-        self.name = name
+        self.name, self._called = name, called
         self.state = {key: reader.state(record) for key, record in convention["state"].items()}
         self._taken, self._returned = convention["taken"], convention["returned"]
         self._results = convention["results"]
@@ -183,8 +189,9 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
 def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, device: torch.device) -> LoadedEntry:
     variant = _variant(archive, convention["variants"])
     folder = variant["folder"]
+    called = operators.FileOperators()
     for operator in variant["operators"]:
-        operators.define(archive, operator)
+        called.add(archive, operator)
     content = json.loads(archive.read(f"{folder}/plan.json"))
     plan = plan_cache.decode(content["plan"])
     if not isinstance(plan, ExecutionPlan):
@@ -194,10 +201,12 @@ def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, d
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}
     opaques = {text: _on_device(named(text), device) for text in content["opaques"]}
-    constants = GraphConstants(tensors, FUNCTIONS, opaques, content["computed"], frozenset(content["resolved"]))
+    functions = {**FUNCTIONS, **called.functions}
+    constants = GraphConstants(tensors, functions, opaques, content["computed"], frozenset(content["resolved"]))
     segments = _kernels(archive, folder, plan, content["kernels"], device)
     runner = Runner(plan, constants, segments)
-    return LoadedEntry(name, convention, cuda_graphs.recorded(runner, None, "inference"), plan, reader)
+    run = cuda_graphs.recorded(runner, None, "inference")
+    return LoadedEntry(name, convention, run, plan, reader, called)
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -5,24 +5,32 @@ Kernels in C and C++ are part of the file. Operators with other kernels must be 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
 
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.ir.program import Extern
 from opkit.compiler.run import library
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan
-from opkit.errors import ModelFileError, PackageError
-from opkit.kernels.aot_package import runtime_library
+from opkit.errors import ModelFileError, OpkitError
 from opkit.op import registry
+from opkit.op.torch_private import hidden_operator
 from opkit.ship.archive import Archive
 
-_ERROR_BYTES = 1024
+if TYPE_CHECKING:
+    from opkit.compiler.capture.conversion import Captured
+
+_NAMESPACE = "opkit_file"
+_count = itertools.count()
 _OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional")
 """The modules that define opkit's own operators."""
 
@@ -30,34 +38,39 @@ _OWN = ("opkit.attn.api", "opkit.attn.paged.api", "opkit.nn.functional")
 
 
 def add_operators(
-    plan: ExecutionPlan, targets: Mapping[str, Any], isa: str, folder: str, members: dict[str, bytes]
+    plan: ExecutionPlan, captured: Captured, graph: fx.Graph, isa: str, folder: str, members: dict[str, bytes]
 ) -> Any:
-    """Add the kernels of the operators that a plan calls to the members of a file, and return what describes them as JSON."""
+    """Add the kernels of the operators that the plan of a graph calls to the members of a file.
+
+    Return what describes them as JSON.
+    """
     called = dict.fromkeys(step.target for step in plan.steps if isinstance(step, Extern))
     described: list[dict[str, str]] = []
     for target in called:
-        function = targets.get(target)
+        function = captured.targets.get(target)
         name = private.qualified_name(function)
         if not name or private.is_torchs_own(function):
             continue
         op = registry.find(name)
         module = "" if op is None else str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
         found = {"name": name, "module": module}
-        path = None if op is None or plan.device != "cpu" else _library(op, isa)
-        if path is not None:
+        nodes = [node for node in graph.nodes if node.target is function]
+        path = None if op is None or plan.device != "cpu" else _library(op, nodes, isa)
+        if op is not None and path is not None:
+            found |= {"target": target, "schema": op._operator.schema_text}  # pyright: ignore[reportPrivateUsage]
             found["library"] = f"{folder}/operators/{len(described)}.so"
             members[found["library"]] = path.read_bytes()
         described.append(found)
     return described
 
 
-def _library(op: Any, isa: str) -> Path | None:
-    """Return the library of an operator's kernel, or None if it cannot run without Python."""
-    from opkit.op.aot import package  # no model without such operators needs it
+def _library(op: Any, nodes: Sequence[fx.Node], isa: str) -> Path | None:
+    """Return the library of the kernel that an operator's calls run, or None if they need Python or a compiler."""
+    from opkit.op.aot import calls  # no model without such operators needs it
 
     try:
-        return package.operator_library(op, isa)
-    except PackageError:
+        return calls.library(nodes, op._operator, isa)
+    except (calls.NeedsPython, OpkitError):
         return None
 
 
@@ -77,31 +90,56 @@ def add_functions(plan: ExecutionPlan, folder: str, members: dict[str, bytes]) -
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def define(archive: Archive, described: Mapping[str, str]) -> None:
-    """Define an operator that the file has the kernel of, unless this process knows it.
+@dataclasses.dataclass(frozen=True)
+class FileOperators:
+    """The operators whose kernels a file has.
 
-    Raises:
-        ModelFileError: it is not known, and the file does not have its kernel.
+    They are torch's under names of their own: neither other files nor the operators of this process change them.
+
+    Attributes:
+        functions: the operators, by the target that a plan calls.
+        registrations: what torch knows them by; they must live as long as they are called.
     """
-    name, module = described["name"], described["module"]
+
+    functions: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    registrations: list[Any] = dataclasses.field(default_factory=list[Any])
+
+    def add(self, archive: Archive, described: Mapping[str, str]) -> None:
+        """Add the operator that a plan calls; one whose kernel is not in the file must be known.
+
+        Raises:
+            ModelFileError: it is not, or the kernel cannot be loaded.
+        """
+        if "library" in described:
+            self._add_kernel(archive, described)
+        else:
+            _check_known(archive, described["name"], described["module"])
+
+    def _add_kernel(self, archive: Archive, described: Mapping[str, str]) -> None:
+        from opkit import _core
+
+        with library.as_file(archive.read(described["library"])) as path:
+            try:
+                kernel = _core.KernelLibrary(str(path))
+            except RuntimeError as error:
+                raise ModelFileError(f"opkit.load: {archive.path}: {error}") from error
+        name = re.sub(r"\W", "_", f"{described['name']}_{next(_count)}")
+        fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
+        fragment.define(name + described["schema"])
+        fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        self.registrations.extend([fragment, kernel.register(f"{_NAMESPACE}::{name}", "CPU", False)])
+        self.functions[described["target"]] = hidden_operator(f"{_NAMESPACE}::{name}")
+
+
+def _check_known(archive: Archive, name: str, module: str) -> None:
     for own in _OWN if name.startswith("opkit::") else ():
         if not private.has_operator(name):
             importlib.import_module(own)
-    if private.has_operator(name):
-        return
-    if "library" not in described:
+    if not private.has_operator(name):
         where = f"Import {module}, which defines it, first." if module else "Import the package that defines it first."
         raise ModelFileError(
             f"opkit.load: {archive.path} calls the operator {name}, whose kernel is not in the file. {where}"
         )
-    with library.as_file(archive.read(described["library"])) as path:
-        _register(archive, path)
-
-
-def _register(archive: Archive, path: str) -> None:
-    error = ctypes.create_string_buffer(_ERROR_BYTES)
-    if ctypes.CDLL(str(runtime_library())).opkit_register(path.encode(), error, ctypes.c_size_t(_ERROR_BYTES)):
-        raise ModelFileError(f"opkit.load: {archive.path}: {error.value.decode(errors='replace')}")
 
 
 def with_functions(archive: Archive, plan: ExecutionPlan) -> ExecutionPlan:

@@ -60,6 +60,71 @@ def test_kernels_of_operators_are_in_the_file(tmp_path):
     torch.testing.assert_close(opkit.load(path)(x), 6 * (x + 1) ** 3)
 
 
+def test_files_have_kernels_of_their_own(tmp_path):
+    """Two operators of one name, each with several kernels, of which its file has one."""
+
+    class Model(nn.Module):
+        def __init__(self, op):
+            super().__init__()
+            self.op = op
+
+        def forward(self, x):
+            return self.op(x + 1) * 2
+
+    calls = {}
+    for add, shape in ((1000, (3, 4)), (500, (3, 1, 5))):
+        shifted = opkit.custom_op(
+            "ship::shifted", lambda x, by=2.0: x + by, schema="(Tensor x, float by=2.0) -> Tensor"
+        )
+        loop = "for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] + by"
+        for dtype in ("float64", "float32"):
+            kernel = f"void shift(const T* x, double by, T* out, int64_t x_numel) {{ {loop} + {add}; }}"
+            shifted.register_kernel("cpu", opkit.c_kernel(kernel, dtypes=[dtype]), name=dtype)
+        x = torch.randn(shape)
+        shapes = ({0: torch.export.Dim("rows")},)
+        path = opkit.export(Model(shifted), (x,), path=tmp_path / f"{add}.opk", dynamic_shapes=shapes)
+        calls[str(path)] = [(x[:n], (x[:n] + 3 + add) * 2) for n in (3, 1)]
+        torch.testing.assert_close(opkit.load(path)(x), (x + 3 + add) * 2)
+        opkit.remove("ship::shifted")
+    torch.save(calls, tmp_path / "calls.pt")
+    done = run_alone(
+        f"""
+        import gc, torch, opkit
+        calls = torch.load({str(tmp_path / "calls.pt")!r})
+        loaded = {{path: opkit.load(path) for path in calls}}
+        for path in calls:
+            for x, expected in calls[path]:
+                torch.testing.assert_close(loaded[path](x), expected)
+            del loaded[path]
+            gc.collect()
+        print("done")
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_a_choice_that_sizes_decide_is_not_in_the_file(tmp_path):
+    @opkit.custom_op("ship::conditional")
+    def conditional(x: Tensor) -> Tensor:
+        return x + 1
+
+    source = "void f(const T* x, T* out, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) out[i] = x[i] + 1; }"
+    conditional.register_kernel("cpu", opkit.c_kernel(source), when=lambda x: x.shape[0] > 2)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return conditional(x) * 2
+
+    x = torch.randn(3)
+    load = "import opkit; opkit.load({!r}); print('done')"
+    path = opkit.export(Model(), (x,), path=tmp_path / "fixed.opk")
+    assert run_alone(load.format(str(path)), tmp_path).stdout == "done\n"
+    shapes = ({0: torch.export.Dim("rows")},)
+    path = opkit.export(Model(), (x,), path=tmp_path / "changing.opk", dynamic_shapes=shapes)
+    assert "ship::conditional, whose kernel is not in the file" in run_alone(load.format(str(path)), tmp_path).stderr
+
+
 def test_operators_whose_kernels_are_python(tmp_path):
     @opkit.custom_op("ship::python")
     def python(x: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""``opkit build`` and ``opkit tune``: kernels compiled and tuned ahead of time."""
+"""``opkit build``, ``opkit tune`` and kernels in exported models: compiled and tuned ahead of time."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import IO, Any
 
 import torch
@@ -26,18 +25,14 @@ from torch import fx
 from opkit.errors import PackageError
 from opkit.kernels.aot_package import runtime_library
 from opkit.op import registry
-from opkit.op.aot import model_text
+from opkit.op.aot import calls, model_text
 from opkit.op.aot import torch_private as private
 from opkit.op.aot.model_text import CarriedKernel
 from opkit.op.core import Operator
-from opkit.op.dispatch import planning
-from opkit.op.dispatch.selection import RegisteredKernel
-from opkit.op.layout.derivation import LayoutRefusal, derive
 from opkit.op.layout.outputs import declared_type
 from opkit.op.native.function import NativeFunction
 
 _NAMESPACE = "opkit_aoti"
-_MAX_SYMBOLS = 4  # of which each combination may be 1
 _lock = threading.Lock()  # hidden operators have the names of kernels
 
 
@@ -117,47 +112,34 @@ def _replacement(node: fx.Node, kernels: dict[Any, CarriedKernel]) -> Any:
         PackageError: the call needs Python.
     """
     operator = _operator(private.operator_name(node))
+    try:
+        kernel, refused = calls.kernel_of(node, operator)
+        if kernel is None:
+            return _without_kernel(node, operator, refused)
+        if kernel.traceable or hasattr(kernel.function, "visible"):
+            return node.target  # Inductor sees its launches
+        return _with_kernel(node, calls.compiled(kernel), kernels)
+    except calls.NeedsPython as reason:
+        raise PackageError(
+            f"opkit.aoti_compile_and_package: a call of {operator.name} cannot be part of a package that runs without Python: "
+            f"{reason}. With torch._inductor.aoti_compile_and_package the package calls the operator by its name, and the "
+            "process that loads it must have imported the module that defines it."
+        ) from reason
+
+
+def _without_kernel(node: fx.Node, operator: Operator, refused: Mapping[str, str]) -> Any:
     args, kwargs = private.example_call(node)
-    accepted, refused = planning.eligible(operator, args, kwargs)
-    kernel = accepted[0] if accepted else None
-    _check_conditions(node, operator, kernel, operator.device(args, kwargs))
-    if kernel is None:
-        return _without_kernel(node, operator, args, kwargs, refused)
-    if kernel.traceable or hasattr(kernel.function, "visible"):
-        return node.target  # Inductor sees its launches
-    if not isinstance(kernel.function, NativeFunction) or kernel.function.native.debug:
-        raise _needs_python(operator, f"its kernel {kernel.name} is called from Python")
-    return _with_kernel(node, kernel.function, kernels)
-
-
-def _check_conditions(node: fx.Node, operator: Operator, kernel: RegisteredKernel | None, device: str) -> None:
-    """Refuse a choice that may be another one for other sizes: Python evaluates the conditions of kernels."""
-    if operator.forced or not private.symbols(node):
-        return
-    kernels = operator.kernels.kernels
-    preferred = kernels if kernel is None else kernels[: kernels.index(kernel) + 1]
-    for each in preferred:
-        if each.when is not None and each.device in (None, device):
-            raise _needs_python(
-                operator,
-                f"whether its kernel {each.name} takes it depends on {each.condition}, for sizes that may change",
-            )
-
-
-def _without_kernel(
-    node: fx.Node, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], refused: Mapping[str, str]
-) -> Any:
     if operator.inlinable(args, kwargs):
         return node.target  # Inductor sees its reference
     if operator.mutates or operator.only_effects or not operator.transparent(args, kwargs):
         reasons = "".join(f"; {name}: {reason}" for name, reason in refused.items())
-        raise _needs_python(operator, f"no kernel takes it, and its reference cannot be traced{reasons}")
+        raise calls.NeedsPython(f"no kernel takes it, and its reference cannot be traced{reasons}")
     return _hidden(operator, "reference", operator.contract_hash(), is_composite=True)
 
 
 def _with_kernel(node: fx.Node, function: NativeFunction, kernels: dict[Any, CarriedKernel]) -> Any:
     operator, library = function.operator, function.build()
-    programs = _programs(node, operator)
+    programs = calls.size_programs(node, operator)
     identity = f"{operator.schema_text} {hashlib.sha256(library.read_bytes()).hexdigest()}"
     hidden = _hidden(operator, function.__name__, identity)
     before = kernels[hidden].programs if hidden in kernels else ()
@@ -170,33 +152,6 @@ def _with_kernel(node: fx.Node, function: NativeFunction, kernels: dict[Any, Car
         (*before, *(words for words in programs if words not in before)),
     )
     return hidden
-
-
-def _programs(node: fx.Node, operator: Operator) -> list[tuple[int, ...]]:
-    """Return the programs of output sizes for a call: one holds for all sizes but 1, and sizes of 1 have their own.
-
-    Raises:
-        PackageError: there is none for the sizes that the program was exported with.
-    """
-    symbols = private.symbols(node)
-    counts = range(len(symbols) + 1) if len(symbols) <= _MAX_SYMBOLS else (0, 1, len(symbols))
-    found: dict[tuple[int, ...], None] = {}
-    for ones in (each for count in counts for each in itertools.combinations(symbols, count)):
-        program = derive(operator, *private.example_call(node, ones))
-        if not isinstance(program, LayoutRefusal):
-            found[program.words] = None
-        elif not ones:
-            hint = "; call .contiguous() on it in the model" if "row-major" in program.reason else ""
-            raise _needs_python(operator, f"{program.reason}{hint}")
-    return [*found]
-
-
-def _needs_python(operator: Operator, reason: str) -> PackageError:
-    return PackageError(
-        f"opkit.aoti_compile_and_package: a call of {operator.name} cannot be part of a package that runs without Python: "
-        f"{reason}. With torch._inductor.aoti_compile_and_package the package calls the operator by its name, and the process "
-        "that loads it must have imported the module that defines it."
-    )
 
 
 # ---- hidden operators ------------------------------------------------------------------------------------------------

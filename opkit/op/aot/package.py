@@ -291,24 +291,9 @@ def layout_programs(function: NativeFunction) -> tuple[list[layout_program.Layou
     return list(programs.values()), "" if programs else reason
 
 
-def operator_library(op: CustomOp[Any, Any], isa: str) -> Path | None:
-    """Return the library of an operator that has one native kernel for CPUs, for all its calls; None for other operators.
-
-    A program without Python can load it (``opkit_register``).
-
-    Raises:
-        PackageError: the kernel cannot be compiled.
-    """
-    kernels = op._operator.kernels.kernels  # pyright: ignore[reportPrivateUsage]
-    native = [(each.function, each.when) for each in kernels if isinstance(each.function, NativeFunction)]
-    native = [(function, when) for function, when in native if not function.native.cuda]
-    if len(native) != 1 or native[0][1] is not None:
-        return None
-    programs, reason = layout_programs(native[0][0])
-    if reason:
-        return None
-    item = _LibraryBuild(native[0][0], isa, ())
-    return _libraries([item], {item.function: ([program.words for program in programs], "")}, Path(), 1)[0][0][1]
+def with_programs(function: NativeFunction, isa: str, programs: Sequence[Words]) -> Request:
+    """Return the request for a kernel's library for an instruction set, with some layout programs in it."""
+    return _LibraryBuild(function, isa, ()).request(programs)
 
 
 def _extra(listed: Sequence[Sequence[int]]) -> str:
