@@ -20,6 +20,7 @@ from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.run import library, plan_cache
 from opkit.compiler.run.plan import ExecutionPlan, opaque_names
+from opkit.compiler.run.torch_private import qualified_name
 from opkit.errors import ArgumentError, CompileError, ToolchainError
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc import toolchain
@@ -185,6 +186,12 @@ class _Entry:
                 raise CompileError(
                     f"opkit.export: {_label(self.name)} has control flow (torch.cond, scan; its graph {what}), which no file "
                     "holds yet. Choose among results with torch.where, or export an entry for each part and choose in Python."
+                )
+            writes = next((name for each in captured.opaques.values() if (name := qualified_name(each))), "")
+            if writes:  # the argument of a higher-order operator
+                raise CompileError(
+                    f"opkit.export: {_label(self.name)} calls {writes}, which writes to its arguments, and no file holds such "
+                    "calls yet. Let it return a new tensor."
                 )
             lowered = user_lowerings.operators(captured.targets)
             return captured, pipeline.compile_graph(captured, target, Stages(), lowered, True, False)

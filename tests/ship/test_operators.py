@@ -4,11 +4,13 @@ import os
 import textwrap
 
 import fresh_process
+import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 import opkit
+from opkit.errors import CompileError
 from opkit.masks import Causal
 
 
@@ -123,6 +125,26 @@ def test_a_choice_that_sizes_decide_is_not_in_the_file(tmp_path):
     shapes = ({0: torch.export.Dim("rows")},)
     path = opkit.export(Model(), (x,), path=tmp_path / "changing.opk", dynamic_shapes=shapes)
     assert "ship::conditional, whose kernel is not in the file" in run_alone(load.format(str(path)), tmp_path).stderr
+
+
+def test_operators_that_write_to_their_arguments(tmp_path):
+    @opkit.custom_op("ship::add_", mutates_args=("x",))
+    def add_(x: Tensor, by: float) -> None:
+        x.add_(by)
+
+    source = "void add(T* x, double by, int64_t x_numel) { for (int64_t i = 0; i < x_numel; i++) x[i] += by; }"
+    add_.register_kernel("cpu", opkit.c_kernel(source))
+
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            add_(y, 3.0)
+            return y + 1
+
+    with pytest.raises(
+        CompileError, match=r"calls ship::add_, which writes to its arguments.* Let it return a new tensor"
+    ):
+        opkit.export(Model(), (torch.randn(3),), path=tmp_path / "model.opk")
 
 
 def test_operators_whose_kernels_are_python(tmp_path):
