@@ -196,7 +196,7 @@ def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, d
     plan = plan_cache.decode(content["plan"])
     if not isinstance(plan, ExecutionPlan):
         raise archive.damaged(f"{folder}/plan.json holds no plan")
-    plan = operators.with_functions(archive, plan)
+    plan = called.with_layouts(operators.with_functions(archive, plan))
     if device.type != "cpu":
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}

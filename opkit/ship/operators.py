@@ -16,18 +16,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Callee
-from opkit.compiler.ir.program import Extern
+from opkit.compiler.ir.program import Buffer, Extern
 from opkit.compiler.run import library
 from opkit.compiler.run import torch_private as private
+from opkit.compiler.run.driver import dtype
 from opkit.compiler.run.plan import ExecutionPlan
 from opkit.errors import ModelFileError, OpkitError
 from opkit.op import registry
+from opkit.op.native.compiled import schema_with_layout
 from opkit.op.torch_private import hidden_operator
 from opkit.ship.archive import Archive
 
 if TYPE_CHECKING:
     from opkit.compiler.capture.conversion import Captured
+    from opkit.op.core import Operator
 
 _NAMESPACE = "opkit_file"
 _count = itertools.count()
@@ -44,9 +48,12 @@ def add_operators(
 
     Return what describes them as JSON.
     """
-    called = dict.fromkeys(step.target for step in plan.steps if isinstance(step, Extern))
+    called: dict[str, list[Extern]] = {}
+    for step in plan.steps:
+        if isinstance(step, Extern):
+            called.setdefault(step.target, []).append(step)
     described: list[dict[str, str]] = []
-    for target in called:
+    for target, steps in called.items():
         function = captured.targets.get(target)
         name = private.qualified_name(function)
         if not name or private.is_torchs_own(function):
@@ -55,21 +62,27 @@ def add_operators(
         module = "" if op is None else str(getattr(op._operator.function, "__module__", ""))  # pyright: ignore[reportPrivateUsage]
         found = {"name": name, "module": module}
         nodes = [node for node in graph.nodes if node.target is function]
-        path = None if op is None or plan.device != "cpu" else _library(op, nodes, isa)
+        sized = not all(map(_has_layouts, steps))
+        path = None if op is None or plan.device != "cpu" else _library(op._operator, nodes, isa, sized)  # pyright: ignore[reportPrivateUsage]
         if op is not None and path is not None:
-            found |= {"target": target, "schema": op._operator.schema_text}  # pyright: ignore[reportPrivateUsage]
+            found |= {"target": target, "schema": schema_with_layout(op._operator)}  # pyright: ignore[reportPrivateUsage]
             found["library"] = f"{folder}/operators/{len(described)}.so"
             members[found["library"]] = path.read_bytes()
         described.append(found)
     return described
 
 
-def _library(op: Any, nodes: Sequence[fx.Node], isa: str) -> Path | None:
+def _has_layouts(step: Extern) -> bool:
+    """Return whether a plan has the layouts of all outputs of a call; it has none of one that nobody uses."""
+    return all(isinstance(output, str) for output in step.outputs)
+
+
+def _library(operator: Operator, nodes: Sequence[fx.Node], isa: str, sized: bool) -> Path | None:
     """Return the library of the kernel that an operator's calls run, or None if they need Python or a compiler."""
     from opkit.op.aot import calls  # no model without such operators needs it
 
     try:
-        return calls.library(nodes, op._operator, isa)
+        return calls.library(nodes, operator, isa, sized)
     except (calls.NeedsPython, OpkitError):
         return None
 
@@ -127,8 +140,25 @@ class FileOperators:
         fragment = torch.library.Library(_NAMESPACE, "FRAGMENT")
         fragment.define(name + described["schema"])
         fragment.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        self.registrations.extend([fragment, kernel.register(f"{_NAMESPACE}::{name}", "CPU", False)])
+        self.registrations.extend([fragment, kernel.register(f"{_NAMESPACE}::{name}", "CPU", True)])
         self.functions[described["target"]] = hidden_operator(f"{_NAMESPACE}::{name}")
+
+    def with_layouts(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return a plan that passes the layouts of outputs to the kernels, as the runtime without torch does."""
+        steps = (
+            dataclasses.replace(step, kwargs={**step.kwargs, "opk_layout": _layout_of(step, plan.buffers)})
+            if isinstance(step, Extern) and step.target in self.functions and _has_layouts(step)
+            else step
+            for step in plan.steps
+        )
+        return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def _layout_of(step: Extern, buffers: Mapping[str, Buffer]) -> list[Any]:
+    """Return the dtype, the rank, the sizes and the strides of each output of a call."""
+    outputs = [buffers[output] for output in step.outputs if isinstance(output, str)]
+    words = ((dtype(DTYPES[each.dtype].torch), len(each.shape), *each.shape, *each.strides) for each in outputs)
+    return [word for each in words for word in each]
 
 
 def _check_known(archive: Archive, name: str, module: str) -> None:

@@ -106,6 +106,33 @@ def test_files_have_kernels_of_their_own(tmp_path):
     assert done.stdout == "done\n", done.stderr
 
 
+def test_layouts_of_outputs_are_the_programs(tmp_path):
+    @opkit.custom_op("ship::first_and_twice", mutates_args=())
+    def first_and_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[0] + 1, x.contiguous() * 2
+
+    source = """
+        void f(const T* x, T* out0, T* out1, int64_t x_numel, int64_t out0_numel) {
+            for (int64_t i = 0; i < out0_numel; i++) out0[i] = x[i] + 1;
+            for (int64_t i = 0; i < x_numel; i++) out1[i] = 2 * x[i];
+        }"""
+    first_and_twice.register_kernel("cpu", opkit.c_kernel(source))
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return first_and_twice(x.t())
+
+    class One(nn.Module):
+        def forward(self, x):
+            return first_and_twice(x + 1)[1] + 1
+
+    x, shapes = torch.randn(5, 4), ({0: torch.export.Dim("rows")},)
+    for model, counts in ((Both(), (5, 1, 0)), (One(), (5, 1))):
+        loaded = opkit.load(opkit.export(model, (x,), path=tmp_path / "model.opk", dynamic_shapes=shapes))
+        for n in counts:
+            torch.testing.assert_close(loaded(x[:n]), model(x[:n]))
+
+
 def test_a_choice_that_sizes_decide_is_not_in_the_file(tmp_path):
     @opkit.custom_op("ship::conditional")
     def conditional(x: Tensor) -> Tensor:

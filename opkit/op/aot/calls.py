@@ -79,10 +79,14 @@ def size_programs(node: fx.Node, operator: Operator) -> list[tuple[int, ...]]:
     return [*found]
 
 
-def library(nodes: Sequence[fx.Node], operator: Operator, isa: str) -> Path:
-    """Build the library of the one kernel that all of an operator's calls in a graph run, with programs of its outputs' sizes.
+def library(nodes: Sequence[fx.Node], operator: Operator, isa: str, sized: bool) -> Path:
+    """Build the library of the one kernel that all of an operator's calls in a graph run.
 
-    A program without Python can load it (``opkit_register``).
+    Args:
+        nodes: the calls.
+        operator: the operator.
+        isa: the instruction set.
+        sized: whether it is to have programs of its outputs' sizes, for callers that do not know them.
 
     Raises:
         NeedsPython: they run several kernels, the reference, or one that needs Python.
@@ -92,5 +96,5 @@ def library(nodes: Sequence[fx.Node], operator: Operator, isa: str) -> Path:
     kernel = next(iter(kernels), None)
     if len(kernels) != 1 or kernel is None:
         raise NeedsPython("its calls do not run one kernel")
-    words = dict.fromkeys(program for node in nodes for program in size_programs(node, operator))
+    words = dict.fromkeys(program for node in nodes if sized for program in size_programs(node, operator))
     return compilation.build(with_programs(compiled(kernel), isa, [*words]))
