@@ -353,12 +353,12 @@ def _call_kernel(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _with_functions(kernel: str | None, call: tuple[Any, ...], functions: Functions) -> tuple[Tensor, Tensor]:
-    from opkit.attn.functions import compiled  # which imports torch's higher-order operators
+    from opkit.attn.functions import dynamo  # which imports torch's higher-order operators
 
     def run() -> tuple[Tensor, Tensor]:
         return _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
 
-    return compiled.call(run, functions, call[0].dtype, call[0].device)
+    return dynamo.call(run, functions, call[0].dtype, call[0].device)
 
 
 def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
