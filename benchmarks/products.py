@@ -1,9 +1,10 @@
 """How fast are products and convolutions with packed weights? opkit, oneDNN and ONNX Runtime (CPUs).
 
 The products are BERT-base's and GPT-2's with 128 rows and with one, and the convolutions ResNet-50's of one image of 224 x 224.
-oneDNN has weights in its own layouts. The ways take turns; a way's time is the median of the medians of its turns. The bound is
-the rate of a product whose operands stay in the caches, which is measured first. ONNX Runtime (``onnx`` and ``onnxruntime``) is
-left out where it is not installed, and in convolutions, since it converts the layouts of single ones.
+oneDNN has weights in its own layouts; "direct" is opkit without Winograd's method. The ways take turns; a way's time is the
+median of the medians of its turns. The bound is the rate of a product whose operands stay in the caches, which is measured first.
+ONNX Runtime (``onnx`` and ``onnxruntime``) is left out where it is not installed, and in convolutions, since it converts the
+layouts of single ones.
 
     python benchmarks/products.py [--threads 2] [--isa avx2] [--products] [--convolutions]
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from opkit import _core
-from opkit.ship.products import pack_convolution, pack_linear
+from opkit.ship.products import pack_convolution, pack_linear, winograd_tile
 
 Run = Callable[[], Any]
 mkldnn = torch.ops.mkldnn
@@ -88,13 +89,17 @@ def convolution_ways(case: tuple[int, ...], threads: int) -> dict[str, Run]:
     padding = kernel // 2
     x = torch.randn(1, inner, size, size).contiguous(memory_format=torch.channels_last)
     w, bias = torch.randn(outer, inner, kernel, kernel) * 0.1, torch.randn(outer)
-    packed = pack_convolution(w, 1)
+    tile = winograd_tile(w, (stride, stride), (1, 1), 1, [(size - 1) // stride + 1] * 2)
+    packed = {each: pack_convolution(w, 1, each) for each in (tile, 0)}
     settings: Any = ([padding] * 2, [stride] * 2, [1, 1], 1)
     reordered = mkldnn._reorder_convolution_weight(w, *settings, [*x.shape])
     pairs: Any = ((kernel, kernel), (stride, stride), (padding, padding), (1, 1))
 
     ways: dict[str, Run] = {
-        "opkit": lambda: torch.ops.opkit.packed_convolution(x, packed, bias, None, *pairs, 1, outer, "relu"),
+        "opkit": lambda: torch.ops.opkit.packed_convolution(
+            x, packed[tile], bias, None, *pairs, 1, outer, tile, "relu"
+        ),
+        "direct": lambda: torch.ops.opkit.packed_convolution(x, packed[0], bias, None, *pairs, 1, outer, 0, "relu"),
         "oneDNN": lambda: mkldnn._convolution_pointwise(x, reordered, bias, *settings, "relu", [], ""),
     }
     wanted = torch.nn.functional.conv2d(x.double(), w.double(), bias.double(), stride, padding).relu()

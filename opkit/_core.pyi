@@ -427,6 +427,12 @@ def pack_convolution(
 ) -> None:
     """Pack a contiguous weight."""
 
+def packed_winograd_floats(out_channels: int, in_channels: int, tile: int) -> int:
+    """How many numbers the packed weight of a convolution by Winograd's method has; ``tile`` is 2 or 4."""
+
+def pack_winograd(w: int, out_channels: int, in_channels: int, tile: int, packed: int) -> None:
+    """Pack a contiguous weight of 3 x 3 taps for Winograd's method."""
+
 def linear(
     x: int, x_pitch: int, packed: int, bias: int, y: int, rows: int, columns: int, depth: int, activation: str
 ) -> None:
@@ -449,9 +455,10 @@ def convolution(
     dilation: Sequence[int],
     groups: int,
     activation: str,
+    tile: int,
     channels_last: bool,
 ) -> None:
-    """``activation(convolution of x + bias + addend)``, likewise.
+    """``activation(convolution of x + bias + addend)``, likewise; by Winograd's method if ``tile`` is 2 or 4, not 0.
 
     Sizes: batch, channels, height and width of x, channels, height and width of y. All images have their channels next to each
     other, or none.

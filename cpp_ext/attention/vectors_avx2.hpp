@@ -12,7 +12,6 @@ struct Avx2Vectors : isa::Avx2Vectors {
     static constexpr int kGroup = 6, kGroupCols = 2, kColumnGroup = 4;
     static constexpr int kSums = 8, kMaxRows = 8;
 
-    static Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats over(Floats a, Floats b) { return _mm256_div_ps(a, b); }
     static Floats fused_minus(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }

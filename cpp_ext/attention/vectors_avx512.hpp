@@ -11,7 +11,6 @@ struct Vectors : isa::Vectors {
     static constexpr int kGroup = 12, kGroupCols = 2, kColumnGroup = 8;
     static constexpr int kSums = 16, kMaxRows = 16;
 
-    static Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats over(Floats a, Floats b) { return _mm512_div_ps(a, b); }
     static Floats fused_minus(Floats a, Floats b, Floats c) { return _mm512_fmsub_ps(a, b, c); }

@@ -12,7 +12,6 @@ struct NeonVectors : isa::NeonVectors {
     static constexpr int kGroup = 6, kGroupCols = 4, kColumnGroup = 4;
     static constexpr int kSums = 16, kMaxRows = 16;
 
-    static Floats minus(Floats a, Floats b) { return vsubq_f32(a, b); }
     static Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
     static Floats over(Floats a, Floats b) { return vdivq_f32(a, b); }
     static Floats fused_minus(Floats a, Floats b, Floats c) { return vfmaq_f32(vnegq_f32(c), a, b); }

@@ -6,6 +6,7 @@
 #include "../attention/products.hpp"
 #include "../attention/vectors_avx2.hpp"
 #include "../product/depthwise.hpp"
+#include "../product/winograd_tiles.hpp"
 #include "table.hpp"
 #include "vector_products.hpp"
 
@@ -33,6 +34,8 @@ constexpr Table make_table() {
     table.attend_decode = attention::attend_decode<Attention>;
     table.product_f32 = product::multiply<ProductVectors>;
     table.depthwise_f32 = product::depthwise<ProductVectors>;
+    table.winograd_input_f32 = product::winograd_input<ProductVectors>;
+    table.winograd_output_f32 = product::winograd_output<ProductVectors>;
     return table;
 }
 

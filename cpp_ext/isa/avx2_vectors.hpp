@@ -22,6 +22,7 @@ struct Avx2Vectors {
     static Floats odd(Words pairs) { return floats(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))); }
     static Floats broadcast(float value) { return _mm256_set1_ps(value); }
     static Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+    static Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 
     static Words extend(const uint16_t* at) {

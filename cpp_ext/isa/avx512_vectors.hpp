@@ -22,6 +22,7 @@ struct Vectors {
     static Floats odd(Words pairs) { return floats(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000))); }
     static Floats broadcast(float value) { return _mm512_set1_ps(value); }
     static Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+    static Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats fma(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 
     static Words extend(const uint16_t* at) {

@@ -22,6 +22,7 @@ struct NeonVectors {
     static Floats odd(Words pairs) { return floats(vandq_u32(pairs, vdupq_n_u32(0xFFFF0000u))); }
     static Floats broadcast(float value) { return vdupq_n_f32(value); }
     static Floats plus(Floats a, Floats b) { return vaddq_f32(a, b); }
+    static Floats minus(Floats a, Floats b) { return vsubq_f32(a, b); }
     static Floats fma(Floats a, Floats b, Floats sum) { return vfmaq_f32(sum, a, b); }
 
     static void widen(const uint16_t* in, float* out) { store(out, floats(vshll_n_u16(vld1_u16(in), 16))); }

@@ -36,6 +36,7 @@
 //     the ISA's own kind; attention_backward_*: rows against a tile of keys (attention/backward.hpp).
 //   attend_decode: one part of attention with few queries; see attention/decode_task.hpp and decode.hpp.
 //   product_f32, depthwise_f32: a part of a product or convolution with a packed weight; see product/block.hpp.
+//   winograd_*_f32: the transforms of convolutions by Winograd's method, likewise.
 #define OPKIT_ISA_KERNELS(KERNEL)                                                                                      \
     KERNEL(f32_to_bf16, (const float* in, uint16_t* out, int64_t n))                                                   \
     KERNEL(pack_b_bf16, (const uint16_t* b, int64_t ldb, uint16_t* packed, int64_t n, int64_t k))                      \
@@ -48,7 +49,9 @@
     KERNEL(attention_backward_bf16, (const attention::BackwardTile& tile))                                             \
     KERNEL(attend_decode, (const attention::DecodeTask* task))                                                         \
     KERNEL(product_f32, (const product::Block& block))                                                                 \
-    KERNEL(depthwise_f32, (const product::DepthwiseRow& row))
+    KERNEL(depthwise_f32, (const product::DepthwiseRow& row))                                                          \
+    KERNEL(winograd_input_f32, (const product::WinogradInput& call))                                                   \
+    KERNEL(winograd_output_f32, (const product::WinogradOutput& call))
 
 namespace opkit::isa {
 

@@ -201,7 +201,7 @@ product::Convolution described(const Arguments& arguments, int64_t first, const 
     return call;
 }
 
-// x, packed, bias, addend, kernel, stride, padding, dilation, groups, out_channels, activation
+// x, packed, bias, addend, kernel, stride, padding, dilation, groups, out_channels, tile, activation
 void packed_convolution(const Arguments& arguments, const opk_result* results) {
     const opk_tensor &given = required(arguments, 0), &result = results[0].tensor, *added = arguments.tensor(3);
     LaidOut x(given, channels_last_strides(given)), y(result, channels_last_strides(result));
@@ -209,7 +209,8 @@ void packed_convolution(const Arguments& arguments, const opk_result* results) {
     product::Convolution call = described(arguments, 5, given, result);
     arguments.integers(4, call.kernel, 2);
     call.groups = arguments.integer(8, 1);
-    call.activation = activation_of(arguments.text(10, "none"));
+    call.tile = arguments.integer(10, 0);
+    call.activation = activation_of(arguments.text(11, "none"));
     call.x = x.read();
     call.y = y.write();
     call.packed = floats(required(arguments, 1));

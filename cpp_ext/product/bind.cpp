@@ -54,11 +54,11 @@ using Sizes = std::array<int64_t, 7>;  // batch, in_channels, height, width, out
 
 void bind_convolution(Address x, Address packed, Address bias, Address addend, Address y, const Sizes& sizes, const Pair& kernel,
                       const Pair& stride, const Pair& padding, const Pair& dilation, int64_t groups, const std::string& activation,
-                      bool channels_last) {
+                      int64_t tile, bool channels_last) {
     const auto& [batch, in_channels, height, width, out_channels, out_height, out_width] = sizes;
     const Convolution call{floats(x), writable(y), floats(packed), floats(bias), floats(addend), batch, in_channels, height, width,
                            out_channels, out_height, out_width, {kernel[0], kernel[1]}, {stride[0], stride[1]},
-                           {padding[0], padding[1]}, {dilation[0], dilation[1]}, groups, activation_of(activation), channels_last};
+                           {padding[0], padding[1]}, {dilation[0], dilation[1]}, groups, activation_of(activation), tile, channels_last};
     compute([&](const Parallel& parallel, const isa::Table& kernels) { convolution(call, parallel, kernels); });
 }
 
@@ -81,11 +81,18 @@ void bind(py::module_& m) {
         },
         py::arg("w"), py::arg("out_channels"), py::arg("in_per_group"), py::arg("kernel_height"), py::arg("kernel_width"),
         py::arg("groups"), py::arg("packed"));
+    m.def("packed_winograd_floats", &packed_winograd_floats, py::arg("out_channels"), py::arg("in_channels"), py::arg("tile"));
+    m.def(
+        "pack_winograd",
+        [](Address w, int64_t out_channels, int64_t in_channels, int64_t tile, Address packed) {
+            pack_winograd(floats(w), out_channels, in_channels, tile, writable(packed));
+        },
+        py::arg("w"), py::arg("out_channels"), py::arg("in_channels"), py::arg("tile"), py::arg("packed"));
     m.def("linear", &bind_linear, py::arg("x"), py::arg("x_pitch"), py::arg("packed"), py::arg("bias"), py::arg("y"), py::arg("rows"),
           py::arg("columns"), py::arg("depth"), py::arg("activation"));
     m.def("convolution", &bind_convolution, py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("addend"), py::arg("y"),
           py::arg("sizes"), py::arg("kernel"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
-          py::arg("activation"), py::arg("channels_last"));
+          py::arg("activation"), py::arg("tile"), py::arg("channels_last"));
 }
 
 }  // namespace opkit::product

@@ -45,4 +45,30 @@ struct DepthwiseRow {
     Activation activation;
 };
 
+// Convolutions by Winograd's method (winograd.cpp). A tile has tile x tile results and (tile + 2) x (tile + 2) points; tile is 2 or 4.
+
+// Of the larger tiles' points, besides 0 and infinity: a, -a, b and -b. With 5/8 and 3/2 results err by half as much as with the usual
+// 1 and 2, and all coefficients of the transforms are float32 numbers.
+constexpr float kPointA = 0.625f, kPointB = 1.5f;
+
+// Pixels of tiles to values at points. The channels are whole panels.
+struct WinogradInput {
+    const float* const* pixels;  // [tiles][points]: where the channels of each pixel are
+    float* points;               // [points][tiles][channels]; pitches are between tiles and between points
+    int64_t tiles, channels, pitch, point_pitch, tile;
+};
+
+// Sums at points to results; the columns are whole panels. Adds to `checks` of a tile what is NaN if a result, before bias and addend,
+// is not finite.
+struct WinogradOutput {
+    const float* sums;      // [points][tiles][columns]
+    const int64_t* places;  // [tiles][results]: where in y and addend; negative outside of the image
+    const float* bias;      // or null
+    const float* addend;    // or null
+    float* y;
+    float* checks;  // [tiles][kPanel]
+    int64_t tiles, columns, pitch, point_pitch, tile;
+    Activation activation;
+};
+
 }  // namespace opkit::product

@@ -10,6 +10,7 @@ namespace opkit::product {
 
 constexpr int64_t kMaxRows = 144, kMaxDepth = 768;  // of a block: x and two panels stay in a second-level cache of 1 MiB
 constexpr int64_t kMaxTaps = 1536;                  // numbers of all taps: rows share most of them
+constexpr int64_t kMinShared = 1 << 17;             // multiply-adds that take longer than it takes to wake a thread
 
 // Products, as many as `groups`, that differ in where their operands are.
 struct Blocked {
@@ -31,6 +32,9 @@ struct Blocked {
 };
 
 void multiply(const Blocked& call, const Parallel& parallel, const isa::Table& kernels);
+
+// Images are channels-last.
+void winograd(const Convolution& call, const Parallel& parallel, const isa::Table& kernels);
 
 // to[columns][rows] = from[rows][columns].
 void transpose_rows(const float* from, int64_t from_pitch, int64_t rows, int64_t columns, float* to, int64_t to_pitch);

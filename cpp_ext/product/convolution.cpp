@@ -129,6 +129,7 @@ void depthwise(const Convolution& call, const Parallel& parallel, const isa::Tab
 }
 
 void channels_last(const Convolution& call, const Parallel& parallel, const isa::Table& kernels) {
+    if (call.tile) return winograd(call, parallel, kernels);
     if (is_depthwise(call)) return depthwise(call, parallel, kernels);
     const int64_t channels = call.in_channels / call.groups, columns = call.out_channels / call.groups;
     const int64_t taps = call.kernel[0] * call.kernel[1], pixels = call.batch * call.out_height * call.out_width;
@@ -169,13 +170,14 @@ void convolution(const Convolution& call, const Parallel& parallel, const isa::T
     const int64_t pixels = call.out_height * call.out_width, images = call.height * call.width;
     if (call.batch * call.out_channels * pixels == 0) return;
     if (call.channels_last) return channels_last(call, parallel, kernels);
-    const Memory x(call.batch * call.in_channels * images), y(call.batch * call.out_channels * pixels);
+    const int64_t results = call.batch * call.out_channels * pixels;
+    const Memory x(call.batch * call.in_channels * images), y(results), addend(call.addend ? results : 0);
     transpose(call.x, call.batch, call.in_channels, images, x.data(), parallel);
-    if (call.addend) transpose(call.addend, call.batch, call.out_channels, pixels, y.data(), parallel);
+    if (call.addend) transpose(call.addend, call.batch, call.out_channels, pixels, addend.data(), parallel);
     Convolution converted = call;
     converted.x = x.data();
     converted.y = y.data();
-    converted.addend = call.addend ? y.data() : nullptr;
+    converted.addend = call.addend ? addend.data() : nullptr;
     channels_last(converted, parallel, kernels);
     transpose(y.data(), call.batch, pixels, call.out_channels, call.y, parallel);
 }

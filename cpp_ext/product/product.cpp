@@ -12,7 +12,6 @@ namespace opkit::product {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
-constexpr int64_t kMinShared = 1 << 17;  // multiply-adds that take longer than it takes to wake a thread
 constexpr int64_t kMinColumns = 64;      // of a task
 constexpr int64_t kTasks = 4;            // of a thread, so that one that is late holds the others up less; one where each copies x
 constexpr int64_t kFewRows = 48;         // of a block that is copied: as few as can be if the weight stays in the cache

@@ -75,10 +75,11 @@ struct Convolution {
     float* y;
     const float* packed;
     const float* bias;    // [out_channels], or null
-    const float* addend;  // like y, or null; it may be y
+    const float* addend;  // like y, or null; it is not y
     int64_t batch, in_channels, height, width, out_channels, out_height, out_width;
     int64_t kernel[2], stride[2], padding[2], dilation[2], groups;
     Activation activation;
+    int64_t tile;        // 2 or 4: by Winograd's method, with tiles of so many rows; 0: by the direct one
     bool channels_last;  // of x, y and addend: [batch][height][width][channels], else [batch][channels][height][width]
 };
 
@@ -88,6 +89,12 @@ int64_t packed_convolution_floats(int64_t out_channels, int64_t in_per_group, in
 // Packs a weight [out_channels][in_per_group][kernel_height][kernel_width].
 void pack_convolution(const float* w, int64_t out_channels, int64_t in_per_group, int64_t kernel_height, int64_t kernel_width,
                       int64_t groups, float* packed);
+
+// The same for Winograd's method (winograd.cpp): of weights [out_channels][in_channels][3][3] of convolutions without stride, dilation
+// and groups. Both numbers of channels are multiples of kPanel, and so many numbers may be summed at once. The weights are finite.
+int64_t packed_winograd_floats(int64_t out_channels, int64_t in_channels, int64_t tile);
+
+void pack_winograd(const float* w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed);
 
 // Images that are not channels-last are converted, and so is the result.
 void convolution(const Convolution& call, const Parallel& parallel, const isa::Table& kernels = widest());

@@ -89,7 +89,8 @@ def export(
     if not target.parent.is_dir():
         raise ArgumentError(f"opkit.export: path={str(path)!r} is in a folder that does not exist.")
     programs = _programs(model, args, kwargs, dynamic_shapes)
-    writer, members, packed = WeightWriter(storage_dtype(storage)), dict[str, bytes](), PackedWeights()
+    writer, members = WeightWriter(storage_dtype(storage)), dict[str, bytes]()
+    packed = PackedWeights(direct=writer.storage is not None)
     wanted = (isa,) if isinstance(isa, str) else tuple(isa)
     entries: dict[str, Any] = {}
     device: torch.device | None = None

@@ -20,18 +20,24 @@ _ADDEND = 3  # the place of a convolution's argument
 
 @dataclasses.dataclass
 class PackedWeights:
-    """The packed weights of a file: one of each weight, also if several entries use it."""
+    """The packed weights of a file: one of each weight, also if several entries use it.
 
+    Attributes:
+        direct: whether no convolution is computed by Winograd's method, whose weights are larger.
+    """
+
+    direct: bool = False
     _known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(
         default_factory=dict[Any, tuple[torch.Tensor, torch.Tensor]]
     )
     _depths: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
 
-    def get(self, weight: torch.Tensor, groups: int = 1) -> torch.Tensor:
+    def get(self, weight: torch.Tensor, groups: int = 1, tile: int = 0) -> torch.Tensor:
         """Return a packed weight: ``(out, in)`` of a product or ``(out, in / groups, height, width)`` of a convolution."""
-        key = (weight.data_ptr(), tuple(weight.shape), weight.stride(), groups)
+        key = (weight.data_ptr(), tuple(weight.shape), weight.stride(), groups, tile)
         if key not in self._known:
-            packed = products.pack_linear(weight) if weight.dim() == 2 else products.pack_convolution(weight, groups)
+            is_product = weight.dim() == 2
+            packed = products.pack_linear(weight) if is_product else products.pack_convolution(weight, groups, tile)
             self._known[key] = weight, packed  # an address names the weight until it is freed
             self._depths[packed.data_ptr()] = weight[0].numel()
         return self._known[key][1]
@@ -86,9 +92,13 @@ def _pack_convolution(module: fx.GraphModule, node: fx.Node, weights: PackedWeig
     channels, _, *kernel = tensor.shape
     if bias is not None and not _is_bias(bias, channels):
         return
+    size = node.meta["val"].shape[2:]
+    tile = 0
+    if not weights.direct and all(isinstance(n, int) for n in size):
+        tile = products.winograd_tile(tensor, stride, dilation, groups, size)  # pyright: ignore[reportArgumentType]
     with module.graph.inserting_before(node):
-        held = add_constant(module, node, weights.get(tensor, groups))  # pyright: ignore[reportArgumentType]
-        args = (x, held, bias, None, kernel, stride, padding, dilation, groups, channels, "none")
+        held = add_constant(module, node, weights.get(tensor, groups, tile))  # pyright: ignore[reportArgumentType]
+        args = (x, held, bias, None, kernel, stride, padding, dilation, groups, channels, tile, "none")
         new = module.graph.call_function(_CONVOLUTION, args)
     new.meta = {**node.meta}
     node.replace_all_uses_with(new)

@@ -1,11 +1,13 @@
 """``opkit::packed_linear`` and ``opkit::packed_convolution``: products with weights that were packed before, on CPUs.
 
-A packed weight is a float32 tensor of one dimension: panels of 16 columns, each by rows of the depth (``cpp_ext/product``). It is
-the same on all processors. Importing this module defines the operators, which exported models call.
+A packed weight is a float32 tensor of one dimension: panels of 16 columns, each by rows of the depth (``cpp_ext/product``). For
+convolutions by Winograd's method, which takes fewer multiplications, it has more numbers: the weight's values at the points of a
+tile (``winograd.cpp``). It is the same on all processors. Importing this module defines the operators that exported models call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +19,16 @@ from opkit.errors import ArgumentError
 PANEL = 16
 """The columns of a panel."""
 
+_MAX_DEPTH = 768  # numbers that the kernels sum at once
+_MIN_TILES = 32  # for which it is worth reading a weight at points, which is larger
+_MAX_WEIGHT = 1e30  # its values at points, and their sums, are finite
+
 _CHANNELS_LAST = torch.channels_last
 _library = torch.library.Library("opkit", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias, str activation) -> Tensor")
 _library.define(
     "packed_convolution(Tensor x, Tensor packed, Tensor? bias, Tensor? addend, int[2] kernel, int[2] stride, int[2] padding, "
-    "int[2] dilation, int groups, int out_channels, str activation) -> Tensor"
+    "int[2] dilation, int groups, int out_channels, int tile, str activation) -> Tensor"
 )
 
 
@@ -43,13 +49,65 @@ def pack_linear(weight: Tensor) -> Tensor:
     return packed
 
 
-def pack_convolution(weight: Tensor, groups: int) -> Tensor:
-    """Pack the weight ``(out, in / groups, height, width)`` of a convolution, a float32 tensor on the CPU."""
+def pack_convolution(weight: Tensor, groups: int, tile: int = 0) -> Tensor:
+    """Pack the weight of a convolution.
+
+    Args:
+        weight: ``(out, in / groups, height, width)``, a float32 tensor on the CPU.
+        groups: the convolution's.
+        tile: 2 or 4, for Winograd's method with tiles of so many rows; 0 for the direct one.
+
+    Raises:
+        ArgumentError: Winograd's method cannot compute convolutions with this weight.
+    """
     weight = weight.contiguous()
     out, inner, height, width = weight.shape
-    packed = torch.empty(_core.packed_convolution_floats(out, inner, height, width, groups))
-    _core.pack_convolution(weight.data_ptr(), out, inner, height, width, groups, packed.data_ptr())
+    if tile and not _suits_winograd(weight, groups, tile):
+        raise ArgumentError(
+            f"opkit.ship.products.pack_convolution: tile={tile} does not fit weights of {[*weight.shape]} and {groups} groups. "
+            f"Winograd's method takes tiles of 2 and 4, one group, 3 x 3 taps, multiples of {PANEL} channels (at most "
+            f"{_MAX_DEPTH} of the input), and weights below {_MAX_WEIGHT:.0e}. Pass tile=0."
+        )
+    packed = torch.empty(_packed_size(out, inner, (height, width), groups, tile))
+    if tile:
+        _core.pack_winograd(weight.data_ptr(), out, inner, tile, packed.data_ptr())
+    else:
+        _core.pack_convolution(weight.data_ptr(), out, inner, height, width, groups, packed.data_ptr())
     return packed
+
+
+def winograd_tile(
+    weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int]
+) -> int:
+    """Return the tile for which a convolution is computed fastest; 0 is the direct method.
+
+    It is the largest tile of which an image's result has 32: for fewer, the time goes into reading the weight, which is 16 / 9 as
+    large with tiles of 2 and 4 times as large with tiles of 4.
+
+    Args:
+        weight: ``(out, in / groups, height, width)``.
+        stride, dilation, groups: the convolution's.
+        size: the height and width of its result.
+    """
+    if any(n != 1 for n in (*stride, *dilation)):
+        return 0
+    for tile in (4, 2):
+        if math.prod(-(-n // tile) for n in size) >= _MIN_TILES and _suits_winograd(weight, groups, tile):
+            return tile
+    return 0
+
+
+def _suits_winograd(weight: Tensor, groups: int, tile: int) -> bool:
+    out, inner, *kernel = weight.shape
+    shapes_fit = tile in (2, 4) and groups == 1 and kernel == [3, 3] and out % PANEL == inner % PANEL == 0
+    return shapes_fit and 0 < inner <= _MAX_DEPTH and bool((weight.abs() < _MAX_WEIGHT).all())
+
+
+def _packed_size(out: int, inner: int, kernel: Sequence[int], groups: int, tile: int) -> int:
+    """Return how many numbers a convolution's packed weight has."""
+    if tile:
+        return _core.packed_winograd_floats(out, inner, tile)
+    return _core.packed_convolution_floats(out, inner, kernel[0], kernel[1], groups)
 
 
 def _linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activation: str) -> Tensor:
@@ -91,6 +149,7 @@ def _convolution(
     dilation: Sequence[int],
     groups: int,
     out_channels: int,
+    tile: int,
     activation: str,
 ) -> Tensor:
     batch, channels, height, width = x.shape
@@ -104,22 +163,22 @@ def _convolution(
         x.dtype is not torch.float32
         or channels % groups
         or out_channels % groups
-        or packed.numel()
-        != _core.packed_convolution_floats(out_channels, channels // groups, kernel[0], kernel[1], groups)
+        or packed.numel() != _packed_size(out_channels, channels // groups, kernel, groups, tile)
+        or (tile and (*kernel, *stride, *dilation, groups, channels % PANEL) != (3, 3, 1, 1, 1, 1, 1, 0))
         or _is_odd(packed, out_channels, bias)
         or (addend is not None and (addend.shape != y.shape or addend.dtype is not torch.float32))
     ):
         raise ArgumentError(
             f"opkit::packed_convolution: x {x.dtype} {[*x.shape]}, a packed weight of {packed.numel()} numbers, a bias "
             f"{None if bias is None else [*bias.shape]} and an addend {None if addend is None else [*addend.shape]} do not fit "
-            f"{out_channels} channels, the kernel {[*kernel]} and {groups} groups. All must be float32; pack the weight by "
-            "opkit.ship.products.pack_convolution."
+            f"{out_channels} channels, the kernel {[*kernel]}, {groups} groups and tile={tile}. All must be float32; pack the "
+            "weight by opkit.ship.products.pack_convolution."
         )
     added = [0 if each is None else each.data_ptr() for each in (bias, addend)]
     sizes = (batch, channels, height, width, out_channels, *size)
     _core.convolution(
         x.data_ptr(), packed.data_ptr(), added[0], added[1], y.data_ptr(), sizes, kernel, stride, padding, dilation, groups,
-        activation, True,
+        activation, tile, True,
     )  # fmt: skip
     return y
 
@@ -139,7 +198,7 @@ def _fake_linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, a
 def _fake_convolution(
     x: Tensor, packed: Tensor, bias: object, addend: object, kernel: Sequence[int], *settings: object
 ) -> Tensor:
-    stride, padding, dilation, _, channels, _ = settings
+    stride, padding, dilation, _, channels, *_ = settings
     size = (x.shape[0], channels, *_size(x, kernel, stride, padding, dilation))  # pyright: ignore[reportArgumentType]
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_CHANNELS_LAST)  # pyright: ignore
 

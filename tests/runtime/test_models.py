@@ -104,6 +104,15 @@ def test_a_convolutional_network(tmp_path, freeze):
         assert_close(loaded(x.numpy()), model(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [(23, 26), (15, 14)])
+def test_convolutions_by_winograd(tmp_path, size):
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3)).eval()
+    x = torch.randn(3, 16, *size)
+    loaded = reloaded(model, (x,), path=tmp_path, dynamic_shapes=({0: Dim("batch", max=8)},))
+    x[1, 2, 3, 4] = torch.nan
+    assert_close(loaded(x.numpy()), model(x), atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention(tmp_path, dtype):
     class Model(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from opkit import _core
 from opkit.errors import ArgumentError
-from opkit.ship.products import pack_convolution, pack_linear
+from opkit.ship.products import pack_convolution, pack_linear, winograd_tile
 
 own = torch.ops.opkit
 ISAS = _core.isas()
@@ -97,7 +97,7 @@ CONVOLUTIONS = {
 }
 
 
-def check_convolution(case, images=2, memory_format=torch.channels_last, fused=True):
+def check_convolution(case, images=2, memory_format=torch.channels_last, fused=True, tile=0):
     channels, out, groups, kernel, stride, padding, dilation, height, width = case
     x = (torch.rand(images, channels, height, width) - 0.5).contiguous(memory_format=memory_format)
     w, bias = torch.rand(out, channels // groups, *kernel) - 0.5, torch.rand(out) if fused else None
@@ -105,10 +105,8 @@ def check_convolution(case, images=2, memory_format=torch.channels_last, fused=T
         x.double(), w.double(), bias if bias is None else bias.double(), stride, padding, dilation, groups
     )
     addend = torch.rand(wanted.shape) - 0.5
-    settings = (kernel, stride, padding, dilation, groups, out)
-    y = own.packed_convolution(
-        x, pack_convolution(w, groups), bias, addend if fused else None, *settings, "relu" if fused else "none"
-    )
+    settings = (kernel, stride, padding, dilation, groups, out, tile, "relu" if fused else "none")
+    y = own.packed_convolution(x, pack_convolution(w, groups, tile), bias, addend if fused else None, *settings)
     close(y, (wanted + addend).relu() if fused else wanted, w[0].numel())
     assert y.is_contiguous(memory_format=torch.channels_last)
 
@@ -139,12 +137,109 @@ def test_convolutions_of_random_sizes(isa, seed):
     )
 
 
+# ---- Winograd's method -----------------------------------------------------------------------------------------------
+
+TILES = pytest.mark.parametrize("tile", [2, 4])
+WINOGRAD = {
+    # channels, out, images, padding, height, width
+    "odd sizes": (16, 48, 1, (1, 1), 9, 7),
+    "one pixel": (32, 16, 2, (1, 1), 1, 1),
+    "no padding": (48, 16, 3, (0, 0), 3, 11),
+    "wide padding": (16, 32, 2, (3, 2), 5, 4),
+    "many tiles": (16, 80, 3, (1, 0), 41, 50),
+    "many channels": (768, 32, 1, (1, 1), 6, 6),
+}
+
+
+def winograd(x, w, tile, bias=None, addend=None, padding=(1, 1), activation="none"):
+    packed = pack_convolution(w, 1, tile)
+    settings = ((3, 3), (1, 1), padding, (1, 1), 1, len(w), tile, activation)
+    return own.packed_convolution(x, packed, bias, addend, *settings)
+
+
+@TILES
+@pytest.mark.parametrize("name", WINOGRAD)
+def test_convolutions_by_winograd(isa, threads, name, tile):
+    channels, out, images, padding, height, width = WINOGRAD[name]
+    case = (channels, out, 1, (3, 3), (1, 1), padding, (1, 1), height, width)
+    check_convolution(case, images, fused=threads == 3, tile=tile)
+
+
+@pytest.mark.exhaustive
+@TILES
+@pytest.mark.parametrize("seed", range(30))
+def test_convolutions_by_winograd_of_random_sizes(isa, seed, tile):
+    rng = random.Random(seed)
+    channels, out = 16 * rng.randint(1, 12), 16 * rng.randint(1, 12)
+    padding = rng.randint(0, 3), rng.randint(0, 3)
+    size = rng.randint(3, 40), rng.randint(3, 40)
+    case = (channels, out, 1, (3, 3), (1, 1), padding, (1, 1), *size)
+    check_convolution(case, rng.randint(0, 4), rng.choice([torch.channels_last, torch.contiguous_format]), tile=tile)
+
+
+@pytest.mark.parametrize(("tile", "most"), [(2, 1.5), (4, 3)])
+def test_errors_by_winograd(isa, tile, most):
+    x, w = torch.randn(2, 64, 20, 20).relu(), torch.randn(64, 64, 3, 3)
+    exact = F.conv2d(x.double(), w.double(), padding=1)
+    found, direct = ((winograd(x, w, each) - exact).square().mean() for each in (tile, 0))
+    assert (found / direct).sqrt() < most
+
+
+@TILES
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -3e38])
+def test_winograd_does_not_spread_what_is_not_finite(isa, threads, tile, value):
+    x, w = torch.randn(3, 16, 10, 9), torch.randint(-3, 4, (32, 16, 3, 3)) / 8.0
+    bias, addend = torch.randn(32), torch.randn(3, 32, 10, 9)
+    plain = winograd(x, w, tile, bias, addend, activation="relu")
+    x[1, 5, 3, 4] = value  # -3e38 is finite, and so are its products, but not all of its values at points
+    found, direct = (winograd(x, w, each, bias, addend, activation="relu") for each in (tile, 0))
+    atol = 1e-6 * abs(value) if abs(value) < torch.inf else 5e-5
+    torch.testing.assert_close(found, direct, equal_nan=True, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(winograd(x, w, tile), winograd(x, w, 0), equal_nan=True, rtol=1e-5, atol=atol)
+    assert torch.equal(found[::2], plain[::2])
+
+
+def test_operands_of_winograd_that_are_not_finite(isa):
+    x, w, addend = torch.randn(1, 16, 8, 8), torch.randn(16, 16, 3, 3), torch.randn(1, 16, 8, 8)
+    plain = winograd(x, w, 2)
+    addend[0, 3, 4, 5] = torch.nan
+    found = winograd(x, w, 2, None, addend)
+    assert torch.equal(found.isnan(), addend.isnan())
+    assert torch.equal(found.nan_to_num(), torch.where(addend.isnan(), 0, plain + addend))
+    w[3, 4, 1, 1] = torch.inf
+    assert winograd_tile(w, (1, 1), (1, 1), 1, (56, 56)) == 0
+    with pytest.raises(ArgumentError, match="weights below"):
+        pack_convolution(w, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "size", "tile"),
+    [
+        ((64, 64, 3, 3), (56, 56), 4),
+        ((256, 256, 3, 3), (14, 14), 2),
+        ((512, 512, 3, 3), (7, 7), 0),
+        ((64, 24, 3, 3), (56, 56), 0),
+        ((64, 64, 3, 1), (56, 56), 0),
+        ((64, 1024, 3, 3), (56, 56), 0),
+    ],
+)
+def test_the_choice_of_tiles(weight, size, tile):
+    w = torch.ones(1).expand(weight)
+    assert winograd_tile(w, (1, 1), (1, 1), 1, size) == tile
+    assert winograd_tile(w, (2, 1), (1, 1), 1, size) == 0
+    assert winograd_tile(w, (1, 1), (1, 2), 1, size) == 0
+    assert winograd_tile(w, (1, 1), (1, 1), 2, size) == 0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
 def test_the_operators_keep_their_contract():
     x, packed = torch.randn(2, 3, 5), pack_linear(torch.randn(4, 5))
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(own.packed_linear.default, (x, packed, 4, torch.randn(4), "relu"), test_utils=checks)
     x, packed = torch.randn(2, 4, 5, 6), pack_convolution(torch.randn(6, 2, 3, 1), 2)
-    args = (x, packed, None, None, (3, 1), (2, 1), (1, 0), (1, 1), 2, 6, "none")
+    args = (x, packed, None, None, (3, 1), (2, 1), (1, 0), (1, 1), 2, 6, 0, "none")
     torch.library.opcheck(own.packed_convolution.default, args, test_utils=checks)
 
 
@@ -164,5 +259,8 @@ def test_arguments_that_do_not_fit(args):
         own.packed_linear(*args)
     with pytest.raises(ArgumentError, match="packed_convolution"):
         own.packed_convolution(
-            torch.ones(1, 4, 5, 5), torch.ones(80), None, None, (3, 3), (1, 1), (0, 0), (1, 1), 3, 2, "none"
+            torch.ones(1, 4, 5, 5), torch.ones(80), None, None, (3, 3), (1, 1), (0, 0), (1, 1), 3, 2, 0, "none"
         )
+    x, packed = torch.ones(1, 16, 5, 5), pack_convolution(torch.ones(16, 16, 3, 3), 1, 2)
+    with pytest.raises(ArgumentError, match="tile=2"):
+        own.packed_convolution(x, packed, None, None, (3, 3), (2, 2), (0, 0), (1, 1), 1, 16, 2, "none")

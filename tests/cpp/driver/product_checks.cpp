@@ -105,8 +105,12 @@ void check_convolution(const isa::Choice& choice, product::Convolution call, Che
     const Floats x = randoms(call.batch * call.in_channels * call.height * call.width, random);
     const Floats w = randoms(call.out_channels * each * taps, random), bias = randoms(call.out_channels, random);
     Floats packed(static_cast<size_t>(
-        product::packed_convolution_floats(call.out_channels, each, call.kernel[0], call.kernel[1], call.groups)));
-    product::pack_convolution(w.data(), call.out_channels, each, call.kernel[0], call.kernel[1], call.groups, packed.data());
+        call.tile ? product::packed_winograd_floats(call.out_channels, each, call.tile)
+                  : product::packed_convolution_floats(call.out_channels, each, call.kernel[0], call.kernel[1], call.groups)));
+    if (call.tile)
+        product::pack_winograd(w.data(), call.out_channels, each, call.tile, packed.data());
+    else
+        product::pack_convolution(w.data(), call.out_channels, each, call.kernel[0], call.kernel[1], call.groups, packed.data());
     const Floats addend = randoms(call.batch * call.out_channels * pixels, random);
     Floats y(addend.size());
     call.x = x.data();
@@ -148,12 +152,15 @@ void check_products_of(const isa::Choice& choice, Checks& checks) {
     for (bool last : {false, true}) {
         const auto kRelu = product::kRelu;
         for (const product::Convolution& call : std::initializer_list<product::Convolution>{
-                 {{}, {}, {}, {}, {}, 2, 5, 6, 7, 18, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, last},
-                 {{}, {}, {}, {}, {}, 1, 3, 15, 12, 17, 0, 0, {7, 5}, {2, 2}, {3, 3}, {1, 1}, 1, kRelu, last},
-                 {{}, {}, {}, {}, {}, 1, 20, 5, 9, 33, 0, 0, {1, 1}, {1, 1}, {0, 0}, {1, 1}, 1, kRelu, last},
-                 {{}, {}, {}, {}, {}, 1, 4, 9, 8, 6, 0, 0, {2, 3}, {1, 2}, {2, 3}, {3, 2}, 2, kRelu, last},
-                 {{}, {}, {}, {}, {}, 2, 21, 6, 5, 21, 0, 0, {3, 3}, {2, 1}, {1, 1}, {1, 1}, 21, kRelu, last},
-                 {{}, {}, {}, {}, {}, 1, 200, 4, 4, 9, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, last}})
+                 {{}, {}, {}, {}, {}, 2, 5, 6, 7, 18, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 1, 3, 15, 12, 17, 0, 0, {7, 5}, {2, 2}, {3, 3}, {1, 1}, 1, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 1, 20, 5, 9, 33, 0, 0, {1, 1}, {1, 1}, {0, 0}, {1, 1}, 1, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 1, 4, 9, 8, 6, 0, 0, {2, 3}, {1, 2}, {2, 3}, {3, 2}, 2, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 2, 21, 6, 5, 21, 0, 0, {3, 3}, {2, 1}, {1, 1}, {1, 1}, 21, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 1, 200, 4, 4, 9, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, 0, last},
+                 {{}, {}, {}, {}, {}, 2, 16, 9, 7, 48, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, 2, last},
+                 {{}, {}, {}, {}, {}, 3, 32, 6, 13, 16, 0, 0, {3, 3}, {1, 1}, {0, 2}, {1, 1}, 1, kRelu, 4, last},
+                 {{}, {}, {}, {}, {}, 1, 16, 30, 31, 80, 0, 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 1, kRelu, 4, last}})
             check_convolution(choice, call, checks);
     }
 }
