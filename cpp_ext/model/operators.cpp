@@ -260,7 +260,9 @@ constexpr Row kOperators[] = {
     {"aten::baddbmm", "out", matmul<1>},
     {"aten::convolution", "default", convolution},
     {"opkit::packed_linear", "default", linear},
+    {"opkit::packed_linear", "out", linear},
     {"opkit::packed_convolution", "default", packed_convolution},
+    {"opkit::packed_convolution", "out", packed_convolution},
     {"aten::_scaled_dot_product_flash_attention_for_cpu", "default", torch_attention},
     {"opkit::attention", "default", opkit_attention},
 };

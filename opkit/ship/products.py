@@ -25,11 +25,14 @@ _MAX_WEIGHT = 1e30  # its values at points, and their sums, are finite
 
 _CHANNELS_LAST = torch.channels_last
 _library = torch.library.Library("opkit", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias, str activation) -> Tensor")
-_library.define(
-    "packed_convolution(Tensor x, Tensor packed, Tensor? bias, Tensor? addend, int[2] kernel, int[2] stride, int[2] padding, "
-    "int[2] dilation, int groups, int out_channels, int tile, str activation) -> Tensor"
+_LINEAR = "Tensor x, Tensor packed, int columns, Tensor? bias, str activation"
+_CONVOLUTION = (
+    "Tensor x, Tensor packed, Tensor? bias, Tensor? addend, int[2] kernel, int[2] stride, int[2] padding, int[2] dilation, "
+    "int groups, int out_channels, int tile, str activation"
 )
+for _name, _arguments in (("packed_linear", _LINEAR), ("packed_convolution", _CONVOLUTION)):
+    _library.define(f"{_name}({_arguments}) -> Tensor")
+    _library.define(f"{_name}.out({_arguments}, *, Tensor(a!) out) -> Tensor(a!)")
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -110,11 +113,13 @@ def _packed_size(out: int, inner: int, kernel: Sequence[int], groups: int, tile:
     return _core.packed_convolution_floats(out, inner, kernel[0], kernel[1], groups)
 
 
-def _linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activation: str) -> Tensor:
+def _linear(
+    x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activation: str, *, out: Tensor | None = None
+) -> Tensor:
     *outer, depth = x.shape
     if not x.is_contiguous():
         x = x.contiguous()
-    y = torch.empty((*outer, columns))
+    y = _result((*outer, columns), torch.contiguous_format, out)
     rows = y.numel() // columns if columns else 0
     if (
         x.dtype is not torch.float32
@@ -128,7 +133,7 @@ def _linear(x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, activa
         )
     address = 0 if bias is None else bias.data_ptr()
     _core.linear(x.data_ptr(), depth, packed.data_ptr(), address, y.data_ptr(), rows, columns, depth, activation)
-    return y
+    return y if out is None or out is y else out.copy_(y)
 
 
 def _is_odd(packed: Tensor, columns: int, bias: Tensor | None) -> bool:
@@ -151,12 +156,14 @@ def _convolution(
     out_channels: int,
     tile: int,
     activation: str,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     batch, channels, height, width = x.shape
     if not x.is_contiguous(memory_format=_CHANNELS_LAST):
         x = x.contiguous(memory_format=_CHANNELS_LAST)
     size = _size(x, kernel, stride, padding, dilation)
-    y = torch.empty((batch, out_channels, *size), memory_format=_CHANNELS_LAST)
+    y = _result((batch, out_channels, *size), _CHANNELS_LAST, out)
     if addend is not None and not addend.is_contiguous(memory_format=_CHANNELS_LAST):
         addend = addend.contiguous(memory_format=_CHANNELS_LAST)
     if (
@@ -180,7 +187,18 @@ def _convolution(
         x.data_ptr(), packed.data_ptr(), added[0], added[1], y.data_ptr(), sizes, kernel, stride, padding, dilation, groups,
         activation, tile, True,
     )  # fmt: skip
-    return y
+    return y if out is None or out is y else out.copy_(y)
+
+
+def _result(shape: tuple[int, ...], layout: torch.memory_format, out: Tensor | None) -> Tensor:
+    """Return a tensor that the kernels can write to: ``out`` if it is laid out so."""
+    if out is None:
+        return torch.empty(shape, memory_format=layout)
+    if out.shape != shape or out.dtype is not torch.float32:
+        raise ArgumentError(
+            f"opkit: out= is a tensor of {out.dtype} {[*out.shape]}, and the result is of torch.float32 {[*shape]}."
+        )
+    return out if out.is_contiguous(memory_format=layout) else torch.empty(shape, memory_format=layout)
 
 
 def _size(x: Tensor, *settings: Sequence[int]) -> list[int]:
@@ -203,8 +221,9 @@ def _fake_convolution(
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_CHANNELS_LAST)  # pyright: ignore
 
 
-_library.impl("packed_linear", _linear, "CPU")
-_library.impl("packed_convolution", _convolution, "CPU")
+for _name, _function in (("packed_linear", _linear), ("packed_convolution", _convolution)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(f"{_name}.out", _function, "CPU")
 torch.library.register_fake("opkit::packed_linear", _fake_linear, lib=_library)
 torch.library.register_fake("opkit::packed_convolution", _fake_convolution, lib=_library)
 

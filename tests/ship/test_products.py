@@ -137,6 +137,29 @@ def test_convolutions_of_random_sizes(isa, seed):
     )
 
 
+# ---- results in tensors of the caller ---------------------------------------------------------------------------------
+
+
+def test_results_in_tensors_of_any_strides():
+    x, packed, images, kernels = (
+        torch.randn(3, 5),
+        pack_linear(torch.randn(4, 5)),
+        torch.randn(2, 4, 5, 6),
+        torch.randn(6, 4, 3, 3),
+    )
+    settings = (pack_convolution(kernels, 1), None, None, (3, 3), (1, 1), (0, 0), (1, 1), 1, 6, 0, "relu")
+    for operator, args in (
+        (own.packed_linear, (x, packed, 4, None, "relu")),
+        (own.packed_convolution, (images, *settings)),
+    ):
+        wanted = operator(*args)
+        for out in (torch.empty_like(wanted), torch.empty([*wanted.shape, 2])[..., 1]):
+            assert operator.out(*args, out=out) is out
+            assert torch.equal(out, wanted)
+        with pytest.raises(ArgumentError, match="out="):
+            operator.out(*args, out=torch.empty(2))
+
+
 # ---- Winograd's method -----------------------------------------------------------------------------------------------
 
 TILES = pytest.mark.parametrize("tile", [2, 4])

@@ -40,6 +40,11 @@ _OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed, WAIT: wait}
 def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool = False) -> Callable[..., Any]:
     """Return the function of a target; with ``out``, its variant that writes its result to ``out=``.
 
+    Args:
+        target: its name.
+        targets: functions by name, in place of torch's operators; those that are no OpOverloads may take ``out=``.
+        out: whether the result is written to a tensor.
+
     Raises:
         CompileError: this process has no operator of that name.
         AttributeError: it has no such variant.
@@ -48,7 +53,7 @@ def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool =
     if short is not None:
         return short
     found = targets.get(target) or _overload(target)
-    if out:
+    if out and private.is_overload(found):
         variant = private.out_variant(found)
         if variant is None:
             raise AttributeError(f"{target} has no variant with out=")

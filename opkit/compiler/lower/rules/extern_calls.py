@@ -230,6 +230,7 @@ _PLAIN: dict[str, Any] = {}
 
 EXTERNS: dict[str, dict[str, Any]] = {
     **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot", "_addmm_activation")], _OUT),
+    **dict.fromkeys(["opkit.packed_linear.default", "opkit.packed_convolution.default"], _OUT),
     **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
     **dict.fromkeys([f"aten.{name}.default" for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r", "randperm")], _PLAIN),
 }
