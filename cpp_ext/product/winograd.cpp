@@ -53,18 +53,17 @@ struct Plan {
           tiles(call.batch * in_image), points(point_count(call.tile)), pitch(call.in_channels + kGap),
           groups(divided_up(call.out_channels, kColumns)) {
         const int64_t largest = std::max(kMinTiles, kMaxFloats / (points * (pitch + kColumns)));
-        const int64_t fewest = divided_up(tiles, largest), most = std::min(tiles, fewest + 2 * threads);
         int64_t best = std::numeric_limits<int64_t>::max();
-        for (int64_t n = fewest; n <= most; ++n)
-            for (int64_t m = 1; m <= std::min(groups, threads); ++m) {
-                // A group takes four times as long as the transform of the input, which each task does, and reading weights as long as
-                // four tiles.
-                const int64_t cost = divided_up(n * m, threads) * (divided_up(tiles, n) + 4) * (1 + 4 * divided_up(groups, m));
-                if (cost >= best) continue;
-                best = cost;
-                tile_parts = n;
-                column_parts = m;
-            }
+        for (int64_t m = 1; m <= std::min(groups, threads); ++m) {
+            const int64_t rounds = divided_up(divided_up(tiles, largest) * m, threads), n = std::min(tiles, rounds * threads / m);
+            // A group takes four times as long as the transform of the input, which each task does, and reading weights as long as four
+            // tiles.
+            const int64_t cost = rounds * (divided_up(tiles, n) + 4) * (1 + 4 * divided_up(groups, m));
+            if (cost >= best) continue;
+            best = cost;
+            tile_parts = n;
+            column_parts = m;
+        }
     }
     int64_t across, in_image, tiles, points, pitch, groups, tile_parts = 1, column_parts = 1;
 };
