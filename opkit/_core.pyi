@@ -371,7 +371,12 @@ class _Attention:
         bias_tensors: Sequence[tuple[Sequence[int], str]],
         scale: float,
         softcap: float,
+        mask_functions: Sequence[_Function] = (),
+        bias_functions: Sequence[_Function] = (),
     ) -> None: ...
+
+# The addresses of its code and of its derivative's, its words, and of tensors the words of their addresses and their numbers.
+_Function = tuple[int, int, Sequence[int], Sequence[tuple[int, int]]]
 
 class AttentionForward(_Attention):
     """Attention; ``strides`` are those of q, k, v and out."""
@@ -404,8 +409,30 @@ class AttentionBackward(_Attention):
         to_k: int,
         to_v: int,
         delta: int,
+        sinks: int = 0,
         mask_tensors: Sequence[int] = (),
         bias_tensors: Sequence[int] = (),
+    ) -> None: ...
+
+class AttentionBiasBackward(_Attention):
+    """The gradients of the tensors of biases; ``strides`` are those of q, k, v and gradient.
+
+    ``wanted`` has for each tensor the address of its gradient, contiguous float64 zeros, or 0; the number of its elements; its
+    strides by batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
+    """
+
+    def __call__(
+        self,
+        gradient: int,
+        delta: int,
+        q: int,
+        k: int,
+        v: int,
+        lse: int,
+        mask_tensors: Sequence[int],
+        bias_tensors: Sequence[int],
+        sinks: int,
+        wanted: Sequence[tuple[int, int, Sequence[int], bool, bool, bool]],
     ) -> None: ...
 
 # Products and convolutions of float32 with packed weights (cpp_ext/product), by addresses; 0 for none. The activation is "none"

@@ -49,17 +49,12 @@ void attend_backward(const BackwardTile& tile) {
     for (int64_t i = 0; i < tile.rows; i += kGroup) {
         product(rows_of(tile.queries, i, tile.head), tile.keys, scores + i * kKeys, kKeys, false);
         product(rows_of(tile.gradients, i, tile.value), tile.values, slopes + i * kKeys, kKeys, false);
-        for (int64_t row = i; row < i + kGroup; ++row) {
-            if (row < tile.rows) {
-                differentiate<PairProduct>(tile, row, scores + row * kKeys, slopes + row * kKeys);
-            } else {
-                __builtin_memset(scores + row * kKeys, 0, 4 * kKeys);
-                __builtin_memset(slopes + row * kKeys, 0, 4 * kKeys);
-            }
-            keep_row<PairProduct>(slopes + row * kKeys, cells + (row - i) * (kKeys / 2));
-        }
+        differentiate_rows<PairProduct>(tile, i, kGroup, scores + i * kKeys, slopes + i * kKeys);
+        if (!tile.query_sums) continue;
+        for (int64_t row = i; row < i + kGroup; ++row) keep_row<PairProduct>(slopes + row * kKeys, cells + (row - i) * (kKeys / 2));
         product({cells, 2 * kKeys, kKeys / isa::kTileK}, tile.key_words, tile.query_sums + i * tile.columns, tile.columns, true);
     }
+    if (!tile.query_sums) return;
     add_turned(scores, tile.rows, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
     add_turned(slopes, tile.rows, cells, tile.query_words, tile.key_sums, tile.columns);
 }

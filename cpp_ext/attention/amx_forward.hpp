@@ -55,7 +55,7 @@ struct Memory {
     uint64_t* visible[kChunk];
 };
 
-inline bool is_plain(const Block& block) { return !block.biased && !(block.softcap > 0) && block.scale > 0 && !block.log_totals; }
+inline bool is_plain(const Block& block) { return !block.biased && !block.apply && !(block.softcap > 0) && block.scale > 0 && !block.log_totals; }
 
 void begin(const Block& block, const Memory& memory) {
     const auto* rows = static_cast<const uint16_t*>(block.queries);
@@ -113,10 +113,12 @@ template <bool PLAIN, bool PARTIAL>
 bool soften_rows(const Block& block, const Memory& memory, const Item& item) {
     const float factor = block.scale * kLog2E;
     bool moved = false;
+    if (!PLAIN)
+        for (int64_t i = 0; i < item.rows; ++i) adjust(block, item.biases ? item.biases + i * kKeys : nullptr, memory.scores + i * kScorePitch);
+    if (!PLAIN && block.apply) block.apply(block.context, item.tile, item.first, item.rows, memory.scores, kScorePitch);
     for (int64_t i = 0; i < item.rows; ++i) {
         const int64_t at = item.first + i;
         float* row = memory.scores + i * kScorePitch;
-        if (!PLAIN) adjust(block, item.biases ? item.biases + i * kKeys : nullptr, row);
         const RowState state{memory.base + at, memory.total + 16 * at, memory.correction + at};
         memory.correction[at] = 1.0f;
         moved |= soften<PLAIN, PARTIAL>(row, factor, PARTIAL ? item.visible[i] : 0, state, memory.cells + i * kCellPitch);

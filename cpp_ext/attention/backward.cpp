@@ -101,9 +101,29 @@ void pack_piece(const Call& call, const Keys& to, int64_t batch, int64_t head, i
     }
 }
 
-// All blocks of a query head against one tile of keys.
+using Sums = std::vector<Biases::Sum>;
+
+// Some rows against a tile of keys, for users' functions and gradients of biases.
+struct TileContext {
+    const Call& call;
+    const Sums& sums;
+    Tile tile;
+    Tile part(int64_t first, int64_t rows) const { return {tile.batch, tile.head, tile.row + first, rows, tile.key, tile.keys}; }
+};
+
+void apply(void* context, int64_t, int64_t first, int64_t rows, float* scores, int64_t pitch) {
+    const auto& at = *static_cast<const TileContext*>(context);
+    at.call.biases.apply(at.part(first, rows), scores, pitch);
+}
+
+void differentiate(void* context, int64_t first, int64_t rows, const float* before, float* gradients, const uint64_t* seen) {
+    const auto& at = *static_cast<const TileContext*>(context);
+    at.call.biases.differentiate(at.part(first, rows), before, gradients, seen, at.sums);
+}
+
+// All blocks of a query head against one tile of keys; without `query_sums` for the gradients of biases alone.
 void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Queries& queries, const Keys& keys, int64_t batch,
-              int64_t head, int64_t tile, int64_t local, float* query_sums) {
+              int64_t head, int64_t tile, int64_t local, float* query_sums, const Sums& sums = {}) {
     thread_local Store store;
     const int64_t bits = call.mask.scratch(kBackwardRows);
     Pieces pieces(store.of(Pieces::bytes(kBackwardMemory, 1) + Pieces::bytes(bits, 8) + Pieces::bytes(kBackwardRows, 8) +
@@ -117,15 +137,18 @@ void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Q
         const Tile where{batch, head, row, rows, tile * kKeys, std::min(kKeys, call.keys - tile * kKeys)};
         const State state = call.mask.look(where, scratch, visible);
         if (state == kHidden) continue;
-        if (!call.biases.empty()) call.biases.write(where, biases);
+        if (call.biases.adds()) call.biases.write(where, biases);
+        TileContext context{call, sums, where};
+        const bool differentiates = call.biases.applies() || !sums.empty();
         const int64_t at = (batch * call.heads + head) * call.queries + row;
         kernel({queries.cells + block * queries.of_cells, queries.gradient_cells + block * queries.of_gradient_cells,
                 queries.words + block * queries.of_words, queries.gradient_words + block * queries.of_gradient_words,
                 keys.keys + local * keys.of_keys, keys.values + local * keys.of_values, keys.words + local * keys.of_words, rows,
                 call.head, call.columns, cut.columns, cut.value_columns, arrays.lse + at, arrays.delta + at,
-                arrays.log_totals ? arrays.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.empty() ? nullptr : biases, call.scale, call.softcap,
-                query_sums + row * cut.columns, keys.sums + local * kKeys * cut.columns,
-                keys.value_sums + local * kKeys * cut.value_columns, memory});
+                arrays.log_totals ? arrays.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.adds() ? biases : nullptr, call.scale, call.softcap,
+                query_sums ? query_sums + row * cut.columns : nullptr, keys.sums + local * kKeys * cut.columns,
+                keys.value_sums + local * kKeys * cut.value_columns, memory, differentiates ? apply : nullptr,
+                differentiates ? differentiate : nullptr, &context});
     }
 }
 
@@ -208,7 +231,68 @@ Gradients exact(const Call& call, const Gradients& arrays, std::vector<float>& a
     return found;
 }
 
+// The sums of a bias tensor's gradient: one for each piece of work that may write the same elements as another.
+struct Copies {
+    Copies(const Call& call, const Cut& cut, const BiasGradient& of)
+        : by_piece(of.by_key ? 0 : 1),
+          by_head(of.by_head ? 0 : of.by_key ? 1 : cut.pieces),
+          by_batch(of.by_batch ? 0 : (of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads)),
+          count((of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads) * (of.by_batch ? 1 : call.batch)) {
+        if (of.data && count > 1) sums.resize(static_cast<size_t>(count * of.elements));
+    }
+    double* at(const BiasGradient& of, int64_t batch, int64_t kv, int64_t piece) {
+        return count == 1 ? of.data : sums.data() + (batch * by_batch + kv * by_head + piece * by_piece) * of.elements;
+    }
+    int64_t by_piece, by_head, by_batch, count;
+    std::vector<double> sums;
+};
+
+// A piece of a head of keys, against all queries of the heads that read it, for the gradients of biases.
+void run_bias_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, const Sums& sums) {
+    thread_local Store store;
+    const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
+    const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
+    Pieces pieces(store.of(Queries::bytes(call, cut) + Keys::bytes(call, cut)));
+    const Queries queries(call, cut, pieces);
+    const Keys keys(call, cut, pieces);
+    pack_piece(call, keys, batch, kv, first, count);
+    for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
+        pack_queries(call, arrays, cut, queries, batch, head);
+        for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, nullptr, sums);
+    }
+    store.trim();
+}
+
 }  // namespace
+
+void backward_biases(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted) {
+    if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
+    std::vector<float> apart;
+    const Gradients arrays = exact(call, gradients, apart);
+    const Cut cut(call);
+    std::vector<Copies> copies;
+    for (const BiasGradient& of : wanted) copies.emplace_back(call, cut, of);
+    const int64_t workers = workers_for(multiply_adds(call));
+    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) {
+        const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
+        Sums sums;
+        for (size_t n = 0; n < wanted.size(); ++n) {
+            const int64_t* s = wanted[n].stride;
+            sums.push_back({wanted[n].data ? copies[n].at(wanted[n], batch, kv, piece) : nullptr, {s[0], s[1], s[2], s[3]}});
+        }
+        run_bias_piece(call, arrays, cut, unit, sums);
+    });
+    constexpr int64_t kPart = 4096;
+    for (size_t n = 0; n < wanted.size(); ++n) {
+        const BiasGradient& of = wanted[n];
+        if (!of.data || copies[n].count == 1) continue;
+        deal((of.elements + kPart - 1) / kPart, workers, [&](int64_t part) {
+            for (int64_t at = part * kPart; at < std::min(of.elements, (part + 1) * kPart); ++at)
+                for (int64_t copy = 0; copy < copies[n].count; ++copy)
+                    of.data[at] += copies[n].sums[static_cast<size_t>(copy * of.elements + at)];
+        });
+    }
+}
 
 void backward(const Call& call, const Gradients& gradients) {
     if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;

@@ -78,6 +78,67 @@ inline __attribute__((always_inline)) void differentiate(const BackwardTile& til
     }
 }
 
+// The same for some rows whose scores users' functions change, or whose gradients are read by `tile.differentiate`.
+template <class P>
+__attribute__((noinline)) void differentiate_functions(const BackwardTile& tile, int64_t first, int64_t rows, float* scores,
+                                                       float* gradients) {
+    using V = typename P::V;
+    float* before = static_cast<float*>(tile.memory) + 3 * kBackwardRows * kKeys;
+    float* inner = before + kMostRows * kKeys;
+    uint64_t seen[kMostRows];
+    const bool capped = tile.softcap > 0;
+    const auto scale = V::broadcast(tile.scale), cap = V::broadcast(tile.softcap), one = V::broadcast(1.0f);
+    const auto inverse = V::broadcast(capped ? 1.0f / tile.softcap : 0.0f);
+    for (int64_t at = 0; at < rows * kKeys; at += V::kLanes) {
+        auto score = V::times(V::load(scores + at), scale);
+        if (capped) {
+            const auto tangent = hyperbolic_tangent<V>(V::times(score, inverse));
+            V::store(inner + at, V::minus(one, V::times(tangent, tangent)));
+            score = V::times(tangent, cap);
+        }
+        if (tile.biases) score = V::plus(score, V::load(tile.biases + first * kKeys + at));
+        V::store(before + at, score);
+        V::store(scores + at, score);
+    }
+    tile.apply(tile.context, 0, first, rows, scores, kKeys);
+    for (int64_t i = 0; i < rows; ++i) {
+        const float lse = tile.lse[first + i];
+        const auto base = V::broadcast(lse), delta = V::broadcast(tile.delta[first + i]);
+        const auto log_total = V::broadcast(tile.log_totals ? tile.log_totals[first + i] : 0.0f);
+        seen[i] = lse == -__builtin_inff() ? 0 : tile.visible ? tile.visible[first + i] : ~uint64_t{0};
+        for (int j = 0; j < kKeys / V::kLanes; ++j) {
+            float *at = scores + i * kKeys + j * V::kLanes, *slope = gradients + i * kKeys + j * V::kLanes;
+            const auto visible = V::bits(seen[i], j);
+            auto above = V::minus(V::load(at), base);
+            if (tile.log_totals) above = V::minus(above, log_total);
+            const auto power = V::where(visible, exponential<V, P::kDegree>(above), V::zero());
+            V::store(at, power);
+            V::store(slope, V::where(visible, V::times(power, V::minus(V::load(slope), delta)), V::zero()));
+        }
+    }
+    tile.differentiate(tile.context, first, rows, before, gradients, seen);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int j = 0; j < kKeys / V::kLanes; ++j) {
+            float* slope = gradients + i * kKeys + j * V::kLanes;
+            auto found = V::load(slope);
+            if (capped) found = V::times(found, V::load(inner + i * kKeys + j * V::kLanes));
+            V::store(slope, V::where(V::bits(seen[i], j), found, V::zero()));
+        }
+}
+
+// Scores of a group of `group` rows to probabilities, and gradients of probabilities to those of scores; zeros beyond the last row.
+template <class P>
+void differentiate_rows(const BackwardTile& tile, int64_t first, int64_t group, float* scores, float* gradients) {
+    const int64_t left = tile.rows - first, rows = left < group ? left : group;
+    if (tile.differentiate)
+        differentiate_functions<P>(tile, first, rows, scores, gradients);
+    else
+        for (int64_t i = 0; i < rows; ++i) differentiate<P>(tile, first + i, scores + i * kKeys, gradients + i * kKeys);
+    if (rows == group) return;
+    __builtin_memset(scores + rows * kKeys, 0, static_cast<size_t>(4 * (group - rows) * kKeys));
+    __builtin_memset(gradients + rows * kKeys, 0, static_cast<size_t>(4 * (group - rows) * kKeys));
+}
+
 template <class P>
 void keep_row(const float* row, typename P::Cell* cells) {
     using V = typename P::V;
@@ -112,18 +173,13 @@ void attend_backward(const BackwardTile& tile) {
                              (tile.head + kPerStep - 1) / kPerStep, scores + i * kKeys, kKeys, kKeys);
         product<P, R, false>(static_cast<const Cell*>(tile.gradients) + i * value_pitch, value_pitch, tile.values, kKeys,
                              (tile.value + kPerStep - 1) / kPerStep, slopes + i * kKeys, kKeys, kKeys);
-        for (int64_t row = i; row < i + R; ++row) {
-            if (row < tile.rows) {
-                differentiate<P>(tile, row, scores + row * kKeys, slopes + row * kKeys);
-            } else {
-                __builtin_memset(scores + row * kKeys, 0, 4 * kKeys);
-                __builtin_memset(slopes + row * kKeys, 0, 4 * kKeys);
-            }
-            keep_row<P>(slopes + row * kKeys, cells + (row - i) * (kKeys / P::kPerCell));
-        }
+        differentiate_rows<P>(tile, i, R, scores + i * kKeys, slopes + i * kKeys);
+        if (!tile.query_sums) continue;
+        for (int64_t row = i; row < i + R; ++row) keep_row<P>(slopes + row * kKeys, cells + (row - i) * (kKeys / P::kPerCell));
         product<P, R, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, kKeys / kPerStep,
                             tile.query_sums + i * tile.columns, tile.columns, tile.columns);
     }
+    if (!tile.query_sums) return;
     add_turned<P>(scores, tile.rows, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
     add_turned<P>(slopes, tile.rows, cells, tile.query_words, tile.key_sums, tile.columns);
 }

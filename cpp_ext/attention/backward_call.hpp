@@ -1,6 +1,8 @@
 // Gradients of attention of whole tensors.
 #pragma once
 
+#include <vector>
+
 #include "forward_call.hpp"
 
 namespace opkit::attention {
@@ -15,5 +17,15 @@ struct Gradients {
 
 // The result is the same whatever the number of threads. `call.out` and `call.lse` are not used.
 void backward(const Call& call, const Gradients& gradients);
+
+// The gradient of a tensor of the biases, contiguous and zero before.
+struct BiasGradient {
+    double* data;                    // null: it is not needed
+    int64_t elements, stride[4];     // strides of a tensor that is added
+    bool by_batch, by_head, by_key;  // whether other sequences, heads and keys read other elements
+};
+
+// The gradients of biases' tensors; of `gradients` q, k, v and of_lse are not used, and delta is read.
+void backward_biases(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted);
 
 }  // namespace opkit::attention

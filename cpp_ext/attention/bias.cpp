@@ -11,7 +11,7 @@
 namespace opkit::attention {
 namespace {
 
-constexpr int64_t kOperands[] = {1, 1, 3};
+constexpr int64_t kOperands[] = {1, 1, 3, 1}, kFunction = 3;
 
 float widened(float value) { return value; }
 float widened(double value) { return static_cast<float>(value); }
@@ -38,46 +38,91 @@ void add_elements(const Typed& tensor, int64_t at, int64_t stride, int64_t n, fl
     }
 }
 
-Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys)
-    : tensors_(std::move(tensors)), offset_(keys - queries) {
+Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions)
+    : tensors_(std::move(tensors)), functions_(placed(std::move(functions), tensors_)), offset_(keys - queries) {
     for (size_t at = 0; at < program.size();) {
         Step step{program[at++], {}};
-        if (step.kind < 0 || step.kind > 2)
+        if (step.kind < 0 || step.kind > kFunction)
             throw std::invalid_argument("opkit::attention: bias: there is no kind " + std::to_string(step.kind));
         if (at + static_cast<size_t>(kOperands[step.kind]) > program.size())
             throw std::invalid_argument("opkit::attention: bias: the program ends within a step");
         for (int64_t n = 0; n < kOperands[step.kind]; ++n) step.operands[n] = program[at++];
+        if (step.kind == kFunction && static_cast<uint64_t>(step.operands[0]) >= functions_.size())
+            throw std::invalid_argument("opkit::attention: bias: there is no function " + std::to_string(step.operands[0]));
         steps_.push_back(step);
     }
+    while (added_ < steps_.size() && steps_[added_].kind != kFunction) ++added_;
+}
+
+void Biases::run(const Step& step, const Tile& tile, float* out, int64_t pitch) const {
+    switch (step.kind) {
+        case 0: return dense(step, tile, out, pitch);
+        case 1: return linear(step, tile, out, pitch);
+        case 2: return relative(step, tile, out, pitch);
+    }
+    const Function& function = functions_[static_cast<size_t>(step.operands[0])];
+    reinterpret_cast<Score>(function.entry)(function.words.data(), &tile, out, pitch);
 }
 
 void Biases::write(const Tile& tile, float* out) const {
     std::fill_n(out, tile.rows * kKeys, 0.0f);
-    for (const Step& step : steps_) {
-        if (step.kind == 0) dense(step, tile, out);
-        if (step.kind == 1) linear(step, tile, out);
-        if (step.kind == 2) relative(step, tile, out);
+    for (size_t n = 0; n < added_; ++n) run(steps_[n], tile, out, kKeys);
+}
+
+void Biases::apply(const Tile& tile, float* scores, int64_t pitch) const {
+    for (size_t n = added_; n < steps_.size(); ++n) run(steps_[n], tile, scores, pitch);
+}
+
+void Biases::differentiate(const Tile& tile, const float* before, float* gradients, const uint64_t* seen,
+                           const std::vector<Sum>& sums) const {
+    const size_t size = static_cast<size_t>(tile.rows * kKeys), last = steps_.size();
+    thread_local std::vector<float> states;  // the scores before each step from the second function on
+    states.resize(last > added_ ? (last - added_) * size : 0);
+    const auto state = [&](size_t step) { return step == added_ ? before : states.data() + (step - added_) * size; };
+    for (size_t n = added_; n + 1 < last; ++n) {
+        float* next = states.data() + (n + 1 - added_) * size;
+        std::copy_n(state(n), size, next);
+        run(steps_[n], tile, next, kKeys);
+    }
+    thread_local std::vector<double*> of_tensors;
+    for (size_t n = last; n-- > 0;) {
+        const Step& step = steps_[n];
+        if (step.kind == kFunction) {
+            const Function& function = functions_[static_cast<size_t>(step.operands[0])];
+            of_tensors.clear();
+            for (const auto& [word, number] : function.tensors)
+                of_tensors.push_back(sums.empty() ? nullptr : sums[static_cast<size_t>(number)].data);
+            reinterpret_cast<Slope>(function.slope)(function.words.data(), &tile, state(n), gradients, seen,
+                                                    sums.empty() ? nullptr : of_tensors.data());
+        } else if (step.kind == 0 && !sums.empty() && sums[static_cast<size_t>(step.operands[0])].data) {
+            const auto& [data, s] = sums[static_cast<size_t>(step.operands[0])];
+            for (int64_t i = 0; i < tile.rows; ++i) {
+                double* row = data + tile.batch * s[0] + tile.head * s[1] + (tile.row + i) * s[2] + tile.key * s[3];
+                for (int64_t j = 0; j < tile.keys; ++j)
+                    if (seen[i] >> j & 1) row[j * s[3]] += static_cast<double>(gradients[i * kKeys + j]);
+            }
+        }
     }
 }
 
-void Biases::dense(const Step& step, const Tile& tile, float* out) const {
+void Biases::dense(const Step& step, const Tile& tile, float* out, int64_t pitch) const {
     const Typed& tensor = tensors_[static_cast<size_t>(step.operands[0])];
     const int64_t* s = tensor.stride;
     for (int64_t i = 0; i < tile.rows; ++i)
         add_elements(tensor, tile.batch * s[0] + tile.head * s[1] + (tile.row + i) * s[2] + tile.key * s[3], s[3], tile.keys,
-                     out + i * kKeys);
+                     out + i * pitch);
 }
 
-void Biases::linear(const Step& step, const Tile& tile, float* out) const {
+void Biases::linear(const Step& step, const Tile& tile, float* out, int64_t pitch) const {
     const Typed& slopes = tensors_[static_cast<size_t>(step.operands[0])];
     float slope = 0.0f;
     add_elements(slopes, tile.batch * slopes.stride[0] + tile.head * slopes.stride[1], 1, 1, &slope);
     for (int64_t i = 0; i < tile.rows; ++i)
         for (int64_t j = 0; j < tile.keys; ++j)
-            out[i * kKeys + j] -= slope * static_cast<float>(std::abs(tile.row + i + offset_ - tile.key - j));
+            out[i * pitch + j] -= slope * static_cast<float>(std::abs(tile.row + i + offset_ - tile.key - j));
 }
 
-void Biases::relative(const Step& step, const Tile& tile, float* out) const {
+void Biases::relative(const Step& step, const Tile& tile, float* out, int64_t pitch) const {
     const Typed &by_row = tensors_[static_cast<size_t>(step.operands[0])], &by_column = tensors_[static_cast<size_t>(step.operands[1])];
     const int64_t width = step.operands[2];
     const auto at = [&tile](const Typed& t, int64_t i) {
@@ -86,7 +131,7 @@ void Biases::relative(const Step& step, const Tile& tile, float* out) const {
     for (int64_t i = 0; i < tile.rows; ++i)
         for (int64_t j = 0; j < tile.keys;) {
             const int64_t key = tile.key + j, column = key % width, n = std::min(width - column, tile.keys - j);
-            float* row = out + i * kKeys + j;
+            float* row = out + i * pitch + j;
             add_elements(by_row, at(by_row, i) + key / width * by_row.stride[3], 0, n, row);
             add_elements(by_column, at(by_column, i) + column * by_column.stride[3], by_column.stride[3], n, row);
             j += n;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../isa/bind.hpp"
@@ -48,22 +49,37 @@ std::vector<Tensor> placed(std::vector<Tensor> tensors, const Addresses& address
     return tensors;
 }
 
+// A user's function as Python describes it: the addresses of its code, its words, and where in them those of tensors go.
+using Described = std::tuple<Address, Address, Program, std::vector<std::pair<int64_t, int64_t>>>;
+
+Functions functions_of(const std::vector<Described>& described) {
+    Functions functions;
+    for (const auto& [entry, slope, words, tensors] : described) functions.push_back({entry, slope, words, tensors});
+    return functions;
+}
+
 // What a mask and biases are in a call. Without tensors they are the same in every call, and made once.
 struct Programs {
     Programs(const Sizes& sizes, Program mask_program, const std::vector<Strides>& mask_tensors, Program bias_program,
-             const std::vector<std::pair<Strides, std::string>>& bias_tensors)
-        : sizes(sizes), mask_words(std::move(mask_program)), bias_words(std::move(bias_program)) {
+             const std::vector<std::pair<Strides, std::string>>& bias_tensors, const std::vector<Described>& mask_functions,
+             const std::vector<Described>& bias_functions)
+        : sizes(sizes),
+          mask_words(std::move(mask_program)),
+          bias_words(std::move(bias_program)),
+          of_mask(functions_of(mask_functions)),
+          of_bias(functions_of(bias_functions)) {
         for (const Strides& strides : mask_tensors) truths.push_back(strided(strides));
         for (const auto& [strides, name] : bias_tensors) added.push_back({strided(strides), type_of(name)});
         if (truths.empty()) mask.emplace(make_mask({}));
         if (added.empty()) biases.emplace(make_biases({}));
     }
-    Mask make_mask(const Addresses& addresses) const { return {mask_words, placed(truths, addresses), sizes[0], sizes[4]}; }
+    Mask make_mask(const Addresses& addresses) const { return {mask_words, placed(truths, addresses), sizes[0], sizes[4], of_mask}; }
     Biases make_biases(const Addresses& addresses) const {
-        return {bias_words, placed(added, addresses), sizes[3], sizes[4]};
+        return {bias_words, placed(added, addresses), sizes[3], sizes[4], of_bias};
     }
     Sizes sizes;
     Program mask_words, bias_words;
+    Functions of_mask, of_bias;
     std::vector<Strided> truths;
     std::vector<Typed> added;
     std::optional<Mask> mask;
@@ -76,11 +92,12 @@ class Shape {
 public:
     Shape(std::optional<std::string> isa, const std::string& dtype, const Sizes& sizes, const std::vector<Strides3>& strides,
           size_t tensors, Program mask, const std::vector<Strides>& mask_tensors, Program bias,
-          const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap)
+          const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap,
+          const std::vector<Described>& mask_functions, const std::vector<Described>& bias_functions)
         : isa_(std::move(isa)),
           type_(type_of(dtype)),
           strides_(strides),
-          programs_(sizes, std::move(mask), mask_tensors, std::move(bias), bias_tensors),
+          programs_(sizes, std::move(mask), mask_tensors, std::move(bias), bias_tensors, mask_functions, bias_functions),
           scale_(static_cast<float>(scale)),
           softcap_(static_cast<float>(softcap)) {
         if (type_ == Type::Double) throw py::value_error("opkit::attention: there is no kernel for float64");
@@ -149,17 +166,39 @@ public:
     }
 };
 
+class BiasBackward : public Shape {
+public:
+    using Shape::Shape;
+    using Wanted = std::tuple<Address, int64_t, std::array<int64_t, 4>, bool, bool, bool>;
+    void operator()(Address gradient, Address delta, Address q, Address k, Address v, Address lse, const Addresses& mask_tensors,
+                    const Addresses& bias_tensors, Address sinks, const std::vector<Wanted>& wanted) const {
+        std::vector<BiasGradient> of;
+        for (const auto& [data, elements, s, by_batch, by_head, by_key] : wanted)
+            of.push_back({reinterpret_cast<double*>(data), elements, {s[0], s[1], s[2], s[3]}, by_batch, by_head, by_key});
+        run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
+            call.sinks = reinterpret_cast<const float*>(sinks);
+            Gradients arrays{};
+            arrays.gradient = at(3, gradient);
+            arrays.lse = reinterpret_cast<const float*>(lse);
+            arrays.delta = reinterpret_cast<float*>(delta);
+            backward_biases(call, arrays, of);
+        });
+    }
+};
+
 template <class Kernel, size_t tensors>
 py::class_<Kernel> bind_shape(py::module_& m, const char* name, const char* doc) {
     return py::class_<Kernel>(m, name, doc)
         .def(py::init([](std::optional<std::string> isa, const std::string& dtype, const Sizes& sizes,
                          const std::vector<Strides3>& strides, Program mask, const std::vector<Strides>& mask_tensors, Program bias,
-                         const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap) {
+                         const std::vector<std::pair<Strides, std::string>>& bias_tensors, double scale, double softcap,
+                         const std::vector<Described>& mask_functions, const std::vector<Described>& bias_functions) {
                  return Kernel(std::move(isa), dtype, sizes, strides, tensors, std::move(mask), mask_tensors, std::move(bias),
-                               bias_tensors, scale, softcap);
+                               bias_tensors, scale, softcap, mask_functions, bias_functions);
              }),
              py::arg("isa"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"), py::arg("mask"), py::arg("mask_tensors"),
-             py::arg("bias"), py::arg("bias_tensors"), py::arg("scale"), py::arg("softcap"));
+             py::arg("bias"), py::arg("bias_tensors"), py::arg("scale"), py::arg("softcap"),
+             py::arg("mask_functions") = std::vector<Described>(), py::arg("bias_functions") = std::vector<Described>());
 }
 
 }  // namespace
@@ -172,6 +211,9 @@ void bind(py::module_& m) {
         .def("__call__", &Backward::operator(), py::arg("gradient"), py::arg("of_lse"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("out"), py::arg("lse"), py::arg("to_q"), py::arg("to_k"), py::arg("to_v"), py::arg("delta"),
              py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
+    bind_shape<BiasBackward, 4>(m, "AttentionBiasBackward", "The gradients of the tensors of biases.")
+        .def("__call__", &BiasBackward::operator(), py::arg("gradient"), py::arg("delta"), py::arg("q"), py::arg("k"), py::arg("v"),
+             py::arg("lse"), py::arg("mask_tensors"), py::arg("bias_tensors"), py::arg("sinks"), py::arg("wanted"));
 }
 
 }  // namespace opkit::attention

@@ -23,6 +23,11 @@ enum State : int32_t { kHidden = 0, kFull = 1, kPartial = 2 };
 // they are written too, kKeys to a row.
 using Prepare = State (*)(void* context, int64_t tile, uint64_t* visible, float* biases);
 
+// Users' functions, applied to the scores of rows [first, first + rows) of the block and a tile, kKeys to a row, `pitch` apart.
+using Apply = void (*)(void* context, int64_t tile, int64_t first, int64_t rows, float* scores, int64_t pitch);
+// From the scores before, kKeys to a row, and the gradients after, those before; `seen` is a word for each of the rows.
+using Differentiate = void (*)(void* context, int64_t first, int64_t rows, const float* before, float* gradients, const uint64_t* seen);
+
 struct Block {
     const void* queries;       // rows, `query_pitch` elements apart; float32 or bf16
     int64_t query_pitch;
@@ -45,6 +50,7 @@ struct Block {
     float* lse;                // result: a number for each row
     float* log_totals;         // null; or result: the logarithms of the sums of exponentials, without which lse then is
     void* memory;              // block_memory(rows, head, biased) bytes, aligned to 64
+    Apply apply = nullptr;     // after what is added; null: nothing
 };
 
 // Some query rows of one head against one tile of keys, backwards. Rows beyond the last are zero in all that is packed.
@@ -61,12 +67,16 @@ struct BackwardTile {
     const uint64_t* visible;                // null: everything
     const float* biases;                    // null: none
     float scale, softcap;
-    float *query_sums, *key_sums, *value_sums;  // what is added to: rows, keys and keys by columns; the first two without the scale
+    float *query_sums, *key_sums, *value_sums;  // what is added to: rows, keys and keys by columns; the first two without the scale;
+                                            // null: `differentiate` alone reads the gradients
     void* memory;                           // kBackwardMemory bytes, aligned to 64
+    Apply apply = nullptr;                  // after what is added, and
+    Differentiate differentiate = nullptr;  // its derivative; both or none are null
+    void* context = nullptr;
 };
 
 constexpr int64_t kBackwardRows = 96;
-constexpr int64_t kBackwardMemory = 4 * kBackwardRows * kKeys * 3;
+constexpr int64_t kBackwardMemory = 4 * kBackwardRows * kKeys * 3 + 4 * kMostRows * kKeys * 2;
 
 constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -47,13 +47,23 @@ State prepare(void* context, int64_t number, uint64_t* visible, float* biases) {
     tile_context.tile.key = number * kKeys;
     tile_context.tile.keys = std::min(kKeys, tile_context.call.keys - tile_context.tile.key);
     const State state = tile_context.call.mask.look(tile_context.tile, tile_context.scratch, visible);
-    if (state != kHidden && !tile_context.call.biases.empty()) tile_context.call.biases.write(tile_context.tile, biases);
+    if (state != kHidden && tile_context.call.biases.adds()) tile_context.call.biases.write(tile_context.tile, biases);
     return state;
+}
+
+void apply(void* context, int64_t number, int64_t first, int64_t rows, float* scores, int64_t pitch) {
+    const auto& tile_context = *static_cast<const TileContext*>(context);
+    Tile tile = tile_context.tile;
+    tile.row += first;
+    tile.rows = rows;
+    tile.key = number * kKeys;
+    tile.keys = std::min(kKeys, tile_context.call.keys - tile.key);
+    tile_context.call.biases.apply(tile, scores, pitch);
 }
 
 void run_block(const Call& call, const Packing& packing, char* packed, Tile tile) {
     thread_local Store store;
-    const int64_t columns = padded_columns(call.columns), memory = block_memory(tile.rows, call.head, !call.biases.empty());
+    const int64_t columns = padded_columns(call.columns), memory = block_memory(tile.rows, call.head, call.biases.adds());
     const int64_t bits = call.mask.scratch(tile.rows), summed = rounded_up(tile.rows, kMostRows) * columns;
     const int64_t copied = call.q.type == Type::Half ? tile.rows * call.head : 0;
     Pieces pieces(store.of(Pieces::bytes(memory, 1) + Pieces::bytes(summed, 4) + Pieces::bytes(bits, 8) +
@@ -67,7 +77,8 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
     const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, call.keys,
                       packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &tile_context, call.scale,
-                      call.softcap, !call.biases.empty(), sink, sums, lse, call.log_totals ? log_totals : nullptr, inside};
+                      call.softcap, call.biases.adds(), sink, sums, lse, call.log_totals ? log_totals : nullptr, inside,
+                      call.biases.applies() ? apply : nullptr};
     (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
     const int64_t size = call.q.type == Type::Float ? 4 : 2;
     for (int64_t i = 0; i < tile.rows && call.out; ++i) {

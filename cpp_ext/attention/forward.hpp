@@ -28,6 +28,7 @@ struct Group {
     int64_t rows;                      // that there are
     const uint64_t* visible;           // null: everything
     const float* biases;               // kKeys to a row
+    int64_t first;                     // the number of the first in the block
 };
 
 template <class P>
@@ -165,8 +166,9 @@ void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P
     const uint32_t* values = block.values + tile * (kKeys / P::kKeysPerWord) * block.columns;
     const int64_t left = block.count - tile * kKeys, count = left < kKeys ? left : kKeys;
     scores<P>(block, group, keys, count, scratch.scores);
-    const bool adjusted = block.biased || block.softcap > 0 || !(block.scale > 0) || block.log_totals;
+    const bool adjusted = block.biased || block.apply || block.softcap > 0 || !(block.scale > 0) || block.log_totals;
     if (adjusted) adjust<P>(block, group, scratch.scores);
+    if (block.apply) block.apply(block.context, tile, group.first, group.rows, scratch.scores, kKeys);
     const float factor = adjusted ? 1.0f : block.scale;
     for (int64_t i = 0; i < P::V::kGroup; ++i) {
         const float* row = scratch.scores + i * kKeys;
@@ -257,7 +259,7 @@ void attend(const Block& block) {
             if (visible && none_visible(visible, V::kGroup)) continue;
             const int64_t rows = block.rows - i < V::kGroup ? block.rows - i : V::kGroup;
             add_tile<P>(block, {memory.queries + i * memory.pitch, memory.pitch, memory.largest + i, memory.total + i * V::kLanes,
-                                block.sums + i * block.columns, rows, visible, memory.biases + i * kKeys}, tile, scratch);
+                                block.sums + i * block.columns, rows, visible, memory.biases + i * kKeys, i}, tile, scratch);
         }
     }
     end<P>(block, memory);

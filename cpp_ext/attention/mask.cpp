@@ -8,7 +8,7 @@
 namespace opkit::attention {
 namespace {
 
-constexpr int64_t kOperands[] = {0, 0, 0, 2, 2, 1, 1, 3};  // of each opcode
+constexpr int64_t kOperands[] = {0, 0, 0, 2, 2, 1, 1, 3, 1};  // of each opcode
 
 uint64_t first_bits(int64_t n) { return n >= kKeys ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1; }
 
@@ -98,12 +98,12 @@ Operand negated(Operand a, const Tile& tile) {
 
 }  // namespace
 
-Mask::Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, int64_t batch, int64_t keys)
-    : tensors_(std::move(tensors)), tiles_((keys + kKeys - 1) / kKeys) {
+Mask::Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, int64_t batch, int64_t keys, Functions functions)
+    : tensors_(std::move(tensors)), functions_(placed(std::move(functions), tensors_)), tiles_((keys + kKeys - 1) / kKeys) {
     int64_t height = 0;
     for (size_t at = 0; at < program.size();) {
         const int64_t opcode = program[at++];
-        if (opcode < 0 || opcode > static_cast<int64_t>(Opcode::BandAt))
+        if (opcode < 0 || opcode > static_cast<int64_t>(Opcode::Function))
             throw std::invalid_argument("opkit::attention: mask: there is no opcode " + std::to_string(opcode));
         Step step{static_cast<Opcode>(opcode), {}};
         if (at + static_cast<size_t>(kOperands[opcode]) > program.size())
@@ -116,6 +116,8 @@ Mask::Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, in
             note_bounds(tensors_.at(static_cast<size_t>(step.operands[1])), batch, keys);
             step.operands[2] = static_cast<int64_t>(bounds_.size()) - 1;
         }
+        if (step.opcode == Opcode::Function && static_cast<uint64_t>(step.operands[0]) >= functions_.size())
+            throw std::invalid_argument("opkit::attention: mask: there is no function " + std::to_string(step.operands[0]));
         steps_.push_back(step);
     }
     if (height > 1) throw std::invalid_argument("opkit::attention: mask: the program leaves more than one result");
@@ -194,8 +196,19 @@ State Mask::leaf(const Step& step, const Tile& tile, uint64_t* bits) const {
         case Opcode::Length:
             return by_length(tile, *ids(tensors_[static_cast<size_t>(step.operands[0])], tile.batch), bits);
         case Opcode::Dense: return dense(step, tile, bits);
+        case Opcode::Function: {
+            const Function& function = functions_[static_cast<size_t>(step.operands[0])];
+            return static_cast<State>(reinterpret_cast<LookAt>(function.entry)(function.words.data(), &tile, bits));
+        }
         default: return band_at(step, tile, bits);
     }
+}
+
+// Whether a step's result makes no difference, since what it is combined with decides: functions are then not called.
+bool Mask::decided(size_t step, State before) const {
+    if (step + 1 == steps_.size()) return false;
+    const Opcode next = steps_[step + 1].opcode;
+    return (next == Opcode::And && before == kHidden) || (next == Opcode::Or && before == kFull);
 }
 
 State Mask::look(const Tile& tile, uint64_t* scratch, uint64_t* visible) const {
@@ -204,7 +217,8 @@ State Mask::look(const Tile& tile, uint64_t* scratch, uint64_t* visible) const {
         return operands;
     }();
     stack.clear();
-    for (const Step& step : steps_) {
+    for (size_t number = 0; number < steps_.size(); ++number) {
+        const Step& step = steps_[number];
         if (step.opcode == Opcode::Not) {
             stack.back() = negated(stack.back(), tile);
         } else if (step.opcode < Opcode::Not) {
@@ -213,7 +227,8 @@ State Mask::look(const Tile& tile, uint64_t* scratch, uint64_t* visible) const {
             stack.back() = step.opcode == Opcode::And ? both(stack.back(), second, tile.rows) : either(stack.back(), second, tile.rows);
         } else {
             uint64_t* bits = scratch + static_cast<int64_t>(stack.size()) * tile.rows;
-            stack.push_back({leaf(step, tile, bits), bits});
+            const bool skipped = step.opcode == Opcode::Function && !stack.empty() && decided(number, stack.back().state);
+            stack.push_back({skipped ? stack.back().state : leaf(step, tile, bits), bits});
         }
     }
     const Operand found = stack.empty() ? Operand{kFull, nullptr} : stack.back();

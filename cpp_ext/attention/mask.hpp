@@ -1,4 +1,4 @@
-// Which keys a query sees: a program in postfix over bands, segments, lengths and boolean tensors, evaluated tile by tile.
+// Which keys a query sees: a program in postfix over bands, segments, lengths, boolean tensors and functions, tile by tile.
 //
 // A leaf says of a whole tile that it is hidden or full without looking at its elements, where it can; only where a tile is
 // partly seen are there bits, a word for each row. So a mask costs what it has of live and partly seen tiles.
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "block.hpp"
+#include "function.hpp"
 
 namespace opkit::attention {
 
@@ -22,12 +23,12 @@ struct Tile {
     int64_t batch, head, row, rows, key, keys;
 };
 
-enum class Opcode : int64_t { And, Or, Not, Band, Segments, Length, Dense, BandAt };
+enum class Opcode : int64_t { And, Or, Not, Band, Segments, Length, Dense, BandAt, Function };
 
 class Mask {
 public:
     // Throws std::invalid_argument where the program is none.
-    Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, int64_t batch, int64_t keys);
+    Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, int64_t batch, int64_t keys, Functions functions = {});
 
     // The words of scratch that `look` needs for so many rows.
     int64_t scratch(int64_t rows) const { return depth_ * rows; }
@@ -43,6 +44,7 @@ private:
     using Bounds = std::vector<std::pair<int32_t, int32_t>>;
 
     State leaf(const Step& step, const Tile& tile, uint64_t* bits) const;
+    bool decided(size_t step, State before) const;
     State segments(const Step& step, const Tile& tile, uint64_t* bits) const;
     State dense(const Step& step, const Tile& tile, uint64_t* bits) const;
     State band_at(const Step& step, const Tile& tile, uint64_t* bits) const;
@@ -50,6 +52,7 @@ private:
 
     std::vector<Step> steps_;
     std::vector<Strided> tensors_;
+    Functions functions_;
     std::vector<Bounds> bounds_;  // of SEGMENTS, in order: the least and the largest id of each tile of keys
     int64_t depth_ = 1, tiles_ = 0;
 };

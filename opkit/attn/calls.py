@@ -131,7 +131,7 @@ def dtypes_and_shapes(tensors: Iterable[Tensor]) -> str:
     return ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
 
 
-def predicate(kind: Any, condition: Callable[[Any], bool]) -> Callable[..., bool]:
+def predicate(kind: Any, condition: Callable[[Any], object]) -> Callable[..., object]:
     """Turn a predicate of a call into one for ``register_kernel(when=)``, whose parameters are the operator's arguments.
 
     Args:
@@ -144,7 +144,7 @@ def predicate(kind: Any, condition: Callable[[Any], bool]) -> Callable[..., bool
     """
 
     @functools.wraps(condition)
-    def when(**arguments: Any) -> bool:
+    def when(**arguments: Any) -> object:
         return condition(kind(**arguments))
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kind._fields]

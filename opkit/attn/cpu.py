@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn import gradients
+from opkit.attn import cpu_programs, gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
-from opkit.attn.calls import AnyCall, AttentionCall, GradientCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import AnyCall, AttentionCall, BiasCall, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.errors import KernelError
+from opkit.op.dispatch.selection import Refused
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
@@ -91,7 +92,7 @@ def backward(*arguments: Any) -> Run:
         return lambda *_: tuple([make().zero_() for make in new])
     tensors = call.q, call.k, call.v, call.out, call.gradient
     inputs = [dense_rows(each) for each in tensors]
-    kernel = _core.AttentionBackward(None, **_description(call, [*inputs, *results]))
+    kernel = _core.AttentionBackward(None, **_description(call, [*inputs, *results], True))
     in_place = _same(inputs, tensors) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
     return _run_backward(kernel, new, not in_place)
 
@@ -112,28 +113,80 @@ def _run_backward(kernel: Run, new: list[Run], copied: bool) -> Run:
     return run
 
 
+@PreparedKernel
+def bias_backward(*arguments: Any) -> Callable[..., list[Tensor]]:
+    """Compute the gradients of some of the tensors of a bias; the arguments are a :class:`BiasCall`."""
+    from opkit import _core
+
+    call = BiasCall(*arguments)
+    _check_supported(bool(takes_bias_gradients(call)), "tiles", call)
+    wanted = list(call.wanted)
+    if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
+        return lambda *arguments: [torch.zeros_like(arguments[7][number]) for number in wanted]
+    inputs = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
+    kernel = _core.AttentionBiasBackward(None, **_description(call, inputs, True))
+    places = {number: cpu_programs.gradient_place(call, number) for number in wanted}
+
+    def run(*arguments: Any) -> list[Tensor]:
+        call = BiasCall(*arguments)
+        q, k, v, gradient = (dense_rows(each) for each in (call.q, call.k, call.v, call.gradient))
+        lse, delta, sinks = call.lse.contiguous(), call.delta.contiguous(), _in_float32(call.sinks)
+        sums = {number: torch.zeros(call.bias_tensors[number].shape, dtype=torch.float64) for number in wanted}
+        described: list[Any] = [_NO_SUM] * len(call.bias_tensors)
+        for number, place in places.items():
+            assert place is not None
+            described[number] = (sums[number].data_ptr(), sums[number].numel(), *place)
+        of_masks, of_biases = _addresses(call.mask_tensors), _addresses(call.bias_tensors)
+        kernel(*_addresses((gradient, delta, q, k, v, lse)), of_masks, of_biases, address(sinks), described)
+        return [sums[number].to(call.bias_tensors[number].dtype) for number in wanted]
+
+    return run
+
+
+_NO_SUM = (0, 0, (0, 0, 0, 0), False, False, False)
+
+
 def register(op: CustomOp[Any, Any]) -> None:
-    """Register the CPU kernels of ``opkit::attention`` and ``opkit::attention_backward``."""
+    """Register the CPU kernels of ``opkit::attention`` and of its gradients."""
     op.register_kernel("cpu", forward, when=predicate(AttentionCall, takes), name="tiles", trusted=True)
     op.register_kernel("cpu", decode, when=predicate(AttentionCall, takes_few), name="decode", priority=1, trusted=True)
     when = predicate(GradientCall, takes_gradients)
     gradients.backward_operator().register_kernel("cpu", backward, when=when, name="tiles", trusted=True)
+    when = predicate(BiasCall, takes_bias_gradients)
+    gradients.bias_backward_operator().register_kernel("cpu", bias_backward, when=when, name="tiles", trusted=True)
 
 
-def takes(call: AttentionCall) -> bool:
-    """Return whether :func:`forward` supports a call: float32 or narrower, no dropout, and tensors as its programs say."""
+def takes(call: AttentionCall) -> bool | Refused:
+    """Return whether :func:`forward` supports a call.
+
+    That are float32 and narrower types, no dropout, tensors as its programs say, and functions where there is a C compiler.
+    """
     return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _tensors_fit(call)
 
 
-def takes_gradients(call: GradientCall) -> bool:
+def takes_gradients(call: GradientCall) -> bool | Refused:
     """Return whether :func:`backward` supports a call."""
-    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and _tensors_fit(call) and results_fit(call)
+    return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and results_fit(call) and _tensors_fit(call)
 
 
-def _tensors_fit(call: AnyCall) -> bool:
+def takes_bias_gradients(call: BiasCall) -> bool | Refused:
+    """Return whether :func:`bias_backward` supports a call: of tensors that are added, or that functions read."""
+    (batch, heads, queries, _), columns = call.q.shape, call.v.shape[-1]
+    fits = call.gradient.shape == (batch, heads, queries, columns) and call.gradient.dtype == call.q.dtype
+    rows = all(x.shape == (batch, heads, queries) and x.dtype == torch.float32 for x in (call.lse, call.delta))
+    if not (fits and rows and call.dropout_p == 0 and sinks_fit(call.sinks, call.q)):
+        return False
+    supported = _tensors_fit(call)
+    return supported and all(cpu_programs.gradient_place(call, number) is not None for number in call.wanted)
+
+
+def _tensors_fit(call: AnyCall) -> bool | Refused:
     if call.q.dtype not in NAMES or not shapes_fit(call.q, call.k, call.v) or not paged_cpu.available():
         return False
-    return all(each.dtype in _BIAS_NAMES for each in call.bias_tensors) and bias_fits(call) and mask_fits(call)
+    if not bias_fits(call, functions=True) or not mask_fits(call, functions=True):
+        return False
+    obstacle = cpu_programs.obstacle(call)
+    return True if obstacle is None else Refused(obstacle)
 
 
 def takes_few(call: AttentionCall) -> bool:
@@ -159,13 +212,15 @@ def _decodes(call: AttentionCall) -> bool:
     return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
 
 
-def _check_supported(supported: bool, name: str, call: AttentionCall | GradientCall) -> None:
+def _check_supported(supported: bool | Refused, name: str, call: AnyCall) -> None:
     """Raise for a call that a forced kernel does not support: nothing checked this before."""
     if supported:
         return
     details = ", ".join(
         f"{each}={getattr(call, each)}" for each in ("dropout_p", "mask", "bias") if getattr(call, each, None)
     )
+    if isinstance(supported, Refused):
+        details = supported.reason
     shapes = dtypes_and_shapes((call.q, call.k, call.v))
     raise KernelError(
         f"opkit::attention: kernel {name!r} does not take q, k, v of {shapes}{', ' + details if details else ''}. Leave the "
@@ -192,17 +247,26 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [each.data_ptr() for each in tensors]
 
 
-def _description(call: AttentionCall | GradientCall, tensors: list[Tensor]) -> dict[str, Any]:
-    """Return what calls of the same shapes share; ``tensors`` are those that the kernel reads and writes."""
+def _description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> dict[str, Any]:
+    """Return what calls of the same shapes share.
+
+    Args:
+        call: the call.
+        tensors: those that the kernel reads and writes.
+        slopes: whether it reads the derivatives of functions.
+    """
+    programs = cpu_programs.programs_of(call, slopes)
     (batch, heads, queries, head), (_, kv_heads, keys, columns) = call.q.shape, call.v.shape
     return {
         "dtype": NAMES[call.q.dtype],
         "sizes": (batch, heads, kv_heads, queries, keys, head, columns),
         "strides": [each.stride()[:3] for each in tensors],
-        "mask": call.mask,
+        "mask": programs.mask,
+        "mask_functions": programs.mask_functions,
         "mask_tensors": [_strides(each) for each in call.mask_tensors],
-        "bias": call.bias,
-        "bias_tensors": [(_strides(each), _BIAS_NAMES[each.dtype]) for each in call.bias_tensors],
+        "bias": programs.bias,
+        "bias_functions": programs.bias_functions,
+        "bias_tensors": [(_strides(each), _BIAS_NAMES.get(each.dtype, "float32")) for each in call.bias_tensors],
         "scale": call.scale,
         "softcap": call.softcap,
     }
@@ -213,8 +277,8 @@ def _in_float32(sinks: Tensor | None) -> Tensor | None:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides, 0 for dimensions of size 1, which broadcast."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+    """Return the strides, 0 for dimensions of size 1, which broadcast; tensors of more than four dimensions are functions'."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
 
 
 def _of_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:

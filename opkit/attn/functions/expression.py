@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.dtypes import DTYPES, is_float, is_int
 from opkit.compiler.ir.expr import Expr, rewrite
 from opkit.compiler.ir.index import Value, value
 from opkit.compiler.lower import scalar
@@ -215,6 +215,23 @@ def coordinates(node: Expr) -> tuple[Expr, ...]:
 def loads_of(root: Expr) -> tuple[Expr, ...]:
     """Return the loads of an expression, those in coordinates too."""
     return tuple(node for node in root.walk() if node.op == "load")
+
+
+@functools.lru_cache(256)
+def indexed(root: Expr) -> tuple[tuple[Expr, tuple[str | None, ...]], ...]:
+    """Return the loads of an expression, each with the variables that its coordinates are, None for those that are computed.
+
+    >>> h, j = (expr.var(name, INDEX) for name in "hj")
+    >>> indexed(load("t0", "f32", h, expr.op("add", j, j)))
+    ((t0[[h], [add(j, j)]], ('h', None)),)
+    """
+    return tuple((node, tuple(map(_variable, coordinates(node)))) for node in loads_of(root))
+
+
+def _variable(at: Expr) -> str | None:
+    while at.op == "cast" and is_int(at.dtype) and is_int(at.args[0].dtype):
+        (at,) = at.args
+    return at.data if at.op == "var" and at.data in ("b", "h", "i", "j") else None
 
 
 # ---- the meaning, in torch -------------------------------------------------------------------------------------------

@@ -80,6 +80,16 @@ class RegisteredKernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refused:
+    """What a ``when=`` predicate may return in place of False: the reason, which ``select`` shows."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
 class Selection:
     """The kernel that a call gets, why each other one was refused, and notes on what the kernel itself chooses."""
 
@@ -204,8 +214,9 @@ class KernelTable:
             return f"the arguments have {have}; it takes {want}"
         if kernel.when is not None:
             named = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
-            if not kernel.when(**{name: named[name] for name in kernel.predicate_names}):
-                return f"its condition {kernel.condition} is false"
+            taken = kernel.when(**{name: named[name] for name in kernel.predicate_names})
+            if not taken:
+                return taken.reason if isinstance(taken, Refused) else f"its condition {kernel.condition} is false"
         return kernel.function.refusal(*flat) if kernel.native else ""  # type: ignore[attr-defined]  # pyright: ignore
 
     def eligible(

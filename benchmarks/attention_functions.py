@@ -1,0 +1,278 @@
+"""Compare ``opkit.attention`` with users' functions as masks and scores with torch's compiled FlexAttention.
+
+Twelve masks and scores, written with FlexAttention's signatures; both sides get the same functions. FlexAttention also gets
+the block mask that ``create_block_mask`` computes of it, once and outside of the rounds. The sides alternate, round by round,
+in one process; a figure is the median of the rounds, a ratio the median of the rounds' own. ``first`` is the first call of a
+new function with empty caches: tracing and compiling for both, and the block mask for FlexAttention. On a CPU FlexAttention
+has no backward; ``backward / forward`` are opkit's own. ``built-in`` is the time with opkit's own mask for the same thing,
+where there is one. ``memory`` is by how much a call of 65,536 queries and keys increases the peak memory of the process::
+
+    python benchmarks/attention_functions.py [--device cpu] [--what calls,memory] [--rounds 7] [--length 2048] [--quick]
+        [--cases causal,window] [--markdown FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["OPKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="opkit-benchmark-")  # so that first calls compile
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import opkit
+from opkit.masks import ALiBi, Causal, PrefixLM, SlidingWindow, VarLen
+
+HEADS, HEAD = 8, 64
+Function = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """A mask and a score function, opkit's own arguments for the same, and captured tensors with gradients."""
+
+    mask: Function | None = None
+    score: Function | None = None
+    own: dict[str, Any] | None = None
+    learned: tuple[Tensor, ...] = ()
+
+
+def cases(n: int, device: str) -> dict[str, Case]:
+    """Return the twelve cases for ``n`` queries and keys."""
+    window, prefix, width = max(n // 8, 2), n // 4, int(n**0.5)
+    reach = max(width // 8, 1)
+    slopes = torch.rand(HEADS, device=device)
+    starts = torch.arange(0, n + 1, max(1, n // 8), dtype=torch.int32, device=device)
+    ids = torch.bucketize(torch.arange(n, device=device), starts.long(), right=True).to(torch.int32) - 1
+    within = torch.arange(n, device=device, dtype=torch.int32) - starts[ids.long()]
+    buckets = torch.randn(32, HEADS, device=device)
+    temperature = torch.rand(HEADS, device=device) + 0.5
+
+    def causal(b, h, i, j):
+        return i >= j
+
+    def of_document(b, h, i, j):
+        return ids[i] == ids[j]
+
+    def t5(score, b, h, i, j):
+        distance = (i - j).abs()
+        far = 8 + (torch.log(distance.clamp(min=1) / 8) / 2.7725887 * 8).to(torch.int32)
+        bucket = torch.where(distance < 8, distance, far.clamp(max=15)) + torch.where(j > i, 16, 0)
+        return score + buckets[bucket, h]
+
+    return {
+        "causal": Case(causal, own={"mask": Causal()}),
+        "window": Case(
+            lambda b, h, i, j: (i >= j) & (i - j < window), own={"mask": Causal() & SlidingWindow(window - 1)}
+        ),
+        "ALiBi": Case(
+            causal,
+            lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
+            own={"mask": Causal(), "bias": ALiBi(slopes)},
+        ),
+        "soft cap": Case(causal, lambda s, b, h, i, j: 20 * torch.tanh(s / 20), {"mask": Causal(), "softcap": 20.0}),
+        "documents": Case(
+            lambda b, h, i, j: of_document(b, h, i, j) & (i >= j), own={"mask": VarLen(starts) & Causal()}
+        ),
+        "prefix": Case(
+            lambda b, h, i, j: (j < prefix) | (i >= j), own={"mask": PrefixLM(torch.tensor([prefix]).to(device))}
+        ),
+        "dilated": Case(lambda b, h, i, j: (i >= j) & (i - j < 4 * window) & ((i - j) % 4 == 0)),
+        "2-D neighbourhood": Case(
+            lambda b, h, i, j: ((i // width - j // width).abs() <= reach) & ((i % width - j % width).abs() <= reach)
+        ),
+        "PrefixLM of documents": Case(
+            lambda b, h, i, j: of_document(b, h, i, j) & ((within[j] < window // 4) | (i >= j))
+        ),
+        "T5 bias": Case(None, t5, learned=(buckets,)),
+        "tanh gate": Case(causal, lambda s, b, h, i, j: s * torch.sigmoid(s) + torch.tanh(s / 8)),
+        "temperature": Case(causal, lambda s, b, h, i, j: s * temperature[h], learned=(temperature,)),
+    }
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    """Return the time of a call."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    start = time.perf_counter()
+    call()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Return the seconds of each call, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        seconds(call, device)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(seconds(call, device))
+    return times
+
+
+def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
+    """Return the median of the rounds' ratios."""
+    return round(statistics.median(a / b for a, b in zip(times[over], times[under], strict=True)), 2)
+
+
+def flex(case: Case, n: int, device: str) -> Callable[..., Tensor]:
+    """Return FlexAttention of a case: compiled at its first call, with nothing in its caches."""
+    torch.compiler.reset()
+    block_mask = None if case.mask is None else create_block_mask(case.mask, None, None, n, n, device=device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, score_mod=case.score, block_mask=block_mask)
+
+
+def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row of the table."""
+    n, device = options.length, options.device
+    q, k, v = (torch.randn(1, HEADS, n, HEAD, device=device).to(dtype) for _ in range(3))
+    how = {"mask": case.mask, "bias": case.score}
+    other: list[Callable[..., Tensor]] = []
+
+    def first_of_flex():
+        other.append(flex(case, n, device))
+        other[0](q, k, v)
+
+    with torch.no_grad():
+        first = {
+            "opkit": seconds(lambda: opkit.attention(q, k, v, **how), device),
+            "flex": seconds(first_of_flex, device),
+        }
+        calls = {"opkit": lambda: opkit.attention(q, k, v, **how), "flex": lambda: other[0](q, k, v)}
+        if case.own is not None:
+            own = case.own
+            calls["built-in"] = lambda: opkit.attention(q, k, v, **own)
+        error = (calls["opkit"]().float() - calls["flex"]().float()).abs().max().item()
+        times = interleaved(calls, options.rounds, device)
+    backward = interleaved(backwards(case, (q, k, v), how, other[0], device), options.rounds, device)
+    median = {each: statistics.median(found) * 1e3 for each, found in times.items()}
+    row = {
+        "case": f"{name}, {str(dtype)[6:]}",
+        "opkit, ms": round(median["opkit"], 2),
+        "flex, ms": round(median["flex"], 2),
+        "flex / opkit": ratio(times, "flex", "opkit"),
+        "built-in / opkit": ratio(times, "built-in", "opkit") if case.own is not None else None,
+        "backward, ms": round(statistics.median(backward["opkit"]) * 1e3, 2),
+        "backward / forward": round(statistics.median(backward["opkit"]) * 1e3 / median["opkit"], 2),
+    }
+    if "flex" in backward:
+        row["backward, flex / opkit"] = ratio(backward, "flex", "opkit")
+    row |= {
+        "first, s": round(first["opkit"], 2),
+        "flex, s": round(first["flex"], 2),
+        "largest difference": f"{error:.0e}",
+    }
+    return row
+
+
+def backwards(
+    case: Case, inputs: tuple[Tensor, ...], how: dict[str, Any], other: Callable[..., Tensor], device: str
+) -> dict[str, Callable[[], Any]]:
+    """Return the backward of each side that has one, of a stored forward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    wanted = [*leaves, *(x.requires_grad_() for x in case.learned)]
+    gradient = torch.randn_like(inputs[0])
+    results = {"opkit": opkit.attention(*leaves, **how)}
+    if device != "cpu":
+        results["flex"] = other(*leaves)
+    return {
+        name: lambda out=out: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+        for name, out in results.items()
+    }
+
+
+def calls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure each case in each dtype."""
+    warm = Case(lambda b, h, i, j: (i + j) % 3 == 0, lambda s, b, h, i, j: s * 2 + torch.sin(s))
+    dtypes = [torch.float32, torch.bfloat16] if options.device == "cpu" else [torch.bfloat16]
+    measure("a first one", warm, dtypes[0], options)  # imports, and whatever a first compilation costs
+    for dtype in dtypes:
+        for name, case in cases(options.length, options.device).items():
+            if not options.cases or name in options.cases:
+                yield measure(name, case, dtype, options)
+
+
+def memory(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure the peak memory of calls of many queries and keys, of which each query sees few."""
+    n = 1024 if options.quick else 65536
+    q, k, v = (torch.randn(1, 1, n, HEAD, device=options.device).requires_grad_() for _ in range(3))
+    own = sum(x.numel() * x.element_size() for x in (q, k, v)) / 2**20
+    for name, case in cases(n, options.device).items():
+        if name not in ("dilated", "2-D neighbourhood", "PrefixLM of documents") and not options.cases:
+            continue
+        before = _peak(options.device)
+        out = opkit.attention(q, k, v, mask=case.mask, bias=case.score)
+        forward = _peak(options.device) - before
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        yield {
+            "case": f"{name}, {n} queries and keys",
+            "q, k and v, MB": round(own),
+            "forward, MB": round(forward),
+            "and backward, MB": round(_peak(options.device) - before),
+            "scores would be, MB": round(4 * n * n / 2**20),
+        }
+
+
+def _peak(device: str) -> float:
+    """Return the peak memory so far in MB."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+PARTS = {"calls": calls, "memory": memory}
+
+
+def markdown(title: str, rows: list[dict[str, Any]]) -> str:
+    """Return a table of rows that have the same columns."""
+    columns = list(rows[0])
+    lines = [f"| {' | '.join([title, *columns[1:]])} |", f"| --- |{' ---: |' * (len(columns) - 1)}"]
+    lines += [f"| {' | '.join('-' if row[c] is None else str(row[c]) for c in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and print tables and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--what", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, which say nothing of speed")
+    parser.add_argument("--markdown", type=Path, help="where the tables go")
+    options = parser.parse_args()
+    options.length = 256 if options.quick else options.length
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    torch._inductor.config.force_disable_caches = True
+    found: dict[str, Any] = {}
+    text = ""
+    for what in options.what:
+        found[what] = []
+        for each in PARTS[what](options):
+            found[what].append(each)
+            print(what, each, file=sys.stderr, flush=True)
+        text += markdown(what, found[what]) + "\n"
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text, encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Programs with users' functions as the CPU kernels take them: functions become numbers of compiled ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from opkit.attn.calls import AnyCall, BiasCall
+from opkit.attn.functions import compiled
+from opkit.attn.functions.compiled import CompiledFunction
+from opkit.attn.functions.expression import Function, indexed
+from opkit.attn.masks import program
+from opkit.attn.masks.program import BIAS_DENSE, BIAS_FUNCTION, BIAS_OPERANDS, FUNCTION, MASK_OPERANDS, instructions
+
+ADDED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_MAX_SUMS = 1 << 30  # bytes of the sums of a tensor's gradient
+
+
+class Programs(NamedTuple):
+    """The programs of a mask and a bias, in which ``FUNCTION`` is followed by a number, and the functions of both."""
+
+    mask: Sequence[int]
+    mask_functions: list[CompiledFunction]
+    bias: Sequence[int]
+    bias_functions: list[CompiledFunction]
+
+
+@functools.lru_cache(256)
+def functions_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> tuple[tuple[Function, ...], tuple[Function, ...]]:
+    """Return the functions of both programs."""
+    of_mask = [Function.of(word[1:]) for word in instructions(mask, MASK_OPERANDS) if word[0] == FUNCTION]
+    of_bias = [Function.of(word[1:]) for word in instructions(bias, BIAS_OPERANDS) if word[0] == BIAS_FUNCTION]
+    return tuple(of_mask), tuple(of_bias)
+
+
+def obstacle(call: AnyCall) -> str | None:
+    """Return why the kernels do not run a call's functions, or add its tensors; None if they do."""
+    if not call.mask_tensors and not call.bias_tensors and len(call.mask) <= 3 and not call.bias:
+        return None
+    of_mask, of_bias = functions_of(tuple(call.mask), tuple(call.bias))
+    if not all(each.dtype in ADDED for each in call.bias_tensors) and not all(
+        call.bias_tensors[number].dtype in ADDED for number in _added(call.bias)
+    ):
+        return "a bias is no floating tensor"
+    listed = [(each, call.mask_tensors) for each in of_mask] + [(each, call.bias_tensors) for each in of_bias]
+    return next(filter(None, (compiled.obstacle(*each) for each in listed)), None)
+
+
+def _added(bias: Sequence[int]) -> set[int]:
+    """Return the numbers of the tensors that are added as they are."""
+    words = [word for word in instructions(bias, BIAS_OPERANDS) if word[0] != BIAS_FUNCTION]
+    return {number for word in words for number in word[1 : 1 + program.BIAS_TENSORS[word[0]]]}
+
+
+def programs_of(call: AnyCall, slopes: bool) -> Programs:
+    """Return a call's programs, whose functions are built if need be; ``slopes``: with their derivatives."""
+    of_mask, of_bias = functions_of(tuple(call.mask), tuple(call.bias))
+    return Programs(
+        _numbered(call.mask, FUNCTION) if of_mask else call.mask,
+        [compiled.compiled(each, "mask", call.mask_tensors, False) for each in of_mask],
+        _numbered(call.bias, BIAS_FUNCTION) if of_bias else call.bias,
+        [compiled.compiled(each, "score", call.bias_tensors, slopes) for each in of_bias],
+    )
+
+
+def _numbered(words: Sequence[int], opcode: int) -> list[int]:
+    """Return a program with the number of a function in place of its words."""
+    found: list[int] = []
+    count = 0
+    for word in instructions(words, MASK_OPERANDS if opcode == FUNCTION else BIAS_OPERANDS):
+        found += [opcode, count] if word[0] == opcode else word
+        count += word[0] == opcode
+    return found
+
+
+# ---- gradients of biases ---------------------------------------------------------------------------------------------
+
+
+class GradientPlace(NamedTuple):
+    """How the gradient of a bias's tensor is added up.
+
+    Attributes:
+        strides: of the gradient, contiguous, by batch, head, query and key, for a tensor that is added.
+        by_batch, by_head, by_key: whether other sequences, heads and keys read other elements.
+    """
+
+    strides: tuple[int, ...]
+    by_batch: bool
+    by_head: bool
+    by_key: bool
+
+
+def gradient_place(call: BiasCall, number: int) -> GradientPlace | None:
+    """Return how a tensor's gradient is added up; None if the kernel has no gradient of it."""
+    tensor = call.bias_tensors[number]
+    axes: list[set[str]] = []
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    for opcode, *operands in instructions(call.bias, BIAS_OPERANDS):
+        if opcode == BIAS_FUNCTION:
+            function = Function.of(operands)
+            for load, at in indexed(function.root):
+                if function.tensors[int(load.data[0][1:])] == number:
+                    axes.append({axis for axis in at if axis is not None})
+        elif number in operands[: program.BIAS_TENSORS[opcode]]:
+            if opcode != BIAS_DENSE:
+                return None
+            whole = [tensor[0].numel() if tensor.shape[0] else 0, *(0, 0, 0)]
+            for dim in (1, 2, 3):
+                whole[dim] = whole[dim - 1] // max(tensor.shape[dim], 1)
+            strides = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, whole, strict=True))
+            axes.append({axis for axis, size in zip("bhij", tensor.shape, strict=True) if size > 1})
+    if tensor.dtype not in ADDED:
+        return None
+    shared = set("bhij").intersection(*axes) if axes else set("bhij")
+    place = GradientPlace(strides, "b" in shared, "h" in shared, "j" in shared)
+    copies = (1 if place.by_batch else call.q.shape[0]) * (1 if place.by_head else call.k.shape[1])
+    copies *= 1 if place.by_key else 16
+    return place if copies * tensor.numel() * 8 <= _MAX_SUMS or copies == 1 else None

@@ -1,0 +1,166 @@
+"""C of a mask or score function, for tiles of rows and 64 keys, as ``cpp_ext/attention/function.hpp`` calls it.
+
+What a value depends on decides where it is computed: on the head alone, before all loops; on the query alone, once for a row;
+on the key alone, once for a tile's 64 keys; on the distance of key and query alone (as relative positions do), once for each
+of the tile's distances, of which there are fewer than 160 where the tile has up to 6144 elements. Only what is left is computed
+for each element. All 64 keys of a row are computed, those beyond the last one too, so that the number is known beforehand.
+
+Whatever functions compute, they read no element outside their tensors: coordinates that are not variables are clamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from opkit.attn.functions import intervals
+from opkit.attn.functions.expression import coordinates, derivatives
+from opkit.attn.functions.loops import KEYS, MAX_ROWS, Writer
+from opkit.compiler.emit.c import prelude
+from opkit.compiler.emit.c.expressions import TYPEDEFS, convert
+from opkit.compiler.ir.expr import Expr
+
+ENTRY = "opkit_function"
+_SIMD = '#define SIMD _Pragma("omp simd")'
+_ENTRY = '__attribute__((visibility("default")))'
+_HELPERS = """\
+static inline __attribute__((always_inline)) int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline __attribute__((always_inline)) int64_t within(int64_t at, int64_t size) {
+    at = at < 0 ? at + size : at;
+    at = at < 0 ? 0 : at;
+    return at < size ? at : size - 1;
+}
+static inline __attribute__((always_inline)) float as_float(int64_t word) {
+    double value;
+    __builtin_memcpy(&value, &word, 8);
+    return (float)value;
+}
+static inline __attribute__((always_inline)) uint64_t packed(const uint8_t *truths) {
+    uint64_t bits = 0;
+    for (int n = 0; n < 8; ++n) {
+        uint64_t eight;
+        __builtin_memcpy(&eight, truths + 8 * n, 8);
+        bits |= (eight * 0x0102040810204080u >> 56) << (8 * n);
+    }
+    return bits;
+}"""
+
+
+def mask_text(root: Expr) -> str:
+    """Return the C of a mask: ``LookAt`` of function.hpp."""
+    writer = Writer([root], [root])
+    truths = f"{writer.used(root)} + shift" if writer.place(root) == "distance" else "truths"
+    row = [f"const uint64_t word = packed({truths}) & limit;", "bits[r] = word;", "any |= word;", "all &= word;"]
+    if truths == "truths":
+        row = ["uint8_t truths[64];", *writer.inner([root], [f"truths[jj] = {writer.text(root, 'element')};"]), *row]
+    body = [
+        "const uint64_t limit = keys >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << keys) - 1;",
+        "uint64_t any = 0, all = limit;",
+        *writer.rows(row),
+        "return any == 0 ? 0 : all == limit ? 1 : 2;",
+    ]
+    decided = intervals.text(writer, root)
+    looks = ["const int64_t state = decided(words, tile);", "if (state != 2) return state;"]
+    return _unit(
+        decided,
+        _function(
+            f"{_ENTRY} int64_t {ENTRY}",
+            "uint64_t *restrict bits",
+            [*looks, *writer.head(), *writer.once(), *writer.tables(), *body],
+        ),
+    )
+
+
+def score_text(root: Expr) -> str:
+    """Return the C of a score: ``Score`` of function.hpp."""
+    writer = Writer([root], [root])
+    store = f"row[jj] = {convert(writer.text(root, 'element'), root.dtype, 'f32')};"
+    row = ["float *restrict row = scores + r * pitch;", *writer.inner([root], [store], "row[jj]")]
+    body = [*writer.head(), *writer.once(), *writer.tables(), *writer.rows(row)]
+    return _unit(_function(f"{_ENTRY} void {ENTRY}", "float *scores, int64_t pitch", body))
+
+
+def slope_text(root: Expr) -> str:
+    """Return the C of a score's derivatives: ``Slope`` of function.hpp."""
+    of = derivatives(root)
+    by_loads = {load: slope for load, slope in of.items() if load.op == "load"}
+    by_score = next((slope for node, slope in of.items() if node.op == "var"), None)
+    call = ["if (sums) of_tensors(words, tile, before, gradients, seen, sums);"] if by_loads else []
+    signature = (
+        "const float *restrict before, float *restrict gradients, const uint64_t *restrict seen, double *const *sums"
+    )
+    parts = (
+        [_function("static __attribute__((noinline)) void of_tensors", signature, _of_tensors(by_loads, root))]
+        if by_loads
+        else []
+    )
+    return _unit(*parts, _function(f"{_ENTRY} void {ENTRY}", signature, [*call, *_of_score(by_score, root)]))
+
+
+def _of_score(slope: Expr | None, root: Expr) -> list[str]:
+    if slope is not None and slope.op == "const" and slope.data == 1:
+        return []
+    if slope is None:
+        return ["for (int64_t n = 0; n < tile[3] * 64; ++n) gradients[n] = 0.0f;"]
+    writer = Writer([slope], [slope], root)
+    store = f"row[jj] = row[jj] * {convert(writer.text(slope, 'element'), slope.dtype, 'f32')};"
+    lines = ["float *restrict row = gradients + r * 64;", "const float *restrict earlier = before + r * 64;"]
+    row = [*lines, *writer.inner([slope], [store], "earlier[jj]")]
+    return [*writer.head(), *writer.once(), *writer.tables(), *writer.rows(row)]
+
+
+def _of_tensors(slopes: dict[Expr, Expr], root: Expr) -> list[str]:
+    """Return the body of a function that adds the gradients of loads to those of their tensors.
+
+    Of a row the 64 parts are computed first. Where all belong to one element, their sum is added; where the element depends on
+    the distance alone, parts of the same distance are added up first; else each is added by itself.
+    """
+    at = {load: coordinates(load) for load in slopes}
+    roots = [*slopes.values(), *(each for places in at.values() for each in places)]
+    writer = Writer(roots, roots, root)
+    adds: list[str] = []
+    stores: list[str] = []
+    totals: list[str] = []
+    ends: list[str] = []
+    lines = ["const float *restrict after = gradients + r * 64, *restrict earlier = before + r * 64;"]
+    for n, (load, slope) in enumerate(slopes.items()):
+        tensor = writer.tensors.index(load.data[0])
+        places = {writer.place(each) for each in at[load]}
+        moves = not places <= {"once", "row"}
+        by_distance = "distance" in places and places <= {"once", "distance"}
+        lines.append(f"float part{n}[64];" + (f" int64_t at{n}[64];" if moves and not by_distance else ""))
+        stores.append(f"part{n}[jj] = after[jj] * {convert(writer.text(slope, 'element'), slope.dtype, 'f32')};")
+        where = writer.flat(load, "element" if moves else "row")
+        if by_distance:
+            totals.append(f"float total{n}[{MAX_ROWS + KEYS}] = {{0}};")
+            add = f"for (int jj = 0; jj < 64; ++jj) total{n}[jj + shift] += seen[r] >> jj & 1 ? part{n}[jj] : 0.0f;"
+            adds.append(f"if (sums[{tensor}]) {add}")
+            where = writer.flat(load, "entry")
+            add = (
+                f"for (int64_t n = 0; n < rows + 63; ++n) if (total{n}[n] != 0) sums[{tensor}][{where}] += total{n}[n];"
+            )
+            ends.append(f"if (sums[{tensor}]) {add}")
+        elif moves:
+            stores.append(f"at{n}[jj] = {where};")
+            add = f"for (int jj = 0; jj < 64; ++jj) if (seen[r] >> jj & 1) sums[{tensor}][at{n}[jj]] += part{n}[jj];"
+            adds.append(f"if (sums[{tensor}]) {add}")
+        else:
+            adds += [
+                f"if (sums[{tensor}]) {{",
+                "    double total[8] = {{0}};  // in an order that no vector width decides",
+                f"    for (int jj = 0; jj < 64; ++jj) total[jj & 7] += seen[r] >> jj & 1 ? part{n}[jj] : 0.0f;",
+                "    for (int k = 1; k < 8; ++k) total[0] += total[k];",
+                f"    sums[{tensor}][{where}] += total[0];",
+                "}",
+            ]
+    row = ["if (!seen[r]) continue;", *lines, *writer.inner(roots, stores, "earlier[jj]"), *adds]
+    return [*writer.head(), *writer.once(), *writer.tables(), *totals, *writer.rows(row), *ends]
+
+
+def _function(name: str, parameters: str, body: Iterable[str]) -> str:
+    lines = [f"{name}(const int64_t *restrict words, const int64_t *restrict tile, {parameters}) {{"]
+    return "\n".join([*lines, *(f"    {line}" for line in body), "}"])
+
+
+def _unit(*parts: str) -> str:
+    body = "\n\n".join(parts)
+    return "\n".join([TYPEDEFS, _SIMD, prelude.text(body), _HELPERS, "", body, ""])
