@@ -137,7 +137,8 @@ def bias_backward(*arguments: Any) -> Callable[..., list[Tensor]]:
             assert place is not None
             described[number] = (sums[number].data_ptr(), sums[number].numel(), *place)
         of_masks, of_biases = _addresses(call.mask_tensors), _addresses(call.bias_tensors)
-        kernel(*_addresses((gradient, delta, q, k, v, lse)), of_masks, of_biases, address(sinks), described)
+        rows = gradient.data_ptr(), delta.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr()
+        kernel(*rows, of_masks, of_biases, address(sinks), described)
         return [sums[number].to(call.bias_tensors[number].dtype) for number in wanted]
 
     return run

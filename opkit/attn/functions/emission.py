@@ -125,34 +125,36 @@ def _of_tensors(slopes: dict[Expr, Expr], root: Expr) -> list[str]:
     for n, (load, slope) in enumerate(slopes.items()):
         tensor = writer.tensors.index(load.data[0])
         places = {writer.place(each) for each in at[load]}
-        moves = not places <= {"once", "row"}
-        by_distance = "distance" in places and places <= {"once", "distance"}
-        lines.append(f"float part{n}[64];" + (f" int64_t at{n}[64];" if moves and not by_distance else ""))
-        stores.append(f"part{n}[jj] = after[jj] * {convert(writer.text(slope, 'element'), slope.dtype, 'f32')};")
-        where = writer.flat(load, "element" if moves else "row")
-        if by_distance:
-            totals.append(f"float total{n}[{MAX_ROWS + KEYS}] = {{0}};")
-            add = f"for (int jj = 0; jj < 64; ++jj) total{n}[jj + shift] += seen[r] >> jj & 1 ? part{n}[jj] : 0.0f;"
-            adds.append(f"if (sums[{tensor}]) {add}")
-            where = writer.flat(load, "entry")
-            add = (
-                f"for (int64_t n = 0; n < rows + 63; ++n) if (total{n}[n] != 0) sums[{tensor}][{where}] += total{n}[n];"
-            )
-            ends.append(f"if (sums[{tensor}]) {add}")
-        elif moves:
-            stores.append(f"at{n}[jj] = {where};")
-            add = f"for (int jj = 0; jj < 64; ++jj) if (seen[r] >> jj & 1) sums[{tensor}][at{n}[jj]] += part{n}[jj];"
-            adds.append(f"if (sums[{tensor}]) {add}")
-        else:
+        lines.append(f"float part{n}[64];")
+        part = f"after[jj] * {convert(writer.text(slope, 'element'), slope.dtype, 'f32')}"
+        stores.append(f"part{n}[jj] = word >> jj & 1 ? {part} : 0.0f;")
+        if places <= {"once", "row"}:
             adds += [
                 f"if (sums[{tensor}]) {{",
-                "    double total[8] = {{0}};  // in an order that no vector width decides",
-                f"    for (int jj = 0; jj < 64; ++jj) total[jj & 7] += seen[r] >> jj & 1 ? part{n}[jj] : 0.0f;",
-                "    for (int k = 1; k < 8; ++k) total[0] += total[k];",
-                f"    sums[{tensor}][{where}] += total[0];",
+                "    float total[16] = {0};  // in an order that no vector width decides",
+                "    for (int jj = 0; jj < 64; jj += 16)",
+                f"        for (int lane = 0; lane < 16; ++lane) total[lane] += part{n}[jj + lane];",
+                f"    double *to = sums[{tensor}] + {writer.flat(load, 'row')};",
+                "    for (int lane = 0; lane < 16; ++lane) *to += total[lane];",
                 "}",
             ]
-    row = ["if (!seen[r]) continue;", *lines, *writer.inner(roots, stores, "earlier[jj]"), *adds]
+        elif places <= {"once", "distance"}:
+            totals.append(f"float total{n}[{MAX_ROWS + KEYS}] = {{0}};")
+            adds += ["SIMD", f"for (int jj = 0; jj < 64; ++jj) total{n}[jj + shift] += part{n}[jj];"]
+            add = f"if (total{n}[n] != 0) sums[{tensor}][{writer.flat(load, 'entry')}] += total{n}[n];"
+            ends.append(f"if (sums[{tensor}]) for (int64_t n = 0; n < rows + 63; ++n) {add}")
+        else:
+            lines.append(f"int64_t at{n}[64];")
+            stores.append(f"at{n}[jj] = {writer.flat(load, 'element')};")
+            add = f"if (word >> jj & 1) sums[{tensor}][at{n}[jj]] += part{n}[jj];"
+            adds.append(f"if (sums[{tensor}]) for (int jj = 0; jj < 64; ++jj) {add}")
+    row = [
+        "const uint64_t word = seen[r];",
+        "if (!word) continue;",
+        *lines,
+        *writer.inner(roots, stores, "earlier[jj]"),
+        *adds,
+    ]
     return [*writer.head(), *writer.once(), *writer.tables(), *totals, *writer.rows(row), *ends]
 
 

@@ -9,6 +9,7 @@ are decided by the first, without them.
 from __future__ import annotations
 
 from opkit.attn.functions.loops import Writer
+from opkit.compiler.emit.c.expressions import C_TYPES
 from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr
 
@@ -69,8 +70,7 @@ static iv iv_not(iv a, iv type) { return iv_of(!a.hi, !a.lo); }
 static iv iv_ne(iv a, iv b, iv type) { return iv_not(iv_eq(a, b, type), type); }
 static iv iv_truth(iv a, iv type) { return iv_ne(a, iv_of(0, 0), type); }
 static iv iv_cast(iv a, iv type) { return iv_fit(a.lo, a.hi, 0, type); }
-static iv iv_where(iv c, iv a, iv b, iv type) { return c.lo ? a : !c.hi ? b : iv_hull(a, b); }
-static iv iv_wider(iv a, int64_t value) { return iv_of(value < a.lo ? value : a.lo, value > a.hi ? value : a.hi); }"""
+static iv iv_where(iv c, iv a, iv b, iv type) { return c.lo ? a : !c.hi ? b : iv_hull(a, b); }"""
 
 _INTEGER = ("add", "sub", "mul", "neg", "abs", "min", "max", "floordiv", "div", "rem", "fmod", "shr")
 _COMPARED = ("lt", "le", "eq", "ne")
@@ -139,13 +139,19 @@ class _Intervals:
             if not nodes:
                 continue
             names = [self.names[node] for node in nodes]
-            lines += [f"iv {name} = iv_of({_MOST}, {_LEAST});" for name in names]
             inside = [own, *self.writer.definitions(place, nodes)]
-            inside += [
-                f"{name} = iv_wider({name}, (int64_t){self.writer.text(node, place)});"
-                for name, node in zip(names, nodes, strict=True)
-            ]
-            lines += [f"for (int64_t n = 0; n < {count}; ++n) {{", *(f"    {line}" for line in inside), "}"]
+            clauses = ""
+            for name, node in zip(names, nodes, strict=True):
+                kind, value = C_TYPES[node.dtype], self.writer.text(node, place)
+                limits = ("1", "0") if node.dtype == "b1" else _range(node.dtype)[6:-1].split(", ")[::-1]
+                lines.append(f"{kind} lo_{name} = {limits[0]}, hi_{name} = {limits[1]};")
+                inside.append(f"const {kind} at_{name} = {value};")
+                inside.append(f"lo_{name} = at_{name} < lo_{name} ? at_{name} : lo_{name};")
+                inside.append(f"hi_{name} = at_{name} > hi_{name} ? at_{name} : hi_{name};")
+                clauses += f" reduction(min:lo_{name}) reduction(max:hi_{name})"
+            lines += [f'_Pragma("omp simd{clauses}")', f"for (int64_t n = 0; n < {count}; ++n) {{"]
+            lines += [*(f"    {line}" for line in inside), "}"]
+            lines += [f"const iv {name} = iv_of(lo_{name}, hi_{name});" for name in names]
         return lines
 
     def _computed(self, node: Expr, place: str) -> str:

@@ -77,8 +77,7 @@ class Writer:
         if node.op == "var":
             found = {"i": "i", "j": "j", "score": "ij"}.get(node.data, "")
             return frozenset(found)
-        shift = _shift(node)
-        if shift is not None and shift[0] == -shift[1] != 0:
+        if _is_of_distance(node):
             return frozenset("d")
         return frozenset().union(*(self._depends[each] for each in _inputs(node)))
 
@@ -243,6 +242,15 @@ class Writer:
 
 def _inputs(node: Expr) -> list[Expr]:
     return coordinates(node) if node.op == "load" else list(node.args)
+
+
+def _is_of_distance(node: Expr) -> bool:
+    """Return whether an integer, or a comparison of two, depends on the distance of key and query alone."""
+    shift = _shift(node)
+    if node.op in ("lt", "le", "eq", "ne"):
+        left, right = map(_shift, node.args)
+        shift = None if left is None or right is None else (left[0] - right[0], left[1] - right[1])
+    return shift is not None and shift[0] == -shift[1] != 0
 
 
 def _shift(node: Expr) -> tuple[int, int] | None:
