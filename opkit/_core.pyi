@@ -375,6 +375,10 @@ class _Attention:
         bias_functions: Sequence[_Function] = (),
     ) -> None: ...
 
+# For each tensor of a bias the address of its gradient, contiguous float64 zeros, or 0; the number of its elements; its strides by
+# batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
+_WantedBias = tuple[int, int, Sequence[int], bool, bool, bool]
+
 # The addresses of its code and of its derivative's, its words, and of tensors the words of their addresses and their numbers.
 _Function = tuple[int, int, Sequence[int], Sequence[tuple[int, int]]]
 
@@ -412,14 +416,11 @@ class AttentionBackward(_Attention):
         sinks: int = 0,
         mask_tensors: Sequence[int] = (),
         bias_tensors: Sequence[int] = (),
+        wanted: Sequence[_WantedBias] = (),
     ) -> None: ...
 
 class AttentionBiasBackward(_Attention):
-    """The gradients of the tensors of biases; ``strides`` are those of q, k, v and gradient.
-
-    ``wanted`` has for each tensor the address of its gradient, contiguous float64 zeros, or 0; the number of its elements; its
-    strides by batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
-    """
+    """The gradients of the tensors of biases; ``strides`` are those of q, k, v and gradient."""
 
     def __call__(
         self,
@@ -432,7 +433,7 @@ class AttentionBiasBackward(_Attention):
         mask_tensors: Sequence[int],
         bias_tensors: Sequence[int],
         sinks: int,
-        wanted: Sequence[tuple[int, int, Sequence[int], bool, bool, bool]],
+        wanted: Sequence[_WantedBias],
     ) -> None: ...
 
 # Products and convolutions of float32 with packed weights (cpp_ext/product), by addresses; 0 for none. The activation is "none"

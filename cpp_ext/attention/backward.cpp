@@ -123,7 +123,7 @@ void differentiate(void* context, int64_t first, int64_t rows, const float* befo
 
 // All blocks of a query head against one tile of keys; without `query_sums` for the gradients of biases alone.
 void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Queries& queries, const Keys& keys, int64_t batch,
-              int64_t head, int64_t tile, int64_t local, float* query_sums, const Sums& sums = {}) {
+              int64_t head, int64_t tile, int64_t local, float* query_sums, const Sums& sums) {
     thread_local Store store;
     const int64_t bits = call.mask.scratch(kBackwardRows);
     Pieces pieces(store.of(Pieces::bytes(kBackwardMemory, 1) + Pieces::bytes(bits, 8) + Pieces::bytes(kBackwardRows, 8) +
@@ -164,8 +164,55 @@ void scale_by(float* sums, int64_t n, float scale) {
     for (int64_t i = 0; i < n; ++i) sums[i] *= scale;
 }
 
+// The sums of a bias tensor's gradient: one for each piece of work that may write the same elements as another.
+struct Copies {
+    Copies(const Call& call, const Cut& cut, const BiasGradient& of)
+        : by_piece(of.by_key ? 0 : 1),
+          by_head(of.by_head ? 0 : of.by_key ? 1 : cut.pieces),
+          by_batch(of.by_batch ? 0 : (of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads)),
+          count((of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads) * (of.by_batch ? 1 : call.batch)) {
+        if (of.data && count > 1) sums.resize(static_cast<size_t>(count * of.elements));
+    }
+    double* at(const BiasGradient& of, int64_t batch, int64_t kv, int64_t piece) {
+        return count == 1 ? of.data : sums.data() + (batch * by_batch + kv * by_head + piece * by_piece) * of.elements;
+    }
+    int64_t by_piece, by_head, by_batch, count;
+    std::vector<double> sums;
+};
+
+// The gradients of biases in a call.
+struct BiasSums {
+    BiasSums(const Call& call, const Cut& cut, const std::vector<BiasGradient>& wanted) : wanted(wanted) {
+        for (const BiasGradient& of : wanted) copies.emplace_back(call, cut, of);
+    }
+    Sums at(int64_t batch, int64_t kv, int64_t piece) {
+        Sums sums;
+        for (size_t n = 0; n < wanted.size(); ++n) {
+            const int64_t* s = wanted[n].stride;
+            sums.push_back({wanted[n].data ? copies[n].at(wanted[n], batch, kv, piece) : nullptr, {s[0], s[1], s[2], s[3]}});
+        }
+        return sums;
+    }
+    // Adds up the copies, in their order.
+    void merge(int64_t workers) {
+        constexpr int64_t kPart = 4096;
+        for (size_t n = 0; n < wanted.size(); ++n) {
+            const BiasGradient& of = wanted[n];
+            if (!of.data || copies[n].count == 1) continue;
+            deal((of.elements + kPart - 1) / kPart, workers, [&](int64_t part) {
+                for (int64_t copy = 0; copy < copies[n].count; ++copy)
+                    for (int64_t at = part * kPart; at < std::min(of.elements, (part + 1) * kPart); ++at)
+                        of.data[at] += copies[n].sums[static_cast<size_t>(copy * of.elements + at)];
+            });
+        }
+    }
+    const std::vector<BiasGradient>& wanted;
+    std::vector<Copies> copies;
+};
+
 // A piece of a head of keys, against all queries of the heads that read it.
-void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums) {
+// Without `query_sums` for the gradients of biases alone.
+void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums, BiasSums& of_biases) {
     thread_local Store store;
     const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
     const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
@@ -175,12 +222,14 @@ void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_
     pack_piece(call, keys, batch, kv, first, count);
     std::memset(keys.sums, 0, static_cast<size_t>(4 * count * kKeys * cut.columns));
     std::memset(keys.value_sums, 0, static_cast<size_t>(4 * count * kKeys * cut.value_columns));
+    const Sums bias_sums = of_biases.at(batch, kv, piece);
     for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-        float* sums = query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums();
-        std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
+        float* sums = query_sums ? query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums() : nullptr;
+        if (sums) std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
         pack_queries(call, arrays, cut, queries, batch, head);
-        for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums);
+        for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums, bias_sums);
     }
+    if (!query_sums) return store.trim();
     const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);
     scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
     write_rows(call, arrays.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
@@ -231,80 +280,25 @@ Gradients exact(const Call& call, const Gradients& arrays, std::vector<float>& a
     return found;
 }
 
-// The sums of a bias tensor's gradient: one for each piece of work that may write the same elements as another.
-struct Copies {
-    Copies(const Call& call, const Cut& cut, const BiasGradient& of)
-        : by_piece(of.by_key ? 0 : 1),
-          by_head(of.by_head ? 0 : of.by_key ? 1 : cut.pieces),
-          by_batch(of.by_batch ? 0 : (of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads)),
-          count((of.by_key ? 1 : cut.pieces) * (of.by_head ? 1 : call.kv_heads) * (of.by_batch ? 1 : call.batch)) {
-        if (of.data && count > 1) sums.resize(static_cast<size_t>(count * of.elements));
-    }
-    double* at(const BiasGradient& of, int64_t batch, int64_t kv, int64_t piece) {
-        return count == 1 ? of.data : sums.data() + (batch * by_batch + kv * by_head + piece * by_piece) * of.elements;
-    }
-    int64_t by_piece, by_head, by_batch, count;
-    std::vector<double> sums;
-};
-
-// A piece of a head of keys, against all queries of the heads that read it, for the gradients of biases.
-void run_bias_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, const Sums& sums) {
-    thread_local Store store;
-    const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
-    const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
-    Pieces pieces(store.of(Queries::bytes(call, cut) + Keys::bytes(call, cut)));
-    const Queries queries(call, cut, pieces);
-    const Keys keys(call, cut, pieces);
-    pack_piece(call, keys, batch, kv, first, count);
-    for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-        pack_queries(call, arrays, cut, queries, batch, head);
-        for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, nullptr, sums);
-    }
-    store.trim();
-}
-
 }  // namespace
 
-void backward_biases(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted) {
-    if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
-    std::vector<float> apart;
-    const Gradients arrays = exact(call, gradients, apart);
-    const Cut cut(call);
-    std::vector<Copies> copies;
-    for (const BiasGradient& of : wanted) copies.emplace_back(call, cut, of);
-    const int64_t workers = workers_for(multiply_adds(call));
-    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) {
-        const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
-        Sums sums;
-        for (size_t n = 0; n < wanted.size(); ++n) {
-            const int64_t* s = wanted[n].stride;
-            sums.push_back({wanted[n].data ? copies[n].at(wanted[n], batch, kv, piece) : nullptr, {s[0], s[1], s[2], s[3]}});
-        }
-        run_bias_piece(call, arrays, cut, unit, sums);
-    });
-    constexpr int64_t kPart = 4096;
-    for (size_t n = 0; n < wanted.size(); ++n) {
-        const BiasGradient& of = wanted[n];
-        if (!of.data || copies[n].count == 1) continue;
-        deal((of.elements + kPart - 1) / kPart, workers, [&](int64_t part) {
-            for (int64_t at = part * kPart; at < std::min(of.elements, (part + 1) * kPart); ++at)
-                for (int64_t copy = 0; copy < copies[n].count; ++copy)
-                    of.data[at] += copies[n].sums[static_cast<size_t>(copy * of.elements + at)];
-        });
-    }
-}
-
-void backward(const Call& call, const Gradients& gradients) {
+void backward(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted) {
     if (call.batch == 0 || call.heads == 0 || call.queries == 0 || call.keys == 0) return;
     thread_local Store store;
     std::vector<float> apart;
     const Gradients arrays = exact(call, gradients, apart);
     const Cut cut(call);
-    auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
+    BiasSums of_biases(call, cut, wanted);
     const int64_t workers = workers_for(multiply_adds(call));
+    if (!gradients.q.data) {
+        deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, nullptr, of_biases); });
+        return of_biases.merge(workers);
+    }
+    auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
     deal(call.batch * call.heads, workers, [&](int64_t unit) { write_delta(call, arrays, unit); });
-    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, query_sums); });
+    deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, query_sums, of_biases); });
     deal(call.batch * call.heads * cut.blocks, workers, [&](int64_t unit) { merge(call, arrays, cut, unit, query_sums); });
+    of_biases.merge(workers);
     store.trim();
 }
 

@@ -15,9 +15,6 @@ struct Gradients {
     const float* log_totals = nullptr;  // as a BackwardTile has them
 };
 
-// The result is the same whatever the number of threads. `call.out` and `call.lse` are not used.
-void backward(const Call& call, const Gradients& gradients);
-
 // The gradient of a tensor of the biases, contiguous and zero before.
 struct BiasGradient {
     double* data;                    // null: it is not needed
@@ -25,7 +22,8 @@ struct BiasGradient {
     bool by_batch, by_head, by_key;  // whether other sequences, heads and keys read other elements
 };
 
-// The gradients of biases' tensors; of `gradients` q, k, v and of_lse are not used, and delta is read.
-void backward_biases(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted);
+// The result is the same whatever the number of threads. `call.out` and `call.lse` are not used. `wanted` are the gradients of
+// biases, one for each of their tensors; without place for that of q they alone are computed, and delta is read.
+void backward(const Call& call, const Gradients& gradients, const std::vector<BiasGradient>& wanted = {});
 
 }  // namespace opkit::attention

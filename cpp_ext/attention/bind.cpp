@@ -152,16 +152,26 @@ public:
     }
 };
 
+using Wanted = std::tuple<Address, int64_t, std::array<int64_t, 4>, bool, bool, bool>;
+
+std::vector<BiasGradient> gradients_of(const std::vector<Wanted>& wanted) {
+    std::vector<BiasGradient> found;
+    for (const auto& [data, elements, s, by_batch, by_head, by_key] : wanted)
+        found.push_back({reinterpret_cast<double*>(data), elements, {s[0], s[1], s[2], s[3]}, by_batch, by_head, by_key});
+    return found;
+}
+
 class Backward : public Shape {
 public:
     using Shape::Shape;
     void operator()(Address gradient, Address of_lse, Address q, Address k, Address v, Address out, Address lse, Address to_q,
                     Address to_k, Address to_v, Address delta, Address sinks, const Addresses& mask_tensors,
-                    const Addresses& bias_tensors) const {
+                    const Addresses& bias_tensors, const std::vector<Wanted>& wanted) const {
+        const std::vector<BiasGradient> of_biases = gradients_of(wanted);
         run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
             call.sinks = reinterpret_cast<const float*>(sinks);
             backward(call, {at(3, out), at(4, gradient), reinterpret_cast<const float*>(lse), reinterpret_cast<const float*>(of_lse),
-                            at(5, to_q), at(6, to_k), at(7, to_v), reinterpret_cast<float*>(delta)});
+                            at(5, to_q), at(6, to_k), at(7, to_v), reinterpret_cast<float*>(delta)}, of_biases);
         });
     }
 };
@@ -169,19 +179,16 @@ public:
 class BiasBackward : public Shape {
 public:
     using Shape::Shape;
-    using Wanted = std::tuple<Address, int64_t, std::array<int64_t, 4>, bool, bool, bool>;
     void operator()(Address gradient, Address delta, Address q, Address k, Address v, Address lse, const Addresses& mask_tensors,
                     const Addresses& bias_tensors, Address sinks, const std::vector<Wanted>& wanted) const {
-        std::vector<BiasGradient> of;
-        for (const auto& [data, elements, s, by_batch, by_head, by_key] : wanted)
-            of.push_back({reinterpret_cast<double*>(data), elements, {s[0], s[1], s[2], s[3]}, by_batch, by_head, by_key});
+        const std::vector<BiasGradient> of_biases = gradients_of(wanted);
         run(q, k, v, mask_tensors, bias_tensors, [&](Call& call) {
             call.sinks = reinterpret_cast<const float*>(sinks);
             Gradients arrays{};
             arrays.gradient = at(3, gradient);
             arrays.lse = reinterpret_cast<const float*>(lse);
             arrays.delta = reinterpret_cast<float*>(delta);
-            backward_biases(call, arrays, of);
+            backward(call, arrays, of_biases);
         });
     }
 };
@@ -210,7 +217,8 @@ void bind(py::module_& m) {
     bind_shape<Backward, 8>(m, "AttentionBackward", "The gradients of attention of tensors of some shapes.")
         .def("__call__", &Backward::operator(), py::arg("gradient"), py::arg("of_lse"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("out"), py::arg("lse"), py::arg("to_q"), py::arg("to_k"), py::arg("to_v"), py::arg("delta"),
-             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
+             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses(),
+             py::arg("wanted") = std::vector<Wanted>());
     bind_shape<BiasBackward, 4>(m, "AttentionBiasBackward", "The gradients of the tensors of biases.")
         .def("__call__", &BiasBackward::operator(), py::arg("gradient"), py::arg("delta"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("lse"), py::arg("mask_tensors"), py::arg("bias_tensors"), py::arg("sinks"), py::arg("wanted"));

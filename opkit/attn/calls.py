@@ -50,6 +50,39 @@ class GradientCall(NamedTuple):
     sinks: Tensor | None = None
 
 
+class WholeGradientCall(NamedTuple):
+    """The arguments of :func:`opkit.attn.gradients.attention_whole_backward`: those above, and the numbers of bias tensors."""
+
+    gradient: Tensor
+    of_lse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    mask_tensors: list[Tensor]
+    bias_tensors: list[Tensor]
+    mask: list[int]
+    bias: list[int]
+    scale: float
+    softcap: float
+    out_is_bshd: bool
+    wanted: list[int]
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, call: GradientCall, wanted: list[int]) -> WholeGradientCall:
+        """Return a call with the numbers of the tensors of a bias whose gradients are wanted."""
+        return cls(*call[:14], wanted, *call[14:])
+
+    @property
+    def parts(self) -> GradientCall:
+        """The call without the gradients of biases."""
+        return GradientCall(*self[:14], *self[15:])
+
+
 class BiasCall(NamedTuple):
     """The arguments of :func:`opkit.attn.gradients.attention_bias_backward`, which says what they are."""
 

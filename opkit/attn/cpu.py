@@ -10,7 +10,16 @@ from torch import Tensor
 
 from opkit.attn import cpu_programs, gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
-from opkit.attn.calls import AnyCall, AttentionCall, BiasCall, GradientCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import (
+    AnyCall,
+    AttentionCall,
+    BiasCall,
+    GradientCall,
+    WholeGradientCall,
+    dtypes_and_shapes,
+    predicate,
+)
+from opkit.attn.cpu_programs import BiasSums
 from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
@@ -82,22 +91,34 @@ def backward(*arguments: Any) -> Run:
 
     The arguments are a :class:`GradientCall`; ``out`` and ``lse`` are the results of :func:`forward`.
     """
+    return _prepared_backward(GradientCall(*arguments), [])
+
+
+@PreparedKernel
+def whole_backward(*arguments: Any) -> Run:
+    """Compute them, and the gradients of some of the tensors of a bias; the arguments are a :class:`WholeGradientCall`."""
+    call = WholeGradientCall(*arguments)
+    run = _prepared_backward(call.parts, list(call.wanted))
+    return lambda *arguments: list(run(*arguments[:14], *arguments[15:]))
+
+
+def _prepared_backward(call: GradientCall, wanted: list[int]) -> Run:
     from opkit import _core
 
-    call = GradientCall(*arguments)
-    _check_supported(takes_gradients(call), "tiles", call)
+    _check_supported(_takes_whole(call, wanted), "tiles", call)
     results = [rows(each, each.shape[3], call.out_is_bshd) for each in (call.q, call.k, call.v)]
     new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
+    sums = BiasSums(call, wanted)
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
-        return lambda *_: tuple([make().zero_() for make in new])
+        return lambda *arguments: (*[make().zero_() for make in new], *sums.zeros(arguments[8]))
     tensors = call.q, call.k, call.v, call.out, call.gradient
     inputs = [dense_rows(each) for each in tensors]
     kernel = _core.AttentionBackward(None, **_description(call, [*inputs, *results], True))
     in_place = _same(inputs, tensors) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
-    return _run_backward(kernel, new, not in_place)
+    return _run_backward(kernel, new, not in_place, sums if wanted else None)
 
 
-def _run_backward(kernel: Run, new: list[Run], copied: bool) -> Run:
+def _run_backward(kernel: Run, new: list[Run], copied: bool, sums: BiasSums | None) -> Run:
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, *rest = arguments
         sinks = _in_float32(rest[7] if len(rest) > 7 else None)
@@ -107,8 +128,9 @@ def _run_backward(kernel: Run, new: list[Run], copied: bool) -> Run:
         results = tuple([make() for make in new])
         tensors = (q, k, v, out, lse, *results)
         of_masks, of_biases = _addresses(mask_tensors), _addresses(bias_tensors)
-        kernel(address(gradient), address(of_lse), *_addresses(tensors), address(sinks), of_masks, of_biases)
-        return results
+        added, wanted = ([], []) if sums is None else sums.new(bias_tensors)
+        kernel(address(gradient), address(of_lse), *_addresses(tensors), address(sinks), of_masks, of_biases, wanted)
+        return results if sums is None else (*results, *sums.rounded(added, bias_tensors))
 
     return run
 
@@ -119,32 +141,24 @@ def bias_backward(*arguments: Any) -> Callable[..., list[Tensor]]:
     from opkit import _core
 
     call = BiasCall(*arguments)
-    _check_supported(bool(takes_bias_gradients(call)), "tiles", call)
-    wanted = list(call.wanted)
+    _check_supported(takes_bias_gradients(call), "tiles", call)
+    sums = BiasSums(call, list(call.wanted))
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
-        return lambda *arguments: [torch.zeros_like(arguments[7][number]) for number in wanted]
+        return lambda *arguments: sums.zeros(arguments[7])
     inputs = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
     kernel = _core.AttentionBiasBackward(None, **_description(call, inputs, True))
-    places = {number: cpu_programs.gradient_place(call, number) for number in wanted}
 
     def run(*arguments: Any) -> list[Tensor]:
         call = BiasCall(*arguments)
         q, k, v, gradient = (dense_rows(each) for each in (call.q, call.k, call.v, call.gradient))
         lse, delta, sinks = call.lse.contiguous(), call.delta.contiguous(), _in_float32(call.sinks)
-        sums = {number: torch.zeros(call.bias_tensors[number].shape, dtype=torch.float64) for number in wanted}
-        described: list[Any] = [_NO_SUM] * len(call.bias_tensors)
-        for number, place in places.items():
-            assert place is not None
-            described[number] = (sums[number].data_ptr(), sums[number].numel(), *place)
+        added, wanted = sums.new(call.bias_tensors)
         of_masks, of_biases = _addresses(call.mask_tensors), _addresses(call.bias_tensors)
         rows = gradient.data_ptr(), delta.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr()
-        kernel(*rows, of_masks, of_biases, address(sinks), described)
-        return [sums[number].to(call.bias_tensors[number].dtype) for number in wanted]
+        kernel(*rows, of_masks, of_biases, address(sinks), wanted)
+        return sums.rounded(added, call.bias_tensors)
 
     return run
-
-
-_NO_SUM = (0, 0, (0, 0, 0, 0), False, False, False)
 
 
 def register(op: CustomOp[Any, Any]) -> None:
@@ -153,6 +167,8 @@ def register(op: CustomOp[Any, Any]) -> None:
     op.register_kernel("cpu", decode, when=predicate(AttentionCall, takes_few), name="decode", priority=1, trusted=True)
     when = predicate(GradientCall, takes_gradients)
     gradients.backward_operator().register_kernel("cpu", backward, when=when, name="tiles", trusted=True)
+    when = predicate(WholeGradientCall, takes_whole)
+    gradients.whole_backward_operator().register_kernel("cpu", whole_backward, when=when, name="tiles", trusted=True)
     when = predicate(BiasCall, takes_bias_gradients)
     gradients.bias_backward_operator().register_kernel("cpu", bias_backward, when=when, name="tiles", trusted=True)
 
@@ -168,6 +184,16 @@ def takes(call: AttentionCall) -> bool | Refused:
 def takes_gradients(call: GradientCall) -> bool | Refused:
     """Return whether :func:`backward` supports a call."""
     return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and results_fit(call) and _tensors_fit(call)
+
+
+def takes_whole(call: WholeGradientCall) -> bool | Refused:
+    """Return whether :func:`whole_backward` supports a call."""
+    return _takes_whole(call.parts, call.wanted)
+
+
+def _takes_whole(call: GradientCall, wanted: Sequence[int]) -> bool | Refused:
+    supported = takes_gradients(call)
+    return supported and all(cpu_programs.gradient_place(call, number) is not None for number in wanted)
 
 
 def takes_bias_gradients(call: BiasCall) -> bool | Refused:

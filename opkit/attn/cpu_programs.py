@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from opkit.attn.calls import AnyCall, BiasCall
+from opkit.attn.calls import AnyCall
 from opkit.attn.functions import compiled
 from opkit.attn.functions.compiled import CompiledFunction
 from opkit.attn.functions.expression import Function, indexed
@@ -93,7 +94,7 @@ class GradientPlace(NamedTuple):
     by_key: bool
 
 
-def gradient_place(call: BiasCall, number: int) -> GradientPlace | None:
+def gradient_place(call: AnyCall, number: int) -> GradientPlace | None:
     """Return how a tensor's gradient is added up; None if the kernel has no gradient of it."""
     tensor = call.bias_tensors[number]
     axes: list[set[str]] = []
@@ -119,3 +120,33 @@ def gradient_place(call: BiasCall, number: int) -> GradientPlace | None:
     copies = (1 if place.by_batch else call.q.shape[0]) * (1 if place.by_head else call.k.shape[1])
     copies *= 1 if place.by_key else 16
     return place if copies * tensor.numel() * 8 <= _MAX_SUMS or copies == 1 else None
+
+
+class BiasSums:
+    """The sums of the gradients of some tensors of a bias, in float64, as the kernels take them.
+
+    Args:
+        call: the first of calls of the same shapes, of which :func:`gradient_place` returned how each is added up.
+        wanted: the numbers of the tensors.
+    """
+
+    def __init__(self, call: AnyCall, wanted: Sequence[int]) -> None:
+        self.wanted = wanted
+        self.places = [gradient_place(call, number) for number in wanted]
+
+    def new(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+        """Return zeros for each, and what the kernel is told of all tensors."""
+        sums = [torch.zeros(tensors[number].shape, dtype=torch.float64) for number in self.wanted]
+        described: list[Any] = [(0, 0, (0, 0, 0, 0), False, False, False)] * len(tensors)
+        for number, place, each in zip(self.wanted, self.places, sums, strict=True):
+            assert place is not None
+            described[number] = (each.data_ptr(), each.numel(), *place)
+        return sums, described
+
+    def rounded(self, sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums in the dtypes of their tensors."""
+        return [each.to(tensors[number].dtype) for number, each in zip(self.wanted, sums, strict=True)]
+
+    def zeros(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients in calls without queries or keys."""
+        return [torch.zeros_like(tensors[number]) for number in self.wanted]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import reference
-from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall, WholeGradientCall
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 from opkit.op.definition import custom_op
@@ -101,6 +101,39 @@ def attention_bias_backward(
     return results
 
 
+def attention_whole_backward(
+    gradient: Tensor,
+    of_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+    scale: float,
+    softcap: float,
+    out_is_bshd: bool,
+    wanted: list[int],
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the results of :func:`attention_backward`, and then those of :func:`attention_bias_backward`, by both operators.
+
+    Where a kernel exists it computes the scores once for both.
+    """
+    call = WholeGradientCall(
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, wanted, seed,
+        dropout_p, sinks,
+    ).parts  # fmt: skip
+    *gradients, delta = backward_operator()(*call)
+    of_biases = _of_biases(call, delta, wanted)
+    return [*gradients, delta, *[each for each in of_biases if each is not None]]
+
+
 def reference_gradients(call: GradientCall) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Return the gradients of ``q``, ``k`` and ``v``; and delta."""
     gradient, of_lse, q, k, v, out, lse = call[:7]
@@ -171,6 +204,12 @@ def bias_backward_operator() -> CustomOp[Any, list[Tensor]]:
     return custom_op("opkit::attention_bias_backward", mutates_args=())(attention_bias_backward)
 
 
+@functools.cache
+def whole_backward_operator() -> CustomOp[Any, list[Tensor]]:
+    """Return ``opkit::attention_whole_backward``; the first call defines it."""
+    return custom_op("opkit::attention_whole_backward", mutates_args=(), inline=False)(attention_whole_backward)
+
+
 def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     """Save what :func:`backward` reads."""
     q, k, v, mask_tensors, bias_tensors, sinks, seed = inputs[:7]
@@ -211,9 +250,16 @@ def _backward_with_optional(
         gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, seed,
         dropout_p, sinks,
     )  # fmt: skip
-    *gradients, delta = backward_operator()(*call)
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
-    of_biases = _of_biases(call, delta, wanted) if wanted else [None] * biases
+    of_biases: list[Tensor | None] = [None] * biases
+    if wanted and q.device.type == "cpu":
+        found = whole_backward_operator()(*WholeGradientCall.of(call, wanted))
+        gradients, delta = found[:3], found[3]
+        for number, one in zip(wanted, found[4:], strict=True):
+            of_biases[number] = one
+    else:
+        *gradients, delta = backward_operator()(*call)
+        of_biases = _of_biases(call, delta, wanted) if wanted else of_biases
     of_sinks = None if sinks is None else sink_gradient(sinks, lse, delta)
     return (*gradients, [None] * masks, of_biases, of_sinks, *_NO_GRADIENTS[1:])
 
