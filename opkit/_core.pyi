@@ -396,6 +396,8 @@ class AttentionForward(_Attention):
         mask_tensors: Sequence[int] = (),
         bias_tensors: Sequence[int] = (),
     ) -> None: ...
+    def states(self, mask_tensors: Sequence[int]) -> bytes:
+        """What is seen of each tile of 96 queries and 64 keys: 0 hidden, 1 full, 2 a part. By batch, head, queries and keys."""
 
 class AttentionBackward(_Attention):
     """Its gradients; ``strides`` are those of q, k, v, out, gradient, to_q, to_k and to_v. ``of_lse`` may be 0."""

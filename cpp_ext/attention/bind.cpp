@@ -123,6 +123,21 @@ public:
         if (report.failed()) throw std::runtime_error("opkit::attention: " + report.text());
     }
 
+    // The State of each tile of kBackwardRows queries and kKeys keys, by batch, head, block of queries and tile of keys.
+    py::bytes states(const Addresses& mask_tensors) const {
+        const Mask mask = programs_.make_mask(mask_tensors);
+        const auto& [batch, heads, kv_heads, queries, keys, head, columns] = programs_.sizes;
+        std::vector<uint64_t> scratch(static_cast<size_t>(mask.scratch(kBackwardRows))), bits(kBackwardRows);
+        std::string found;
+        for (int64_t unit = 0; unit < batch * heads; ++unit)
+            for (int64_t row = 0; row < queries; row += kBackwardRows)
+                for (int64_t key = 0; key < keys; key += kKeys) {
+                    const Tile tile{unit / heads, unit % heads, row, std::min(kBackwardRows, queries - row), key, std::min(kKeys, keys - key)};
+                    found += static_cast<char>(mask.look(tile, scratch.data(), bits.data()));
+                }
+        return found;
+    }
+
     Operand at(size_t tensor, Address data) const {
         const Strides3& s = strides_[tensor];
         return {reinterpret_cast<const void*>(data), {s[0], s[1], s[2]}, type_};
@@ -213,7 +228,9 @@ py::class_<Kernel> bind_shape(py::module_& m, const char* name, const char* doc)
 void bind(py::module_& m) {
     bind_shape<Forward, 4>(m, "AttentionForward", "Attention of tensors of some shapes, by their addresses.")
         .def("__call__", &Forward::operator(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"),
-             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses());
+             py::arg("sinks") = 0, py::arg("mask_tensors") = Addresses(), py::arg("bias_tensors") = Addresses())
+        .def("states", &Forward::states, py::arg("mask_tensors"),
+             "What is seen of each tile of 96 queries and 64 keys, as bytes: 0 hidden, 1 full, 2 a part.");
     bind_shape<Backward, 8>(m, "AttentionBackward", "The gradients of attention of tensors of some shapes.")
         .def("__call__", &Backward::operator(), py::arg("gradient"), py::arg("of_lse"), py::arg("q"), py::arg("k"), py::arg("v"),
              py::arg("out"), py::arg("lse"), py::arg("to_q"), py::arg("to_k"), py::arg("to_v"), py::arg("delta"),

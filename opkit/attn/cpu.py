@@ -51,7 +51,7 @@ def forward(*arguments: Any) -> Run:
     if call.k.shape[2] == 0:
         return lambda *arguments: (new[0]().zero_(), _of_sinks(new[1](), arguments[5]))
     inputs = [dense_rows(each) for each in call[:3]]
-    kernel = _core.AttentionForward(None, **_description(call, [*inputs, out]))
+    kernel = _core.AttentionForward(None, **description(call, [*inputs, out]))
     plain = _same(inputs, call[:3]) and call.sinks is None and not (call.mask_tensors or call.bias_tensors)
     return (_run_plain if plain else _run_general)(kernel, *new)
 
@@ -113,7 +113,7 @@ def _prepared_backward(call: GradientCall, wanted: list[int]) -> Run:
         return lambda *arguments: (*[make().zero_() for make in new], *sums.zeros(arguments[8]))
     tensors = call.q, call.k, call.v, call.out, call.gradient
     inputs = [dense_rows(each) for each in tensors]
-    kernel = _core.AttentionBackward(None, **_description(call, [*inputs, *results], True))
+    kernel = _core.AttentionBackward(None, **description(call, [*inputs, *results], True))
     in_place = _same(inputs, tensors) and all(x is None or x.is_contiguous() for x in (call.lse, call.of_lse))
     return _run_backward(kernel, new, not in_place, sums if wanted else None)
 
@@ -146,7 +146,7 @@ def bias_backward(*arguments: Any) -> Callable[..., list[Tensor]]:
     if 0 in (call.q.numel(), call.k.numel(), call.v.numel()):
         return lambda *arguments: sums.zeros(arguments[7])
     inputs = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
-    kernel = _core.AttentionBiasBackward(None, **_description(call, inputs, True))
+    kernel = _core.AttentionBiasBackward(None, **description(call, inputs, True))
 
     def run(*arguments: Any) -> list[Tensor]:
         call = BiasCall(*arguments)
@@ -274,7 +274,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [each.data_ptr() for each in tensors]
 
 
-def _description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> dict[str, Any]:
+def description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> dict[str, Any]:
     """Return what calls of the same shapes share.
 
     Args:

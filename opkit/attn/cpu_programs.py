@@ -135,7 +135,7 @@ class BiasSums:
         self.places = [gradient_place(call, number) for number in wanted]
 
     def new(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        """Return zeros for each, and what the kernel is told of all tensors."""
+        """Return zeros for each, and what the kernel needs to know of all tensors."""
         sums = [torch.zeros(tensors[number].shape, dtype=torch.float64) for number in self.wanted]
         described: list[Any] = [(0, 0, (0, 0, 0, 0), False, False, False)] * len(tensors)
         for number, place, each in zip(self.wanted, self.places, sums, strict=True):
