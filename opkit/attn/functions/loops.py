@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from opkit.attn.functions.expression import coordinates, indexed, loads_of
 from opkit.compiler.emit.c.expressions import C_TYPES, apply, convert, number, reinterpret, variable_type
-from opkit.compiler.ir.dtypes import is_int
 from opkit.compiler.ir.expr import Expr
 
 KEYS, MAX_ROWS = 64, 96  # of a tile: kKeys and kBackwardRows
@@ -255,7 +254,7 @@ def _is_of_distance(node: Expr) -> bool:
 
 def _shift(node: Expr) -> tuple[int, int] | None:
     """Return the factors of ``i`` and ``j`` in an integer sum of them and of what depends on neither; None if it is none."""
-    if not is_int(node.dtype):
+    if node.dtype not in ("i32", "i64"):  # narrower ones wrap around
         return None
     if node.op == "var":
         return int(node.data == "i"), int(node.data == "j")
