@@ -379,8 +379,10 @@ class _Attention:
 # batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
 _WantedBias = tuple[int, int, Sequence[int], bool, bool, bool]
 
-# The addresses of its code and of its derivative's, its words, and of tensors the words of their addresses and their numbers.
-_Function = tuple[int, int, Sequence[int], Sequence[tuple[int, int]]]
+# Code: its address, that of what tabulates distances for it, and the bytes for each distance. A function: its code, that of its
+# derivative, its words, and of tensors the words of their addresses and their numbers.
+_Code = tuple[int, int, int]
+_Function = tuple[_Code, _Code, Sequence[int], Sequence[tuple[int, int]]]
 
 class AttentionForward(_Attention):
     """Attention; ``strides`` are those of q, k, v and out."""

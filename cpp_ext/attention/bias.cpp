@@ -1,6 +1,7 @@
 #include "bias.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -39,7 +40,9 @@ void add_elements(const Typed& tensor, int64_t at, int64_t stride, int64_t n, fl
 }
 
 Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions)
-    : tensors_(std::move(tensors)), functions_(placed(std::move(functions), tensors_)), offset_(keys - queries) {
+    : tensors_(std::move(tensors)), functions_(placed(std::move(functions), tensors_)), queries_(queries), keys_(keys), offset_(keys - queries) {
+    static std::atomic<uint64_t> last{0};
+    id_ = ++last;
     for (size_t at = 0; at < program.size();) {
         Step step{program[at++], {}};
         if (step.kind < 0 || step.kind > kFunction)
@@ -61,7 +64,40 @@ void Biases::run(const Step& step, const Tile& tile, float* out, int64_t pitch) 
         case 2: return relative(step, tile, out, pitch);
     }
     const Function& function = functions_[static_cast<size_t>(step.operands[0])];
-    reinterpret_cast<Score>(function.entry)(function.words.data(), &tile, out, pitch);
+    const Distances* of = distances(step.operands[0], false, tile);
+    reinterpret_cast<Score>(function.code.entry)(function.words.data(), &tile, of, out, pitch);
+}
+
+// A thread has those of one head at a time.
+const Distances* Biases::distances(int64_t function, bool slope, const Tile& tile) const {
+    struct Table {
+        Distances found{};
+        std::vector<int64_t> memory;
+    };
+    thread_local struct {
+        uint64_t id = 0;
+        int64_t batch = 0, head = 0;
+        std::vector<Table> tables;
+    } known;
+    const Function& of = functions_[static_cast<size_t>(function)];
+    const Code& code = slope ? of.slope : of.code;
+    if (code.bytes == 0) return nullptr;
+    if (known.id != id_ || known.batch != tile.batch || known.head != tile.head) {
+        known.id = id_;
+        known.batch = tile.batch;
+        known.head = tile.head;
+        known.tables.resize(2 * functions_.size());
+        for (Table& table : known.tables) table.found = {};
+    }
+    Table& table = known.tables[static_cast<size_t>(2 * function + slope)];
+    if (!table.found.entries) {
+        const int64_t count = queries_ - 1 + rounded_up(keys_, kKeys);
+        table.memory.resize(static_cast<size_t>((count * code.bytes + 7) / 8));
+        char* entries = reinterpret_cast<char*>(table.memory.data());
+        table.found = {entries, count, queries_ - 1};
+        reinterpret_cast<Tabulate>(code.tabulate)(of.words.data(), &tile, &table.found, entries);
+    }
+    return &table.found;
 }
 
 void Biases::write(const Tile& tile, float* out) const {
@@ -92,8 +128,9 @@ void Biases::differentiate(const Tile& tile, const float* before, float* gradien
             of_tensors.clear();
             for (const auto& [word, number] : function.tensors)
                 of_tensors.push_back(sums.empty() ? nullptr : sums[static_cast<size_t>(number)].data);
-            reinterpret_cast<Slope>(function.slope)(function.words.data(), &tile, state(n), gradients, seen,
-                                                    sums.empty() ? nullptr : of_tensors.data());
+            const Distances* of = distances(step.operands[0], true, tile);
+            reinterpret_cast<Slope>(function.slope.entry)(function.words.data(), &tile, of, state(n), gradients, seen,
+                                                          sums.empty() ? nullptr : of_tensors.data());
         } else if (step.kind == 0 && !sums.empty() && sums[static_cast<size_t>(step.operands[0])].data) {
             const auto& [data, s] = sums[static_cast<size_t>(step.operands[0])];
             for (int64_t i = 0; i < tile.rows; ++i) {

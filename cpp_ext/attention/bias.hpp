@@ -43,6 +43,7 @@ private:
         int64_t kind, operands[3];
     };
     void run(const Step& step, const Tile& tile, float* out, int64_t pitch) const;
+    const Distances* distances(int64_t function, bool slope, const Tile& tile) const;
     void dense(const Step& step, const Tile& tile, float* out, int64_t pitch) const;
     void linear(const Step& step, const Tile& tile, float* out, int64_t pitch) const;
     void relative(const Step& step, const Tile& tile, float* out, int64_t pitch) const;
@@ -50,7 +51,8 @@ private:
     std::vector<Step> steps_;
     std::vector<Typed> tensors_;
     Functions functions_;
-    int64_t offset_;
+    int64_t queries_, keys_, offset_;
+    uint64_t id_;  // of these biases, of all that there were in the process
     size_t added_ = 0;  // steps before the first function
 };
 

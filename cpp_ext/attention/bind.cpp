@@ -49,12 +49,14 @@ std::vector<Tensor> placed(std::vector<Tensor> tensors, const Addresses& address
     return tensors;
 }
 
-// A user's function as Python describes it: the addresses of its code, its words, and where in them those of tensors go.
-using Described = std::tuple<Address, Address, Program, std::vector<std::pair<int64_t, int64_t>>>;
+// A user's function as Python describes it: its code and that of its derivative, its words, and where in them addresses of tensors go.
+using DescribedCode = std::tuple<Address, Address, int64_t>;
+using Described = std::tuple<DescribedCode, DescribedCode, Program, std::vector<std::pair<int64_t, int64_t>>>;
 
 Functions functions_of(const std::vector<Described>& described) {
     Functions functions;
-    for (const auto& [entry, slope, words, tensors] : described) functions.push_back({entry, slope, words, tensors});
+    const auto code = [](const DescribedCode& of) { return Code{std::get<0>(of), std::get<1>(of), std::get<2>(of)}; };
+    for (const auto& [entry, slope, words, tensors] : described) functions.push_back({code(entry), code(slope), words, tensors});
     return functions;
 }
 

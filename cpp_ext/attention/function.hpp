@@ -14,15 +14,28 @@ struct Tile;
 
 // A mask's: what is seen of the tile, a State; and bits, a word for each row, where that is a part.
 using LookAt = int64_t (*)(const int64_t* words, const Tile* tile, uint64_t* bits);
+// What depends on the head and the distance of key and query alone: `entries` of each distance, from that of index 0 on, whose
+// distance is -`zero`.
+struct Distances {
+    const char* entries;
+    int64_t count, zero;
+};
+using Tabulate = void (*)(const int64_t* words, const Tile* tile, const Distances* of, char* entries);
 // A score's, in place: kKeys scores to a row, rows `pitch` apart.
-using Score = void (*)(const int64_t* words, const Tile* tile, float* scores, int64_t pitch);
+using Score = void (*)(const int64_t* words, const Tile* tile, const Distances* of, float* scores, int64_t pitch);
 // From the scores before, kKeys to a row, the gradient before, in place of that after. What is seen is also added to the gradients
 // of captured tensors, contiguous: `sums` has one for each of them, or null; it may be null itself.
-using Slope = void (*)(const int64_t* words, const Tile* tile, const float* before, float* gradients, const uint64_t* seen,
+using Slope = void (*)(const int64_t* words, const Tile* tile, const Distances* of, const float* before, float* gradients, const uint64_t* seen,
                        double* const* sums);
 
+// The addresses of code, and of what tabulates distances for it: so many bytes for each; 0: none.
+struct Code {
+    uintptr_t entry = 0, tabulate = 0;
+    int64_t bytes = 0;
+};
+
 struct Function {
-    uintptr_t entry = 0, slope = 0;                     // addresses of LookAt or Score, and of Slope or 0
+    Code code, slope;                                   // LookAt or Score; Slope
     std::vector<int64_t> words;
     std::vector<std::pair<int64_t, int64_t>> tensors;   // the word of the address of each, and its number among the program's
 };

@@ -198,7 +198,7 @@ State Mask::leaf(const Step& step, const Tile& tile, uint64_t* bits) const {
         case Opcode::Dense: return dense(step, tile, bits);
         case Opcode::Function: {
             const Function& function = functions_[static_cast<size_t>(step.operands[0])];
-            return static_cast<State>(reinterpret_cast<LookAt>(function.entry)(function.words.data(), &tile, bits));
+            return static_cast<State>(reinterpret_cast<LookAt>(function.code.entry)(function.words.data(), &tile, bits));
         }
         default: return band_at(step, tile, bits);
     }

@@ -58,7 +58,8 @@ def live_tiles(call: Sequence[Any]) -> LiveTiles:
     >>> near = lambda b, h, i, j: (i >= j) & (i - j < 70) & ((i + j) % 2 == 0)
     >>> print(live_tiles(lowered(q, q, q, near, None, None, None, None, 0.0, "bhsd")))
     6 tiles of 96 queries and 64 keys: 1 hidden, 0 full, 5 in part
-      band of j - i from -69 to 0
+      band of j - i from any to 0
+      band of j - i from -69 to any
       function eq(rem(add(i, j), 2), 0)
     """
     from opkit import _core

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from opkit.attn.functions.emission import ENTRY, mask_text, score_text, slope_text
+from opkit.attn.functions.emission import ENTRY, TABULATE, mask_text, score_text, slope_text
 from opkit.attn.functions.expression import Function
 from opkit.attn.functions.loops import Layout
 from opkit.compiler.ir.dtypes import DTYPES
@@ -21,21 +21,29 @@ from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
 
 Kind = Literal["mask", "score", "slope"]
-_TEXTS: dict[Kind, Callable[[Expr], str]] = {"mask": mask_text, "score": score_text, "slope": slope_text}
+_TEXTS: dict[Kind, Callable[[Expr], tuple[str, int]]] = {"mask": mask_text, "score": score_text, "slope": slope_text}
+
+
+class Code(NamedTuple):
+    """The addresses of code, and of what tabulates distances for it: so many bytes for each; 0 for none."""
+
+    entry: int = 0
+    tabulate: int = 0
+    bytes: int = 0
 
 
 class CompiledFunction(NamedTuple):
     """A function as the C++ kernels take it: ``Function`` of ``cpp_ext/attention/function.hpp``.
 
     Attributes:
-        entry: the address of the code of the mask or score.
-        slope: that of the score's derivatives, or 0.
+        code: of the mask or score.
+        slope: of the score's derivatives, if they are needed.
         words: the captured numbers, and the sizes and strides of the captured tensors; addresses are left out.
         tensors: of each captured tensor the word of its address, and its number in the program's list.
     """
 
-    entry: int
-    slope: int
+    code: Code
+    slope: Code
     words: list[int]
     tensors: list[tuple[int, int]]
 
@@ -75,7 +83,7 @@ def compiled(
         words[layout.tensors[name] + 1 : layout.tensors[name] + 1 + len(sizes)] = sizes
     places = [(layout.tensors[name], number) for name, number in captured]
     return CompiledFunction(
-        _address(function.root, kind), _address(function.root, "slope") if slope else 0, words, places
+        _code(function.root, kind), _code(function.root, "slope") if slope else Code(), words, places
     )
 
 
@@ -96,10 +104,15 @@ def _word(function: Function, name: str) -> int:
 
 
 @functools.lru_cache(256)
-def _address(root: Expr, kind: Kind) -> int:
-    unit = Unit(f"{kind}_function.c", _TEXTS[kind](root), "c")
-    path = build(Request(f"a {kind} function of attention", (unit,), library.flags()))
-    return ctypes.cast(getattr(_load(str(path)), ENTRY), ctypes.c_void_p).value or 0
+def _code(root: Expr, kind: Kind) -> Code:
+    text, entry_bytes = _TEXTS[kind](root)
+    request = Request(f"a {kind} function of attention", (Unit(f"{kind}_function.c", text, "c"),), library.flags())
+    loaded = _load(str(build(request)))
+    return Code(_address(loaded, ENTRY), _address(loaded, TABULATE) if entry_bytes else 0, entry_bytes)
+
+
+def _address(loaded: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -19,7 +19,9 @@ from opkit.compiler.emit.c import prelude
 from opkit.compiler.emit.c.expressions import TYPEDEFS, convert
 from opkit.compiler.ir.expr import Expr
 
-ENTRY = "opkit_function"
+ENTRY, TABULATE = "opkit_function", "opkit_tabulate"
+_OF = "const struct distances *restrict of"
+_STRUCTS = "struct distances { const char *entries; int64_t count, zero; };"
 _SIMD = '#define SIMD _Pragma("omp simd")'
 _ENTRY = '__attribute__((visibility("default")))'
 _HELPERS = """\
@@ -45,70 +47,76 @@ static inline __attribute__((always_inline)) uint64_t packed(const uint8_t *trut
 }"""
 
 
-def mask_text(root: Expr) -> str:
-    """Return the C of a mask: ``LookAt`` of function.hpp."""
+def mask_text(root: Expr) -> tuple[str, int]:
+    """Return the C of a mask, ``LookAt`` of function.hpp; and 0, the bytes of what it tabulates."""
     writer = Writer([root], [root])
     truths = f"{writer.used(root)} + shift" if writer.place(root) == "distance" else "truths"
     row = [f"const uint64_t word = packed({truths}) & limit;", "bits[r] = word;", "any |= word;", "all &= word;"]
     if truths == "truths":
         row = ["uint8_t truths[64];", *writer.inner([root], [f"truths[jj] = {writer.text(root, 'element')};"]), *row]
     body = [
+        "const int64_t state = decided(words, tile);",
+        "if (state != 2) return state;",
+        *writer.head(),
+        *writer.once(),
+        *writer.tables(),
         "const uint64_t limit = keys >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << keys) - 1;",
         "uint64_t any = 0, all = limit;",
         *writer.rows(row),
         "return any == 0 ? 0 : all == limit ? 1 : 2;",
     ]
-    decided = intervals.text(writer, root)
-    looks = ["const int64_t state = decided(words, tile);", "if (state != 2) return state;"]
-    return _unit(
-        decided,
-        _function(
-            f"{_ENTRY} int64_t {ENTRY}",
-            "uint64_t *restrict bits",
-            [*looks, *writer.head(), *writer.once(), *writer.tables(), *body],
-        ),
-    )
+    look = _function(f"{_ENTRY} int64_t {ENTRY}", "uint64_t *restrict bits", body)
+    return _unit(intervals.text(writer, root), look), 0
 
 
-def score_text(root: Expr) -> str:
-    """Return the C of a score: ``Score`` of function.hpp."""
-    writer = Writer([root], [root])
+def score_text(root: Expr) -> tuple[str, int]:
+    """Return the C of a score, ``Score`` and ``Tabulate`` of function.hpp; and the bytes of what is tabulated of a distance."""
+    writer = Writer([root], [root], tabulated=True)
     store = f"row[jj] = {convert(writer.text(root, 'element'), root.dtype, 'f32')};"
     row = ["float *restrict row = scores + r * pitch;", *writer.inner([root], [store], "row[jj]")]
     body = [*writer.head(), *writer.once(), *writer.tables(), *writer.rows(row)]
-    return _unit(_function(f"{_ENTRY} void {ENTRY}", "float *scores, int64_t pitch", body))
+    score = _function(f"{_ENTRY} void {ENTRY}", f"{_OF}, float *scores, int64_t pitch", body)
+    return _unit(*_tabulation(writer), score), writer.entry_bytes
 
 
-def slope_text(root: Expr) -> str:
-    """Return the C of a score's derivatives: ``Slope`` of function.hpp."""
+def slope_text(root: Expr) -> tuple[str, int]:
+    """Return the same of a score's derivatives, ``Slope`` of function.hpp."""
     of = derivatives(root)
     by_loads = {load: slope for load, slope in of.items() if load.op == "load"}
     by_score = next((slope for node, slope in of.items() if node.op == "var"), None)
-    call = ["if (sums) of_tensors(words, tile, before, gradients, seen, sums);"] if by_loads else []
-    signature = (
-        "const float *restrict before, float *restrict gradients, const uint64_t *restrict seen, double *const *sums"
+    roots = [*of.values(), *(each for load in by_loads for each in coordinates(load))]
+    writer = Writer(roots, roots, root, tabulated=True)
+    parameters = (
+        f"{_OF}, const float *restrict before, float *restrict gradients, const uint64_t *restrict seen, "
+        "double *const *sums"
     )
-    parts = (
-        [_function("static __attribute__((noinline)) void of_tensors", signature, _of_tensors(by_loads, root))]
-        if by_loads
-        else []
-    )
-    return _unit(*parts, _function(f"{_ENTRY} void {ENTRY}", signature, [*call, *_of_score(by_score, root)]))
+    parts = _tabulation(writer)
+    body = _of_score(by_score, writer)
+    if by_loads:
+        body = ["if (sums) of_tensors(words, tile, of, before, gradients, seen, sums);", *body]
+        name = "static __attribute__((noinline)) void of_tensors"
+        parts.append(_function(name, parameters, _of_tensors(by_loads, writer)))
+    return _unit(*parts, _function(f"{_ENTRY} void {ENTRY}", parameters, body)), writer.entry_bytes
 
 
-def _of_score(slope: Expr | None, root: Expr) -> list[str]:
+def _tabulation(writer: Writer) -> list[str]:
+    if not writer.entry_bytes:
+        return []
+    return [_function(f"{_ENTRY} void {TABULATE}", f"{_OF}, char *entries", writer.tabulation())]
+
+
+def _of_score(slope: Expr | None, writer: Writer) -> list[str]:
     if slope is not None and slope.op == "const" and slope.data == 1:
         return []
     if slope is None:
         return ["for (int64_t n = 0; n < tile[3] * 64; ++n) gradients[n] = 0.0f;"]
-    writer = Writer([slope], [slope], root)
     store = f"row[jj] = row[jj] * {convert(writer.text(slope, 'element'), slope.dtype, 'f32')};"
     lines = ["float *restrict row = gradients + r * 64;", "const float *restrict earlier = before + r * 64;"]
     row = [*lines, *writer.inner([slope], [store], "earlier[jj]")]
     return [*writer.head(), *writer.once(), *writer.tables(), *writer.rows(row)]
 
 
-def _of_tensors(slopes: dict[Expr, Expr], root: Expr) -> list[str]:
+def _of_tensors(slopes: dict[Expr, Expr], writer: Writer) -> list[str]:
     """Return the body of a function that adds the gradients of loads to those of their tensors.
 
     Of a row the 64 parts are computed first. Where all belong to one element, their sum is added; where the element depends on
@@ -116,7 +124,6 @@ def _of_tensors(slopes: dict[Expr, Expr], root: Expr) -> list[str]:
     """
     at = {load: coordinates(load) for load in slopes}
     roots = [*slopes.values(), *(each for places in at.values() for each in places)]
-    writer = Writer(roots, roots, root)
     adds: list[str] = []
     stores: list[str] = []
     totals: list[str] = []
@@ -140,7 +147,7 @@ def _of_tensors(slopes: dict[Expr, Expr], root: Expr) -> list[str]:
             ]
         elif places <= {"once", "distance"}:
             totals.append(f"float total{n}[{MAX_ROWS + KEYS}] = {{0}};")
-            adds += ["SIMD", f"for (int jj = 0; jj < 64; ++jj) total{n}[jj + shift] += part{n}[jj];"]
+            adds += ["SIMD", f"for (int jj = 0; jj < 64; ++jj) total{n}[jj + near] += part{n}[jj];"]
             add = f"if (total{n}[n] != 0) sums[{tensor}][{writer.flat(load, 'entry')}] += total{n}[n];"
             ends.append(f"if (sums[{tensor}]) for (int64_t n = 0; n < rows + 63; ++n) {add}")
         else:
@@ -165,4 +172,4 @@ def _function(name: str, parameters: str, body: Iterable[str]) -> str:
 
 def _unit(*parts: str) -> str:
     body = "\n\n".join(parts)
-    return "\n".join([TYPEDEFS, _SIMD, prelude.text(body), _HELPERS, "", body, ""])
+    return "\n".join([TYPEDEFS, _SIMD, prelude.text(body), _STRUCTS, _HELPERS, "", body, ""])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from opkit.attn.functions.expression import coordinates, indexed, loads_of
 from opkit.compiler.emit.c.expressions import C_TYPES, apply, convert, number, reinterpret, variable_type
+from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 
 KEYS, MAX_ROWS = 64, 96  # of a tile: kKeys and kBackwardRows
@@ -59,9 +60,12 @@ class Writer:
         roots: what is computed.
         wanted: the nodes that are read for each element.
         whole: the expression that decides the layout of the words; the first root by default.
+        tabulated: whether what depends on the distance is computed once for a head, by the function of :meth:`tabulation`.
     """
 
-    def __init__(self, roots: Sequence[Expr], wanted: Sequence[Expr], whole: Expr | None = None) -> None:
+    def __init__(
+        self, roots: Sequence[Expr], wanted: Sequence[Expr], whole: Expr | None = None, tabulated: bool = False
+    ) -> None:
         self.layout = Layout.of(roots[0] if whole is None else whole)
         self.tensors = list(self.layout.tensors)
         self.nodes = list(dict.fromkeys(node for root in roots for node in root.walk()))
@@ -71,6 +75,7 @@ class Writer:
         for node in self.nodes:
             self._depends[node] = self._dependence(node)
         self.wanted = wanted
+        self.tabulated = tabulated
 
     def _dependence(self, node: Expr) -> frozenset[str]:
         if node.op == "var":
@@ -116,31 +121,60 @@ class Writer:
 
     def tables(self) -> list[str]:
         """Return the loops that compute what depends on the key, or the distance, alone."""
+        lines = self._table("key", "64", ["const int32_t j = begin + (int32_t)n;"], KEYS)
+        if self.tabulated:
+            return [*lines, *self._entries("const char *", "of->entries")]
+        least = ["const int32_t least = begin - first - (int32_t)rows + 1;", "(void)least;"]
+        more = ["const int32_t i = 0, j = least + (int32_t)n;", "(void)i;"]
+        return [*lines, *least, *self._table("distance", "rows + 63", more, MAX_ROWS + KEYS)]
+
+    def _table(self, place: str, bound: str, more: Sequence[str], size: int = 0) -> list[str]:
+        """Return a loop that computes all nodes of a place, and its arrays if they have a size."""
+        targets = self._targets(place)
+        if not targets:
+            return []
+        lines = [f"{C_TYPES[node.dtype]} {self.used(node)}[{size}];" for node in targets] if size else []
+        stores = [f"{self.used(node)}[n] = {self.text(node, place)};" for node in targets]
+        inside = [*more, *self.definitions(place, targets), *stores]
+        return [*lines, "SIMD", f"for (int64_t n = 0; n < {bound}; ++n) {{", *(f"    {line}" for line in inside), "}"]
+
+    def _targets(self, place: str) -> list[Expr]:
+        """Return the nodes of a place that are read from arrays, the widest first."""
+        found = [node for node in self._read_by_elements() if self.place(node) == place and not self._is_plain(node)]
+        return sorted(found, key=lambda node: -DTYPES[node.dtype].bytes)
+
+    @property
+    def entry_bytes(self) -> int:
+        """The bytes of what is computed for one distance."""
+        return sum(DTYPES[node.dtype].bytes for node in self._targets("distance"))
+
+    def _entries(self, kind: str, memory: str) -> list[str]:
+        """Return the definitions of arrays that lie one after the other in memory."""
         lines: list[str] = []
-        for place, size, bound, more in (
-            ("key", KEYS, "64", ["const int32_t j = begin + (int32_t)n;"]),
-            ("distance", MAX_ROWS + KEYS, "rows + 63", ["const int32_t i = 0, j = least + (int32_t)n;", "(void)i;"]),
-        ):
-            targets = [
-                node for node in self._read_by_elements() if self.place(node) == place and not self._is_plain(node)
-            ]
-            if not targets:
-                continue
-            if place == "distance":
-                lines.append("const int32_t least = begin - first - (int32_t)rows + 1;")
-            lines += [f"{_array_type(node)} {self.used(node)}[{size}];" for node in targets]
-            lines += ["SIMD", f"for (int64_t n = 0; n < {bound}; ++n) {{"]
-            stores = [f"{self.used(node)}[n] = {self.text(node, place)};" for node in targets]
-            lines += [f"    {line}" for line in [*more, *self.definitions(place, targets), *stores]]
-            lines.append("}")
+        offset = 0
+        for node in self._targets("distance"):
+            pointer = f"{kind.replace('char *', '')}{C_TYPES[node.dtype]} *"
+            lines.append(f"{pointer}restrict {self.used(node)} = ({pointer})({memory} + {offset} * of->count);")
+            offset += DTYPES[node.dtype].bytes
         return lines
+
+    def tabulation(self) -> list[str]:
+        """Return the body of a function that computes what depends on the distance, for all distances of a head."""
+        more = ["const int32_t i = 0, j = (int32_t)(n - of->zero);", "(void)i;"]
+        return [
+            *self.head(),
+            *self.once(),
+            *self._entries("char *", "entries"),
+            *self._table("distance", "of->count", more),
+        ]
 
     def rows(self, body: Sequence[str]) -> list[str]:
         """Return the loop over rows."""
         lines = [
             "const int32_t i = first + (int32_t)r;",
-            "const int64_t shift = rows - 1 - r;",
-            "(void)i, (void)shift;",
+            "const int64_t near = rows - 1 - r;",
+            f"const int64_t shift = {'begin - i + of->zero' if self.tabulated and self.entry_bytes else 'near'};",
+            "(void)i, (void)near, (void)shift;",
             *self.definitions("row", [node for node in self.nodes if self.place(node) == "row"]),
             *body,
         ]
@@ -199,7 +233,7 @@ class Writer:
         if place == "element" and own in ("key", "distance"):
             return f"{self.used(node)}[jj{'' if own == 'key' else ' + shift'}]"
         if place == "entry" and own == "distance":
-            return f"{self.used(node)}[n]"
+            return f"{self.used(node)}[n + begin - first - rows + 1 + of->zero]"
         return f"v{self.number[node]}"
 
     def _computed(self, node: Expr, place: str) -> str:
@@ -272,7 +306,3 @@ def _shift(node: Expr) -> tuple[int, int] | None:
     if node.op == "neg":
         return -known[0][0], -known[0][1]
     return known[0][0] + sign * known[1][0], known[0][1] + sign * known[1][1]
-
-
-def _array_type(node: Expr) -> str:
-    return C_TYPES[node.dtype]
