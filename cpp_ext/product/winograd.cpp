@@ -3,7 +3,7 @@
 // A tile of results is a linear function of the pixels that it is computed from. Pixels and weights are transformed to values at points,
 // whose products are summed over the channels, a product of matrices for each point, and the sums are transformed to results. A tile of
 // 2 x 2 takes 16 multiplications for each pair of channels in place of 36, and one of 4 x 4 takes 36 in place of 144. Next to float64,
-// results err as much as those of the direct method with the smaller tiles, and twice as much with the larger.
+// results err as much as those of the direct method with the smaller tiles, and two to three times as much with the larger.
 //
 // A number that is not finite, or that becomes so at a point, spoils all results of a tile. Images with such results are computed again
 // by the direct method, with weights that are recovered from their values at points.
@@ -20,9 +20,9 @@ namespace {
 
 constexpr int64_t kTaps = 3;
 constexpr int64_t kColumns = 2 * kPanel;  // of a group: its sums at all points are transformed at once
-constexpr int64_t kMaxFloats = 170000;   // of a task's points and sums: they stay in a second-level cache of 1 MiB
-constexpr int64_t kMinTiles = 24;        // of a task even so, if there are as many: each reads all weights
-constexpr int64_t kGap = 16;             // floats between rows, so that they are not in the same set of a cache
+constexpr int64_t kMaxFloats = 170000;    // of a task's points and sums: they stay in a second-level cache of 1 MiB
+constexpr int64_t kMinTiles = 24;         // of a task even so, if there are as many: each reads all weights
+constexpr int64_t kGap = 16;              // floats between rows, so that they are not in the same set of a cache
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
