@@ -375,8 +375,8 @@ class _Attention:
         bias_functions: Sequence[_Function] = (),
     ) -> None: ...
 
-# For each tensor of a bias the address of its gradient, contiguous float64 zeros, or 0; the number of its elements; its strides by
-# batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
+# For each tensor of a bias the address of its gradient, contiguous float64 zeros, or 0; the number of its elements; its strides
+# by batch, head, query and key, if it is added; and whether other sequences, heads and keys read other elements.
 _WantedBias = tuple[int, int, Sequence[int], bool, bool, bool]
 
 # Code: its address, that of what tabulates distances for it, and the bytes for each distance. A function: its code, that of its

@@ -25,7 +25,7 @@ import torch
 
 from opkit.errors import ModelFileError
 
-FORMAT = 2
+FORMAT = 3
 """The number of the format; a reader refuses others."""
 
 WEIGHTS = "weights.safetensors"

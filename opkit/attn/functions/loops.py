@@ -274,7 +274,7 @@ class Writer:
 
 
 def _inputs(node: Expr) -> list[Expr]:
-    return coordinates(node) if node.op == "load" else list(node.args)
+    return list(coordinates(node) if node.op == "load" else node.args)
 
 
 def _is_of_distance(node: Expr) -> bool:

@@ -79,7 +79,7 @@ def used_tensors(program: Sequence[int], operands: Mapping[int, int]) -> tuple[s
     """Return the numbers of the tensors that functions of a program name, and of those that other opcodes do."""
     by_functions: set[int] = set()
     by_others: set[int] = set()
-    counts = _MASK_TENSORS if operands is MASK_OPERANDS else _BIAS_TENSORS
+    counts = _MASK_TENSORS if operands is MASK_OPERANDS else BIAS_TENSORS
     for opcode, *numbers in instructions(program, operands):
         if operands[opcode] == _COUNTED:
             by_functions |= set(Function.of(numbers).tensors)
