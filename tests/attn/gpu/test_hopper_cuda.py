@@ -29,7 +29,7 @@ from hopper_calls import (
 )
 from hopper_masks import documents, packed, padded, shuffled
 
-from opkit.attn import api, reference
+from opkit.attn import api
 from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu.hopper import backward_cuda, backward_kinds, calls, decode_cuda, forward_kinds, library
 from opkit.attn.gpu.hopper import forward_cuda as cuda
