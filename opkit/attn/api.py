@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Literal, overload
 
 import torch
@@ -32,7 +32,8 @@ _RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the mask's program an
 _MODULES = sys.modules
 context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
-Bias = Tensor | biases.Bias | list[Any] | tuple[Any, ...]
+MaskLike = Mask | Tensor | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Bias = Tensor | biases.Bias | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | list[Any] | tuple[Any, ...]
 
 
 @overload
@@ -41,7 +42,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Tensor | None = ...,
+    mask: MaskLike | None = ...,
     bias: Bias | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -60,7 +61,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Tensor | None = ...,
+    mask: MaskLike | None = ...,
     bias: Bias | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -78,7 +79,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Tensor | None = None,
+    mask: MaskLike | None = None,
     bias: Bias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -99,10 +100,12 @@ def attention(
         k: keys, (batch, key heads, keys, d) of ``q``'s dtype. ``heads`` is a multiple of the key heads: as many
             consecutive query heads share a head of keys.
         v: values, (batch, key heads, keys, d_v) of ``q``'s dtype.
-        mask: says which keys a query sees: a mask of :mod:`opkit.masks`; a tensor, as in ``opkit.masks.Dense``; or a
-            ``CausalBias`` of ``torch.nn.attention.bias``, as the diagonal that it stands for. None: all keys.
+        mask: says which keys a query sees: a mask of :mod:`opkit.masks`; a function ``mask_mod(b, h, q_idx, kv_idx)``, as in
+            ``opkit.masks.MaskFunction``; a tensor, as in ``opkit.masks.Dense``; or a ``CausalBias`` of
+            ``torch.nn.attention.bias``, as the diagonal that it stands for. None: all keys.
         bias: is added to the logits: a floating tensor that broadcasts to (batch, heads, queries, keys), an
-            ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``, or several of them in a list.
+            ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``; or a function ``score_mod(score, b, h, q_idx, kv_idx)``,
+            whose result is the logit; or several of them in a list, one after another.
         scale: a factor of the logits; ``1 / sqrt(d)`` by default.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, before biases are added.
         sinks: (heads,), a further logit of every query of a head, which has no value.
@@ -194,7 +197,7 @@ def select(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask | Tensor | None = None,
+    mask: MaskLike | None = None,
     bias: Bias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -254,7 +257,7 @@ def lowered(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask | Tensor | None,
+    mask: MaskLike | None,
     bias: Bias | None,
     scale: float | None,
     softcap: float | None,

@@ -5,9 +5,10 @@ import torch
 from attention_oracle import TOLERANCE, randn
 
 import opkit
-from opkit import errors
+from opkit import _core, errors
 from opkit.attn import api
 from opkit.attn.cpu_tiles import live_tiles
+from opkit.attn.masks import program
 from opkit.kernels.cc import toolchain
 from opkit.masks import Causal
 
@@ -294,3 +295,43 @@ def test_live_tiles_are_those_that_are_seen(name):
             expected = torch.where(tile.all(2), 1, torch.where(tile.any(2), 2, 0))
             last = (key + 1) * 64 > n  # whose keys beyond the last one are hidden
             assert torch.equal(found[:, :, row, key], torch.where((expected == 1) & last, 2, expected).to(torch.uint8))
+
+
+def test_vmap():
+    table = torch.randn(H, 2 * S)
+    mask, score = MASKS["by sequence and head"], lambda s, b, h, i, j: s * (b + 1) + table[h, i - j + S]
+    q, k, v = (torch.stack([x.detach(), x.detach() * 2, -x.detach()]) for x in inputs())
+    attend = functools.partial(opkit.attention, mask=mask, bias=score)
+    expected = torch.stack([attend(*each) for each in zip(q, k, v, strict=True)])
+    assert torch.equal(torch.vmap(attend)(q, k, v), expected)
+
+
+ELEMENTWISE = [
+    "exp", "expm1", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asinh", "atan", "erf", "erfc", "exp2", "sqrt", "floor",
+    "trunc", "round", "sigmoid", "log2", "log10", "acosh", "atanh", "asin", "acos", "rsqrt", "square",
+]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_functions(name):
+    fn = getattr(torch, name)
+    table = torch.linspace(1.1, 2, S) if name == "acosh" else torch.linspace(0.1, 0.8, S)
+    q, k, v = inputs()
+    check(
+        q, k, v, (), None, lambda s, b, h, i, j: s + fn(table[i] * table[j] if name != "acosh" else table[i] + table[j])
+    )
+    check(q, k, v, (), None, lambda s, b, h, i, j: fn(torch.sigmoid(s) * 0.8 + (1.1 if name == "acosh" else 0.1)), 20)
+
+
+def test_programs_whose_functions_are_missing_are_refused():
+    sizes = {
+        "dtype": "float32",
+        "sizes": (1, 1, 1, 1, 1, 8, 8),
+        "strides": [(8, 8, 8)] * 4,
+        "mask_tensors": [],
+        "bias_tensors": [],
+    }
+    for programs in ({"mask": [program.FUNCTION, 0], "bias": []}, {"mask": [], "bias": [program.BIAS_FUNCTION, 2]}):
+        with pytest.raises(ValueError, match="there is no function"):
+            _core.AttentionForward(None, **sizes, **programs, scale=1.0, softcap=0.0)

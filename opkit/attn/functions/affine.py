@@ -60,7 +60,11 @@ def affine(node: Expr) -> Affine | None:
     if node.op == "var":
         return {node.data: 1} if is_int(node.dtype) else None
     if node.op == "cast":
-        return affine(node.args[0]) if is_int(node.dtype) and is_int(node.args[0].dtype) else None
+        wide = node.dtype in ("i32", "i64") and node.args[0].dtype in (
+            "i32",
+            "i64",
+        )  # what counts positions fits into both
+        return affine(node.args[0]) if wide else None
     if node.op not in ("add", "sub", "mul", "neg"):
         return None
     parts = [affine(each) for each in node.args]
