@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Literal, overload
 
 import torch
@@ -15,9 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from opkit.attn import arguments, float8, parallel, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
-from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import Mask
-from opkit.attn.masks.lowering import Functions, programs_of
+from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
@@ -32,8 +31,6 @@ _RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the mask's program an
 _MODULES = sys.modules
 context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
-MaskLike = Mask | Tensor | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Bias = Tensor | biases.Bias | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | list[Any] | tuple[Any, ...]
 
 
 @overload

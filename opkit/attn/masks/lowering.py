@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Programs(NamedTuple):
     softcap: float
 
 
+MaskLike = Mask | Tensor | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Bias = Tensor | biases.Bias | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | list[Any] | tuple[Any, ...]
 Functions = list[tuple[str, Any]]
 """Functions that programs name by number, each with its kind, "mask" or "score"."""
 
