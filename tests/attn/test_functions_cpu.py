@@ -1,5 +1,7 @@
 """Users' functions in the CPU kernels: their values and gradients, which tiles they skip, what they read, and what is built."""
 
+import functools
+
 import pytest
 import torch
 from attention_oracle import TOLERANCE, randn
