@@ -314,7 +314,6 @@ LISTS_DEFECTS = {
 WIDE_DEFECTS = {
     "none": NONE,
     "weights that are not waited for": ("        wait(W::barrier(WEIGHTS_FULL), it & 1);\n", ""),
-    "weights that are overwritten": ("        wait(W::barrier(WEIGHTS_EMPTY), (it & 1) ^ 1);\n", ""),
     "slopes that are not waited for": ("        if constexpr (FOLLOWS) W::wait_slopes(it - 1);\n", ""),
 }
 

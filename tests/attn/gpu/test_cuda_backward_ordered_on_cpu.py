@@ -144,11 +144,11 @@ def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypa
 
 DEFECTS_OF_LISTS = {
     "none": NONE,
-    "no turns": ("return listed_visit<S>(problem, tile, step).y;", "return 0;"),
+    "no turns": ("return listed_visit<S>(problem, tile, head, step).y;", "return 0;"),
     "parts not known": ("(mark & 1) != 0}", "false}"),
     "always the first visit": (
-        "lists.visits[place_of_list<S>(problem, tile) + step]",
-        "lists.visits[place_of_list<S>(problem, tile)]",
+        "lists.visits[place_of_list<S>(problem, tile, head) + step]",
+        "lists.visits[place_of_list<S>(problem, tile, head)]",
     ),
 }
 

@@ -115,6 +115,7 @@ struct Values : Wide<S> {
         cap(this->problem, s);
         if (part) hide_unseen<S>(this->problem, s, batch, course.head % this->problem.heads, course.block * S::ROWS, tile.at, keys_there, warp, lane);
         weigh_wide<S>(this->problem, s, this->base + S::POWERS + slot * S::SUM_ROOM, part, weights);
+        // Were read where slopes of the step before are there. But without a branch here ptxas finds too few registers.
         wait(W::barrier(WEIGHTS_EMPTY), (it & 1) ^ 1);
 #pragma unroll
         for (int j = 0; j < S::ROWS / 8; j++)
