@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from opkit.compiler.ir import expr
-from opkit.compiler.ir.dtypes import DTYPES, is_float
+from opkit.compiler.ir.dtypes import DTYPES, is_float, is_int
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.ir.index import Value, value
 from opkit.compiler.lower import scalar
@@ -116,6 +116,11 @@ class Function:
         """
         return _Evaluation(self._known(variables, tensors), variables["j"].device)(self.root)
 
+    def places(self, load: Expr, variables: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the coordinates of one of its loads, int64, for the arguments of :meth:`evaluate`."""
+        evaluated = _Evaluation(self._known(variables, tensors), variables["j"].device)
+        return [evaluated(each).long() for each in coordinates(load)]
+
     def _known(self, variables: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str, Any]:
         return {
             **variables,
@@ -191,6 +196,23 @@ def coordinates(node: Expr) -> list[Expr]:
 def loads_of(root: Expr) -> list[Expr]:
     """Return the loads of an expression, those in coordinates too."""
     return [node for node in root.walk() if node.op == "load"]
+
+
+@functools.lru_cache(256)
+def indexed(root: Expr) -> tuple[tuple[Expr, tuple[str | None, ...]], ...]:
+    """Return the loads of an expression, each with the variables that its coordinates are, None for those that are computed.
+
+    >>> h, j = (expr.var(name, INDEX) for name in "hj")
+    >>> indexed(load("t0", "f32", h, expr.op("add", j, j)))
+    ((t0[[h], [add(j, j)]], ('h', None)),)
+    """
+    return tuple((node, tuple(map(_variable, coordinates(node)))) for node in loads_of(root))
+
+
+def _variable(at: Expr) -> str | None:
+    while at.op == "cast" and is_int(at.dtype) and is_int(at.args[0].dtype):
+        (at,) = at.args
+    return at.data if at.op == "var" and at.data in ("b", "h", "i", "j") else None
 
 
 # ---- the meaning, in torch -------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import AnyCall, GradientCall
-from opkit.attn.functions.expression import Function
+from opkit.attn.functions.expression import Function, indexed, torch_dtype
 
 AND, OR, NOT, BAND, SEGMENTS, LENGTH, DENSE, BAND_AT, FUNCTION = range(9)
 BIAS_DENSE, BIAS_ALIBI, BIAS_REL, BIAS_FUNCTION = range(4)
@@ -248,14 +248,17 @@ def results_fit(call: GradientCall) -> bool:
     return same and all(results) and all(x.shape == call.q.shape[:3] and x.dtype == torch.float32 for x in sums)
 
 
-def mask_fits(call: AnyCall) -> bool:
-    """Return whether each tensor that a mask's program names has the right shape and dtype, and it has no functions."""
-    return _fits(call.mask, call.mask_tensors, call, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit)
+def mask_fits(call: AnyCall, functions: bool = False) -> bool:
+    """Return whether each tensor that a mask's program names has the right shape and dtype.
+
+    Without ``functions`` a program that has some does not fit.
+    """
+    return _fits(call.mask, call.mask_tensors, call, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit, functions)
 
 
-def bias_fits(call: AnyCall) -> bool:
+def bias_fits(call: AnyCall, functions: bool = False) -> bool:
     """Return the same for a bias's program."""
-    return _fits(call.bias, call.bias_tensors, call, BIAS_OPERANDS, _BIAS_TENSORS, _bias_tensors_fit)
+    return _fits(call.bias, call.bias_tensors, call, BIAS_OPERANDS, _BIAS_TENSORS, _bias_tensors_fit, functions)
 
 
 def _fits(
@@ -265,19 +268,43 @@ def _fits(
     operands: Mapping[int, int],
     named: Mapping[int, int],
     check: Callable[[int, Sequence[int], Tensors, GridSizes], bool],
+    functions: bool,
 ) -> bool:
     sizes = call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
     at = 0
     while at < len(words):
         opcode = words[at]
-        if operands.get(opcode, _COUNTED) == _COUNTED:
+        if opcode not in operands:
             return False
+        if operands[opcode] == _COUNTED:
+            end = at + 2 + (words[at + 1] if at + 1 < len(words) else 0)
+            if not functions or end > len(words) or not function_fits(words[at + 1 : end], tensors, sizes):
+                return False
+            at = end
+            continue
         count, numbers = operands[opcode], words[at + 1 : at + 1 + named.get(opcode, 0)]
         if len(words) < at + 1 + count or not all(0 <= n < len(tensors) for n in numbers):
             return False
         if numbers and not check(opcode, words[at + 1 : at + 1 + count], [tensors[n] for n in numbers], sizes):
             return False
         at += 1 + count
+    return True
+
+
+def function_fits(operands: Sequence[int], tensors: Tensors, sizes: GridSizes) -> bool:
+    """Return whether the tensors of a function have its dtypes and dimensions, and variables that index them stay within them.
+
+    Coordinates that are computed may be anything: who reads an element there wraps and limits them.
+    """
+    function, extents = Function.of(operands), dict(zip("bhij", sizes, strict=True))
+    if not all(0 <= number < len(tensors) for number in function.tensors):
+        return False
+    for node, at in indexed(function.root):
+        tensor = tensors[function.tensors[int(node.data[0][1:])]]
+        if tensor.dim() != len(at) or tensor.dtype != torch_dtype(node.dtype) or 0 in tensor.shape:
+            return False
+        if any(axis is not None and extents[axis] > size for axis, size in zip(at, tensor.shape, strict=True)):
+            return False
     return True
 
 

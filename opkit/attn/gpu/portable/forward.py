@@ -23,7 +23,7 @@ from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _DESCALES = ("q_by", "k_by", "v_by")
-_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *plans.TENSORS)
+_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *arguments.TENSORS)
 _RESULTS = slice(6, 8)  # of these, out and lse
 _FORWARD = Named("opkit.attn.gpu.portable.device.forward", "attention_forward")
 NAME = "triton"
@@ -56,7 +56,7 @@ def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = ""
     roomy = arguments.fit_to_slots(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
-    numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
+    numbers, constants = {**_numbers(example), **arguments.numbers_of(roomy, shape)}, (("ORDERED", ordered), ("FP8", fp8))
     launch = arguments.Tiled(
         forward_kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants
     )
