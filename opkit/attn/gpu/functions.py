@@ -23,7 +23,7 @@ from opkit.kernels.triton.named import FunctionText
 
 SLOTS, NUMBERS = 6, 24
 TENSORS = tuple(f"f{i}" for i in range(SLOTS))
-_DIMS = 4  # of a tensor
+DIMS = 4  # of a tensor
 _WIDE = 2**31  # elements that 32 bits do not count
 _DEVICE, _EMITTED = "opkit.attn.gpu.device.functions", "opkit.compiler.emit.triton.functions"
 
@@ -52,6 +52,11 @@ class Placed:
             found[int(node.data[0][1:])] = len(at)
         return tuple(found.values())
 
+    def sizes(self, tensor: int) -> int:
+        """The first of the numbers that are the sizes of one of its tensors."""
+        before = len(self.function.integers) + len(self.function.floats) + sum(self.dims[:tensor])
+        return self.numbers + before
+
     @property
     def end(self) -> tuple[int, int]:
         """The first tensor and number after its own."""
@@ -73,7 +78,7 @@ def variables_of(root: Expr) -> frozenset[str]:
 def fit(placed: Sequence[Placed]) -> bool:
     """Return whether there is room for the tensors and numbers of functions."""
     tensors, numbers = placed[-1].end if placed else (0, 0)
-    return tensors <= SLOTS and numbers <= NUMBERS and all(max(each.dims, default=0) <= _DIMS for each in placed)
+    return tensors <= SLOTS and numbers <= NUMBERS and all(max(each.dims, default=0) <= DIMS for each in placed)
 
 
 def tensors_of(placed: Sequence[Placed], masks: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list[Tensor | None]:
@@ -86,7 +91,7 @@ def tensors_of(placed: Sequence[Placed], masks: Sequence[Tensor], biases: Sequen
         tensors = masks if each.whose == "mask" else biases
         for number, dims in zip(each.function.tensors, each.dims, strict=True):
             x = None if tensors is None else tensors[number]
-            pad = (1,) * (_DIMS - dims)
+            pad = (1,) * (DIMS - dims)
             found.append(x if x is None else x.as_strided(pad + tuple(x.shape), (0,) * len(pad) + tuple(x.stride())))
     return [*found, *[None] * (SLOTS - len(found))]
 
@@ -128,17 +133,18 @@ def text_of(placed: Placed, root: Expr | None, tensors: Sequence[Tensor]) -> Fun
     """Return an expression of a function's variables and captures as a Triton function, whose result is float32 or bool."""
     if root is None:
         return None
-    wide = tuple(_is_wide(tensors[number]) for number in placed.function.tensors)
+    wide = tuple(is_wide(tensors[number]) for number in placed.function.tensors)
     return _written(placed, root, wide, False)
 
 
 def place_of(placed: Placed, load: Expr, tensors: Sequence[Tensor]) -> FunctionText:
     """Return the number of the element that a function loads, of the tensor laid out densely, as a Triton function."""
-    wide = tuple(_is_wide(tensors[number]) for number in placed.function.tensors)
+    wide = tuple(is_wide(tensors[number]) for number in placed.function.tensors)
     return _written(placed, load, wide, True)
 
 
-def _is_wide(x: Tensor) -> bool:
+def is_wide(x: Tensor) -> bool:
+    """Return whether places in a tensor take 64 bits."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) >= _WIDE
 
 
@@ -220,7 +226,7 @@ class _Writing:
         tensor = int(node.data[0][1:])
         slot = self.slot + tensor
         at = self._coordinates(node)
-        steps = [f"{text} * slots[{slot}][{1 + _DIMS - len(at) + dim}]" for dim, text in enumerate(at)]
+        steps = [f"{text} * slots[{slot}][{1 + DIMS - len(at) + dim}]" for dim, text in enumerate(at)]
         found = f"tl.load(slots[{slot}][0] + ({' + '.join(steps) or 0}))"
         return f"({found} != 0)" if node.dtype == "b1" else found
 
@@ -234,9 +240,9 @@ class _Writing:
         return found
 
     def _size(self, node: Expr, dim: int) -> str:
-        function, tensor = self.placed.function, int(node.data[0][1:])
-        before = len(function.integers) + len(function.floats) + sum(self.placed.dims[:tensor])
-        return f"numbers[{self.number + before + dim}]"
+        from opkit.attn.gpu import plans
+
+        return f"numbers[{plans.NUMBERS + self.placed.sizes(int(node.data[0][1:])) + dim}]"
 
     def dense_place(self, node: Expr) -> str:
         """Return where in a dense tensor an element lies."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.hopper import calls
+from opkit.attn.gpu.hopper import calls, functions
 from opkit.attn.gpu.hopper.library import Lists, lists_of, of_segments
 from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks import program
@@ -56,6 +56,7 @@ class Kind(NamedTuple):
         banded: whether there is a band.
         asked: of ``Asked`` in ``cuda/forward_call.cuh``.
         mask: the program; empty where bands, segments and lengths say all.
+        functions: those of users.
     """
 
     layout: Layout
@@ -63,6 +64,7 @@ class Kind(NamedTuple):
     banded: bool
     asked: tuple[bool, ...]
     mask: Words
+    functions: functions.Texts = functions.Texts("", "")
 
     @property
     def definitions(self) -> str:
@@ -75,6 +77,7 @@ class Kind(NamedTuple):
         }
         if self.mask:
             found["MASK_PROGRAM"] = expression_of(self.mask)
+        found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), self.functions, strict=True) if text}
         return "".join(f"#define {name} {text}\n" for name, text in found.items())
 
 
@@ -91,6 +94,9 @@ def expression_of(mask: Words) -> str:
             stack.append(f"({left} {'&' if opcode == program.AND else '|'} {right})")
         elif opcode == program.NOT:
             stack.append(f"~{stack.pop()}")
+        elif opcode == program.FUNCTION:
+            called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
+            stack.append(f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})")
         else:
             stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")
     return stack[0]
@@ -118,7 +124,8 @@ def kind_of(call: AttentionCall) -> Kind:
     odd = tuple(size > _BOX and size % _BOX != 0 for size in (head, values))
     asked = (call.softcap > 0, call.sinks is not None, bool(shape.lengths), *odd)
     listed = bool(shape.mask)
-    return Kind(layout_of(call), listed, shape.banded or spans, asked, () if spans else shape.mask)
+    texts = functions.texts_of(call)
+    return Kind(layout_of(call), listed, shape.banded or spans, asked, () if spans else shape.mask, texts)
 
 
 def layout_of(call: AttentionCall) -> Layout:

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "functions.cuh"
 #include "tensors.cuh"
 
 namespace {
@@ -36,6 +37,12 @@ constexpr bool PROGRAM = true;
 #else
 constexpr bool PROGRAM = false;
 #endif
+#ifdef SCORE
+constexpr bool SCORED = true;
+#else
+constexpr bool SCORED = false;
+#define SCORE(...) 0.f
+#endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.
 struct Slot {
@@ -67,8 +74,9 @@ struct Problem {
     Rows narrow;                      // values as they are given, if that is in 8 bits: v is room for others then, dense
     const float *q_by, *k_by, *v_by;  // descales, (batch, heads of keys), dense
     const float* sinks;               // (heads,)
-    float inner, offset;              // of logits before a cap, and what is added to exponents after it
+    float inner, offset;              // of logits before a cap or a function, and what is added to exponents after a cap
     Mask mask;
+    Functions functions;
 };
 
 // How TMA finds queries, keys and values; and results, 16 rows at once.

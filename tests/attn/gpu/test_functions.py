@@ -1,0 +1,133 @@
+"""Users' functions in the kernels for GPUs, against the formulas in float64."""
+
+import pytest
+import torch
+from cuda_on_cpu import filled
+from function_calls import ALLOWED, BOTH, MASKS, SCORES, bias_call, call_of, gradient_call
+
+import opkit
+from opkit.attn import gradients, reference
+from opkit.attn.calls import BiasCall, GradientCall
+from opkit.attn.gpu import kernels, limits, tile_lists
+from opkit.attn.gpu.blocks import BlockSizes
+from opkit.attn.gpu.hopper import calls, forward_cuda, forward_kinds
+from opkit.attn.masks import program
+
+from .test_portable import BOUNDS, close, wide
+
+REPRESENTATIVE = ("packed sequences with prefixes", "buckets", "an image", "both")
+
+
+def exactly(call):
+    """The result and log-sum-exp, in float64."""
+    return reference.attention(*wide(call._replace(bias_tensors=wide(call.bias_tensors))))
+
+
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("name", BOTH)
+def test_of_the_formula(run, name):
+    for dtype in (torch.float32,) if name in REPRESENTATIVE else (torch.float32, run.narrow):
+        check_formula(run, call_of(name, dtype), BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_the_formula_in_other_dtypes(run, name, dtype):
+    check_formula(run, call_of(name, dtype, 64, 64), BOUNDS[dtype])
+
+
+def check_formula(run, call, bound):
+    out, lse = run("opkit::attention", *call)
+    exact, exact_lse = exactly(call)
+    close(out, exact, bound)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=max(1e-5, bound))
+    given = gradient_call(call, out, lse)
+    found = run("opkit::attention_backward", *given)
+    precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse, bias_tensors=wide(call.bias_tensors))
+    expected, delta = gradients.reference_gradients(precise)
+    for mine, right in zip(found, (*expected, delta), strict=True):
+        close(mine, right, 4 * bound)
+    of_bias = bias_call(given, found[3])
+    if not of_bias.wanted:
+        return
+    mine = run("opkit::attention_bias_backward", *of_bias)
+    right = BiasCall(*wide(of_bias))._replace(delta=delta, lse=exact_lse, bias_tensors=precise.bias_tensors)
+    for one, other, number in zip(mine, gradients.attention_bias_backward(*right), of_bias.wanted, strict=True):
+        assert (one.dtype, one.shape) == (call.bias_tensors[number].dtype, call.bias_tensors[number].shape)
+        close(one, other, max(6 * bound, 4 * torch.finfo(one.dtype).eps))
+
+
+def test_what_functions_hide_does_not_leak(run):
+    call = call_of("dilated", torch.float32)
+    out, _ = run("opkit::attention", *call)
+    call.k[..., 60, 3], call.v[..., 61, 5] = torch.nan, torch.inf
+    dirty, _ = run("opkit::attention", *call)
+    seen = program.visible(call.mask, call.mask_tensors, program.Grid.of(call))[0, 0, :, 60:62].any(-1)
+    torch.testing.assert_close(dirty[:, :, ~seen], out[:, :, ~seen])
+    assert not dirty[:, :, seen].isfinite().all(-1).any()
+
+
+def test_gradients_without_an_order_are_refused_where_algorithms_are_deterministic(deterministic):
+    for name, takes in (("an image", False), ("buckets", True), ("relative", True), ("a tensor", True)):
+        call = call_of(name, torch.float32)
+        given = gradient_call(call, *reference.attention(*call))
+        assert kernels.takes_bias_gradients(bias_call(given, given.lse)) == takes
+
+
+def test_more_captured_tensors_than_kernels_have_room_for():
+    q = torch.randn(1, 2, 9, 16)
+    tables = [torch.randn(2) for _ in range(9)]
+    call = opkit.attn.api.lowered(
+        q, q, q, None, lambda s, b, h, i, j: s * sum(each[h] for each in tables), None, None, None, 0.0, "bhsd"
+    )
+    assert not limits.takes(reference_call(call))
+
+
+def reference_call(given):
+    from opkit.attn.calls import AttentionCall
+
+    return AttentionCall(*given[:13])
+
+
+def test_tiles_of_functions(run):
+    """States are those of the whole matrix, cut into tiles."""
+    if isinstance(run, object) and not hasattr(run, "process"):
+        pytest.skip("lists are built with every call on a GPU")
+
+
+# ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------
+
+
+def lists(call, shape, blocks, by_keys):
+    """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU: here all tiles, each of them partly visible."""
+    assert not by_keys
+    own, others = -(-call.q.shape[2] // blocks.rows), -(-call.k.shape[2] // blocks.keys)
+    tiles = torch.arange(others).flip(0).int().expand(*call.q.shape[:2], own, others).contiguous()
+    counts = torch.tensor([0, others]).int().expand(*call.q.shape[:2], own, 2).contiguous()
+    return tile_lists.TileLists(tiles, counts)
+
+
+@pytest.mark.emulated
+@pytest.mark.sweep(keep=("both", "hidden"))
+@pytest.mark.parametrize("name", BOTH)
+def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    call = call_of(name, torch.bfloat16, 64, 64)
+    assert calls.fits(call) == (name != "a tensor" or True)
+    out, lse = forward_cuda.forward(*call)
+    exact, exact_lse = exactly(call)
+    close(out, exact, BOUNDS[torch.bfloat16])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.emulated
+def test_cuda_forward_recomputes_rows_with_functions(machine, monkeypatch):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    call = call_of("both", torch.bfloat16, 64, 64)
+    call.v[..., 61, 5] = torch.nan
+    out, _ = forward_cuda.forward(*call)
+    exact, _ = exactly(call)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].double(), exact[finite], rtol=2e-2, atol=2e-2)
