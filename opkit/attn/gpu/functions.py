@@ -115,24 +115,23 @@ def numbers_of(
 def words_of(
     words: Sequence[tuple[int, ...]], placed: Sequence[Placed], opcode: int, tensors: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return a program as kernels take it: in place of each function its Triton function, and its derivative by the score.
+    """Return a program as kernels take it: in place of each function its Triton function, and of biases' the derivative too.
 
-    The derivative is None where it is 0.
+    The derivative is that by the score, 0 where the function does not depend on it.
     """
     found: list[tuple[Any, ...]] = []
     for word in words:
         if word[0] == opcode:
             root = placed[word[1]].function.root
-            slope = next((slope for node, slope in derivatives(root).items() if node.op == "var"), None)
-            word = (opcode, *(text_of(placed[word[1]], each, tensors) for each in (root, slope)))
+            slopes = [slope for node, slope in derivatives(root).items() if node.op == "var"]
+            texts = [text_of(placed[word[1]], each, tensors) for each in (root, *slopes)]
+            word = (opcode, *texts) if placed[word[1]].whose == "mask" or slopes else (opcode, *texts, 0)
         found.append(word)
     return tuple(found)
 
 
-def text_of(placed: Placed, root: Expr | None, tensors: Sequence[Tensor]) -> FunctionText | None:
+def text_of(placed: Placed, root: Expr, tensors: Sequence[Tensor]) -> FunctionText:
     """Return an expression of a function's variables and captures as a Triton function, whose result is float32 or bool."""
-    if root is None:
-        return None
     wide = tuple(is_wide(tensors[number]) for number in placed.function.tensors)
     return _written(placed, root, wide, False)
 
@@ -166,6 +165,8 @@ def _written(placed: Placed, root: Expr, wide: tuple[bool, ...], place: bool) ->
     return FunctionText(name, _IMPORTS + text)
 
 
+_IN_TRITON = {"f32": {"tanh", "log", "log2", "sin", "cos", "erf"}, "f64": {"log", "log2", "sin", "cos", "erf"}}
+"""Functions that Triton's language has, and its interpreter; ``tanh`` is this folder's."""
 _IMPORTS = f"""import triton
 import triton.language as tl
 from {_EMITTED} import opk_div, opk_floordiv, opk_fmod, opk_max, opk_max_nan, opk_min, opk_min_nan, opk_pow, opk_rem
@@ -209,8 +210,8 @@ class _Writing:
             return f"{texts[0]}.to({TYPES[node.dtype]}, bitcast=True)"
         if node.op == "nonzero":
             return texts[0]
-        if node.op == "tanh" and node.dtype == "f32":
-            return f"tanh({texts[0]})"
+        if node.dtype in _IN_TRITON and node.op in _IN_TRITON[node.dtype]:
+            return f"{'' if node.op == 'tanh' else 'tl.'}{node.op}({texts[0]})"
         return applied(node.op, node.args[-1].dtype, texts, exact=False)
 
     def _variable(self, node: Expr) -> str:

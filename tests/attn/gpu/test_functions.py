@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from cuda_on_cpu import filled
-from function_calls import ALLOWED, BOTH, MASKS, SCORES, bias_call, call_of, gradient_call
+from function_calls import BOTH, bias_call, call_of, gradient_call
+from hopper_calls import on_hopper_with_compiler
 
-import opkit
 from opkit.attn import gradients, reference
-from opkit.attn.calls import BiasCall, GradientCall
+from opkit.attn.api import lowered
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.gpu import kernels, limits, tile_lists
-from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.hopper import calls, forward_cuda, forward_kinds
+from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
 
+from .conftest import OnGpu
 from .test_portable import BOUNDS, close, wide
 
 REPRESENTATIVE = ("packed sequences with prefixes", "buckets", "an image", "both")
@@ -26,15 +26,14 @@ def exactly(call):
 @pytest.mark.sweep(keep=REPRESENTATIVE)
 @pytest.mark.parametrize("name", BOTH)
 def test_of_the_formula(run, name):
-    for dtype in (torch.float32,) if name in REPRESENTATIVE else (torch.float32, run.narrow):
-        check_formula(run, call_of(name, dtype), BOUNDS[dtype])
+    check_formula(run, call_of(name, torch.float32), BOUNDS[torch.float32])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_the_formula_in_other_dtypes(run, name, dtype):
-    check_formula(run, call_of(name, dtype, 64, 64), BOUNDS[dtype])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_the_formula_in_narrow_dtypes(name, dtype):
+    check_formula(OnGpu(), call_of(name, getattr(torch, dtype), 64, 64), BOUNDS[getattr(torch, dtype)])
 
 
 def check_formula(run, call, bound):
@@ -78,22 +77,12 @@ def test_gradients_without_an_order_are_refused_where_algorithms_are_determinist
 def test_more_captured_tensors_than_kernels_have_room_for():
     q = torch.randn(1, 2, 9, 16)
     tables = [torch.randn(2) for _ in range(9)]
-    call = opkit.attn.api.lowered(
-        q, q, q, None, lambda s, b, h, i, j: s * sum(each[h] for each in tables), None, None, None, 0.0, "bhsd"
-    )
-    assert not limits.takes(reference_call(call))
 
+    def score(s, b, h, i, j):
+        return s * sum(each[h] for each in tables)
 
-def reference_call(given):
-    from opkit.attn.calls import AttentionCall
-
-    return AttentionCall(*given[:13])
-
-
-def test_tiles_of_functions(run):
-    """States are those of the whole matrix, cut into tiles."""
-    if isinstance(run, object) and not hasattr(run, "process"):
-        pytest.skip("lists are built with every call on a GPU")
+    call = AttentionCall(*lowered(q, q, q, None, score, None, None, None, 0.0, "bhsd")[:13])
+    assert not limits.takes(call)
 
 
 # ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------
@@ -114,11 +103,23 @@ def lists(call, shape, blocks, by_keys):
 def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
     monkeypatch.setattr(tile_lists, "lists_of", lists)
     call = call_of(name, torch.bfloat16, 64, 64)
-    assert calls.fits(call) == (name != "a tensor" or True)
     out, lse = forward_cuda.forward(*call)
     exact, exact_lse = exactly(call)
     close(out, exact, BOUNDS[torch.bfloat16])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", BOTH)
+class TestOnHopper:
+    pytestmark = on_hopper_with_compiler
+
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_cuda_forward_of_the_formula(self, name, head):
+        call = call_of(name, torch.bfloat16, head, head)
+        out, lse = OnGpu()("opkit::attention", *call, kernel="hopper_cuda")
+        exact, exact_lse = exactly(call)
+        close(out, exact, BOUNDS[torch.bfloat16])
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.emulated

@@ -105,23 +105,23 @@ def _between(distance, numbers, first: tl.constexpr):
 def biased(x, PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift):
     """``x``, logits of a tile, after each term of a bias's program. ``shift``: all keys less all queries."""
     for at in tl.static_range(len(PROGRAM)):
-        x = _with_term(x, PROGRAM[at], slots, numbers, b, h, i, j, queries, keys, shift)
+        x = _with_term(x, PROGRAM, at, slots, numbers, b, h, i, j, queries, keys, shift)
     return x
 
 
 @triton.jit
-def _with_term(x, TERM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift):
+def _with_term(x, PROGRAM: tl.constexpr, AT: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift):
     inside = (i < queries) & (j < keys)
-    if TERM[0] == BIAS_FUNCTION:
-        x = tl.broadcast_to(called(TERM[1], x, slots, numbers, b, h, i, j, queries, keys), x.shape)
-    elif TERM[0] == BIAS_DENSE:
-        x += element(slots, TERM[1], b, h, i, j, inside).to(tl.float32)
-    elif TERM[0] == BIAS_ALIBI:
-        x -= number(slots, TERM[1], b, h) * tl.abs(i + shift - j).to(tl.float32)
+    if PROGRAM[AT][0] == BIAS_FUNCTION:
+        x = tl.broadcast_to(called(PROGRAM[AT][1], x, slots, numbers, b, h, i, j, queries, keys), x.shape)
+    elif PROGRAM[AT][0] == BIAS_DENSE:
+        x += element(slots, PROGRAM[AT][1], b, h, i, j, inside).to(tl.float32)
+    elif PROGRAM[AT][0] == BIAS_ALIBI:
+        x -= number(slots, PROGRAM[AT][1], b, h) * tl.abs(i + shift - j).to(tl.float32)
     else:
-        wide = numbers[TERM[3]]
-        x += element(slots, TERM[1], b, h, i, j // wide, inside).to(tl.float32)
-        x += element(slots, TERM[2], b, h, i, j % wide, inside).to(tl.float32)
+        wide = numbers[PROGRAM[AT][3]]
+        x += element(slots, PROGRAM[AT][1], b, h, i, j // wide, inside).to(tl.float32)
+        x += element(slots, PROGRAM[AT][2], b, h, i, j % wide, inside).to(tl.float32)
     return x
 
 
@@ -139,11 +139,11 @@ def slopes_before(
         if at == TERM:
             before = x
         if PROGRAM[at][0] == BIAS_FUNCTION and at >= FIRST:
-            if PROGRAM[at][2] is None:
+            if PROGRAM[at][2] == 0:
                 slopes *= 0.0
             else:
                 slopes *= called(PROGRAM[at][2], x, slots, numbers, b, h, i, j, queries, keys)
-        x = _with_term(x, PROGRAM[at], slots, numbers, b, h, i, j, queries, keys, shift)
+        x = _with_term(x, PROGRAM, at, slots, numbers, b, h, i, j, queries, keys, shift)
     return slopes, before
 
 

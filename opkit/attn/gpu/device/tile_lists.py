@@ -187,12 +187,12 @@ def function_states(
 
     What the function does not depend on is the same for all batches and heads. ``STEP`` divides ``ROWS``.
     """
-    captured = (
+    slots = (
+        0, 0, 0, 0, 0, 0,
         (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
         (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
         (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
     )  # fmt: skip
-    slots = (None, None, None, None, None, None) + captured
     numbers = (
         0, 0, 0, 0, 0, 0, 0, 0,
         m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,

@@ -57,7 +57,13 @@ _SPELLED: dict[str, dict[str, str]] = {
     "ne": dict.fromkeys("bif", "({a} != {b})"),
 }  # fmt: skip
 _LIBRARY = {"round": "rint", "abs": "fabs"}
-_QUICK = {"exp": "exp_of", "tanh": "tanh_of", "exp2": "exp2_approx"}  # of float32
+_QUICK = {"exp": "exp_of", "tanh": "tanh_of", "exp2": "exp2_approx", "div": "quotient"}  # of float32
+_LONG = frozenset({
+    "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "expm1", "log1p",
+    "pow", "rem", "fmod",
+})  # fmt: skip
+"""Ops of floats that are many instructions. A function with some of them is called and not inlined: there are as many logits as
+registers, and a compiler would take minutes."""
 
 
 class Captured(ctypes.Structure):
@@ -139,8 +145,9 @@ def captured(call: AnyCall) -> Functions:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def _head(result: str, name: str) -> str:
-    return f"SM90 {result} {name}(const Problem& problem, int b, int h, int i, int j, float score)"
+def _head(result: str, name: str, inlined: bool = True) -> str:
+    kind = "SM90" if inlined else "static __device__ __noinline__"
+    return f"{kind} {result} {name}(const Problem& problem, int b, int h, int i, int j, float score)"
 
 
 def _text(number: int, placed: Placed, wide: Sequence[bool]) -> str:
@@ -148,7 +155,8 @@ def _text(number: int, placed: Placed, wide: Sequence[bool]) -> str:
     lines = [writing.line(node) for node in placed.function.root.walk()]
     result = "bool" if placed.whose == "mask" else "float"
     returned = f"return {result}({writing.names[placed.function.root]});"
-    return f"{_head(result, name_of(number))} {{ {' '.join([*lines, returned])} }}"
+    inlined = not any(node.op in _LONG and is_float(node.dtype) for node in placed.function.root.walk())
+    return f"{_head(result, name_of(number), inlined)} {{ {' '.join([*lines, returned])} }}"
 
 
 class _Writing:
@@ -211,12 +219,12 @@ def applied(op: str, dtype: str, texts: Sequence[str]) -> str:
     text = _SPELLED.get(op, {}).get(row.kind[0])
     if op == "abs" and row.kind == "int" and not row.signed:
         return texts[0]
+    if dtype != "f64" and row.kind == "float" and op in _QUICK:
+        return f"{_QUICK[op]}({', '.join(texts)})"
     if text is not None:
         text = text.format(**dict(zip("abc", texts, strict=False)))
         computed = row.kind == "int" and op not in ("lt", "le", "eq", "ne")
         return f"{_TYPES[dtype]}{text if text[0] == '(' else f'({text})'}" if computed else text
-    if dtype != "f64" and op in _QUICK:
-        return f"{_QUICK[op]}({texts[0]})"
     return f"{_LIBRARY.get(op, op)}{'' if dtype == 'f64' else 'f'}({', '.join(texts)})"
 
 

@@ -269,6 +269,7 @@ def _bias_constants(call: BiasCall, term: Term, size: BlockSizes) -> arguments.C
         found["TERM"] = term.at
     if term.load is not None:
         of, tensors = _function_of(call, term), call.bias_tensors
+        assert term.derivative is not None
         found["PART"] = functions.text_of(of, term.derivative, tensors)
         found["PLACE"] = functions.place_of(of, term.load, tensors) if term.scattered else None
     del found["LISTED"]
