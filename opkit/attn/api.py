@@ -17,7 +17,7 @@ from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
 from opkit.attn.masks import biases
 from opkit.attn.masks.algebra import Mask
-from opkit.attn.masks.lowering import programs_of
+from opkit.attn.masks.lowering import Functions, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
@@ -149,11 +149,14 @@ def attention(
         program, *numbers = known.result
         out, lse = fn(*as_bhsd(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
     else:
-        call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout)
+        functions: Functions | None = [] if is_dynamo_compiling() else None
+        call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout, functions)
         if flags and call[0].dtype not in float8.DTYPES:
             _remember(q, k, v, flags, known, call)
         if descales is not None or call[0].dtype in float8.DTYPES:
             out, lse = _call_float8(kernel, call, descales)
+        elif functions:
+            out, lse = _with_functions(kernel, call, functions)
         else:
             out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
     if layout != "bhsd":
@@ -258,15 +261,16 @@ def lowered(
     sinks: Tensor | None,
     dropout_p: float,
     layout: str,
+    functions: Functions | None = None,
 ) -> tuple[Any, ...]:
-    """Return the operator's arguments, checked."""
+    """Return the operator's arguments, checked; ``functions`` as in :func:`opkit.attn.masks.lowering.programs_of`."""
     q, k, v = as_bhsd(q, k, v, layout)
     if isinstance(q, Tensor) and _autocasts(q.device.type):
         q, k, v = _cast(q, k, v)
     sizes = _check_sizes(q, k, v, layout)
     if softcap is not None:
         arguments.check_softcap(softcap)
-    programs = programs_of(mask, bias, softcap, sizes, q.dtype)
+    programs = programs_of(mask, bias, softcap, sizes, q.dtype, functions)
     if sinks is not None:
         arguments.check_sinks(sinks, q, sizes.heads)
     return (
@@ -346,6 +350,15 @@ def _call_kernel(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         return reference.attention(*call)
     with use_kernel(_OPERATOR, kernel):
         return _OPERATOR(*call)
+
+
+def _with_functions(kernel: str | None, call: tuple[Any, ...], functions: Functions) -> tuple[Tensor, Tensor]:
+    from opkit.attn.functions import compiled  # which imports torch's higher-order operators
+
+    def run() -> tuple[Tensor, Tensor]:
+        return _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
+
+    return compiled.call(run, functions, call[0].dtype, call[0].device)
 
 
 def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:

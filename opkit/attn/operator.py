@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opkit.attn import gradients, reference
 from opkit.attn.calls import AttentionCall
+from opkit.attn.masks import program
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 from opkit.op.rules import transforms
@@ -25,9 +26,6 @@ NAME = "opkit::attention"
 
 KERNELS: tuple[str, ...] = ("opkit.attn.cpu", "opkit.attn.batch_invariant", "opkit.attn.gpu.kernels")
 """Modules with kernels, in the order of registration: the last of those that support a call is chosen."""
-
-# Arguments whose first dimension is the batch, into which vmap folds the mapped dimension; sinks and seed have none.
-_BATCHED = (0, 1, 2, 3, 4)
 
 
 @functools.cache
@@ -65,19 +63,47 @@ def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     sinks, seed = args[5:7]
     if seed is not None or (sinks is not None and in_dims[5] is not None):
         return transforms.loop_over_batch(attention_operator(), info, in_dims, args, {})
-    folded = list(args)
     q, dim = args[0], in_dims[0]
     batch = (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
-    for i in _BATCHED:
+    folded = list(args)
+    for i in range(3):
         folded[i] = _folded(args[i], in_dims[i], info.batch_size, batch)
+    for tensors, words, operands in ((3, 7, program.MASK_OPERANDS), (4, 8, program.BIAS_OPERANDS)):
+        dims = in_dims[tensors] or [None] * len(args[tensors])
+        folded[tensors], folded[words] = _folded_program(
+            args[words], operands, args[tensors], dims, info.batch_size, batch
+        )
     out, lse = attention_operator()(*folded)
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
 
 
-def _folded(value: Any, dims: Any, size: int, batch: int) -> Any:
-    """Return tensors with ``size * batch`` in place of the batch; in lists a batch of 1 stays where no dimension is mapped."""
-    if isinstance(value, (list, tuple)):
-        each = zip(value, dims or [None] * len(value), strict=True)
-        return [v if d is None and v.shape[0] == 1 else _folded(v, d, size, batch) for v, d in each]
-    mapped = value.expand(size, *value.shape) if dims is None else value.movedim(dims, 0)
+def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """Return a tensor with ``size * batch`` in place of the batch."""
+    mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return mapped.expand(size, batch, *mapped.shape[2:]).flatten(0, 1)
+
+
+def _folded_program(
+    words: list[int], operands: Mapping[int, int], tensors: list[Tensor], dims: Sequence[Any], size: int, batch: int
+) -> tuple[list[Tensor], list[int]]:
+    """Return a program, and its tensors, for ``size * batch`` in place of the batch.
+
+    A batch of 1 stays where no dimension is mapped. Functions read their tensors unfolded, by two numbers made of the batch's.
+    """
+    functions, others = program.used_tensors(words, operands)
+    unfolded = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
+    found = [
+        x if number not in others or (dim is None and x.shape[0] == 1) else _folded(tensors[number], dim, size, batch)
+        for number, (x, dim) in enumerate(zip(unfolded, dims, strict=True))
+    ]
+    places = {number: number if number not in others else -1 for number in functions}
+    for number in sorted(functions & others):
+        places[number] = len(found)
+        found.append(unfolded[number])
+    return found, program.with_functions(
+        words,
+        operands,
+        lambda function: function.batched(
+            batch, [places[t] for t in function.tensors], [dims[t] is not None for t in function.tensors]
+        ),
+    )

@@ -126,6 +126,15 @@ def or_false(condition: Any) -> bool:
     return guard_or_false(condition)
 
 
+def is_known_true(condition: Any) -> bool:
+    """Return whether a comparison of sizes holds for all of them; no guard is added."""
+    if condition is True or condition is False:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def or_true(condition: Any) -> bool:
     """Evaluate a comparison of sizes; True where it depends on data, so that tracing cannot decide it."""
     if condition is True or condition is False:

@@ -14,7 +14,7 @@ from opkit.nn.functional import flex_attention
 
 B, H, S, D = 2, 4, 50, 16
 SLOPES = torch.linspace(0.1, 0.9, H, dtype=torch.float64)
-IDS = torch.arange(S).mul(3).div(S, rounding_mode="floor").expand(B, S).contiguous()
+IDS = torch.arange(S + 9).div(17, rounding_mode="floor").expand(B, -1).contiguous()  # more than there are keys
 LENGTHS = torch.tensor([30, 50])
 TABLE = torch.linspace(-1, 1, H * (2 * S - 1), dtype=torch.float64).reshape(H, -1).sin()
 FULL = torch.linspace(-9, 9, B * H * S * S, dtype=torch.float64).reshape(B, H, S, S).cos()
@@ -35,7 +35,7 @@ MASKS = {
     "neighbourhood": lambda b, h, i, j: ((i // 8 - j // 8).abs() <= 1) & ((i % 8 - j % 8).abs() <= 2),
     "by head": lambda b, h, i, j: torch.where(h < 2, i >= j, i <= j),
     "a tensor of bools": lambda b, h, i, j: (FULL > 0)[b, h, i, j],
-    "not the diagonal": lambda b, h, i, j: (i != j) & (j < S),
+    "not the diagonal": lambda b, h, i, j: (i != j) & (j < 40),
     "rows that see nothing": lambda b, h, i, j: (i > 5) & (j * 2 < i),
 }
 SCORES = {
@@ -124,6 +124,14 @@ def test_what_known_opcodes_express():
     assert opcodes(score=SCORES["hidden"])[:2] == ([band], [program.BIAS_FUNCTION])
 
 
+def test_one_batch_of_ids():
+    q, ids = torch.randn(1, H, S, D), IDS[:1]
+    mask = lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j)  # noqa: E731
+    words = lowered(q, q, q, mask, None, None, None, None, 0.0, "bhsd")[7]
+    assert words[0] == program.SEGMENTS
+    torch.testing.assert_close(opkit.attention(q, q, q, mask=mask), opkit.attention(q, q, q, mask=MaskFunction(mask)))
+
+
 def test_a_band_of_the_same_numbers_as_the_mask_that_says_the_same():
     q = inputs(torch.float32)[0]
     for mask, same in ((MASKS["causal"], Causal()), (MASKS["symmetric window"], SlidingWindow(WINDOW, WINDOW))):
@@ -207,6 +215,80 @@ def test_flex_attention_takes_functions():
         torch.testing.assert_close(flex_attention(q, k, v, score_mod=score, block_mask=block_mask), expected)
 
 
+# ---- transforms and compilers ----------------------------------------------------------------------------------------
+
+
+def model(q, k, v, slopes, width):
+    def score(s, b, h, i, j):
+        return s * torch.sigmoid(slopes[h]) + slopes[h] * (j - i)
+
+    def mask(b, h, i, j):
+        return ((i - j).abs() < width) & (IDS[b, i] == IDS[b, j]) | ((i + j) % 3 == 0)
+
+    return opkit.attention(2 * q, k, v, mask=mask, bias=score).sin()
+
+
+def model_inputs(sequence=S, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(B, H, sequence, D, generator=generator).requires_grad_() for _ in range(3)
+    ], SLOPES.detach().float()
+
+
+@pytest.mark.parametrize("backend", ["opkit", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+def test_compiled_once_for_all_sizes_and_numbers(backend):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    frames = 0
+    for sequence, width in ((S, 7), (S, 9), (40, 9), (33, 5)):
+        tensors, slopes = model_inputs(sequence)
+        wanted = [*tensors, slopes.requires_grad_()]
+        out, expected = (f(*tensors, slopes, width) for f in (compiled, model))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        gradient = torch.randn_like(out)
+        found, right = (torch.autograd.grad(x, wanted, gradient) for x in (out, expected))
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+        assert frames in (0, counter.frame_count)
+        frames = counter.frame_count
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v, slopes):
+        return model(q, k, v, slopes, 7)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    tensors, slopes = model_inputs()
+    tensors = [x.detach() for x in tensors]
+    sequence = torch.export.Dim("sequence", min=4, max=S)
+    shapes = ({2: sequence}, {2: sequence}, {2: sequence}, None)
+    program = torch.export.export(Model(), (*tensors, slopes), dynamic_shapes=shapes, strict=strict)
+    shorter = [x[:, :, :20] for x in tensors]
+    for given in (tensors, shorter):
+        torch.testing.assert_close(program.module()(*given, slopes), model(*given, slopes, 7))
+
+
+def test_vmap_and_func_grad():
+    (q, k, v), slopes = model_inputs()
+    q, k, v, many = q.detach(), k.detach(), v.detach(), torch.stack([slopes, -slopes, slopes * 2])
+    several = torch.stack([q, -q, q * 2])
+    each = [model(x, k, v, y, 7) for x, y in zip(several, many, strict=True)]
+    found = torch.func.vmap(lambda x, y: model(x, k, v, y, 7))(several, many)
+    torch.testing.assert_close(found, torch.stack(each))
+    found = torch.func.vmap(lambda x: model(x, k, v, slopes, 7))(several)
+    torch.testing.assert_close(found[2], model(several[2], k, v, slopes, 7))
+    gradient = torch.func.grad(lambda y: model(q, k, v, y, 7).square().sum())(slopes)
+    own = slopes.clone().requires_grad_()
+    model(q, k, v, own, 7).square().sum().backward()
+    torch.testing.assert_close(gradient, own.grad)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
 def _branches(b, h, i, j):
     if i > j:
         return i == j
@@ -224,7 +306,7 @@ MISTAKES = [
     (ArgumentError, r"_writes .* writes to a tensor: .*: i \+= 1", {"mask": _writes}),
     (DtypeError, "returned torch.int32, a mask_mod returns torch.bool", {"mask": lambda b, h, i, j: i - j}),
     (DtypeError, "returned torch.int32, a score_mod returns", {"bias": lambda s, b, h, i, j: i - j}),
-    (ShapeError, r"returned shape \(1, 50\) for one query and key", {"mask": lambda b, h, i, j: IDS[b] == i}),
+    (ShapeError, r"returned shape \(1, 59\) for one query and key", {"mask": lambda b, h, i, j: IDS[b] == i}),
     (ArgumentTypeError, "returned NoneType, expected a tensor", {"mask": lambda b, h, i, j: None}),
     (ArgumentTypeError, r"called as mask_mod\(b, h, q_idx, kv_idx\)", {"mask": lambda s, b, h, i, j: i >= j}),
     (ArgumentTypeError, "does not compute one element", {"mask": lambda b, h, i, j: LENGTHS.cumsum(0)[b] > j}),

@@ -115,19 +115,19 @@ BATCH = 3
 
 
 def functions(masks):
-    """The mask functions that transformers makes, each with whether it is known."""
+    """Mask functions that transformers makes, and others."""
     left = torch.tensor([0, 2, 5])
     groups = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, -1, -1, 2, 2, -1]] * BATCH)
     causal, both = masks.causal_mask_function, masks.bidirectional_mask_function
     return {
-        "causal": (causal, True),
-        "both": (both, True),
-        "window": (masks.sliding_window_causal_mask_function(3), True),
-        "window both ways": (masks.sliding_window_bidirectional_mask_function(2), True),
-        "chunks": (masks.chunked_causal_mask_function(4, left), True),
-        "groups": (masks.or_masks(causal, masks.blockwise_overlay(groups)), True),
-        "another": (masks.and_masks(causal, lambda b, h, q, k: k % 2 == 0), False),
-        "another's": (lambda b, h, q, k: k <= q, False),
+        "causal": causal,
+        "both": both,
+        "window": masks.sliding_window_causal_mask_function(3),
+        "window both ways": masks.sliding_window_bidirectional_mask_function(2),
+        "chunks": masks.chunked_causal_mask_function(4, left),
+        "groups": masks.or_masks(causal, masks.blockwise_overlay(groups)),
+        "another": masks.and_masks(causal, lambda b, h, q, k: k % 2 == 0),
+        "another's": lambda b, h, q, k: k <= q,
     }
 
 
@@ -156,7 +156,7 @@ def test_mask_functions(place, padding):
 
     queries, keys, q_offset, kv_offset = place
     given = None if PADDINGS[padding] is None else torch.tensor(PADDINGS[padding]).bool()
-    for name, (function, known) in functions(masks).items():
+    for name, function in functions(masks).items():
         call = {
             "batch_size": BATCH,
             "q_length": queries,
@@ -166,20 +166,15 @@ def test_mask_functions(place, padding):
         }
         call |= {"mask_function": function, "attention_mask": given, "allow_is_causal_skip": False}
         found, expected = hugging_face.mask_interface(**call), masks.sdpa_mask(**call)
-        aligned = q_offset == kv_offset or q_offset + queries == kv_offset + keys
-        assert isinstance(found, hugging_face.Prepared) is (known and aligned), name
+        assert isinstance(found, hugging_face.Prepared), name
         assert torch.equal(dense(found, queries, keys), dense(expected, queries, keys)), name
 
 
 def packed(masks, inner, positions, sequences):
     """What transformers makes of a mask function for packed sequences; older ones, such as 5.18, ask it of places alone."""
-    if positions_count(masks):
+    if hasattr(masks, "packed_sequence_compatibility_function"):
         return masks.packed_sequence_compatibility_function(inner, positions, sequences)
     return masks.and_masks(inner, masks.packed_sequence_mask_function(sequences))
-
-
-def positions_count(masks):
-    return hasattr(masks, "packed_sequence_compatibility_function")
 
 
 def test_packed_mask_functions():
@@ -194,8 +189,7 @@ def test_packed_mask_functions():
         call = {"batch_size": BATCH, "q_length": 8, "kv_length": 8, "q_offset": 0, "kv_offset": 0}
         call |= {"mask_function": packed(masks, inner, positions, sequences), "allow_is_causal_skip": False}
         found = hugging_face.mask_interface(**call)
-        known = not positions_count(masks) or (positions is consecutive and inner is not chunks)
-        assert isinstance(found, hugging_face.Prepared) is known
+        assert isinstance(found, hugging_face.Prepared)
         assert torch.equal(dense(found, 8, 8), masks.sdpa_mask(**call))
 
 

@@ -161,6 +161,19 @@ def test_the_switch():
     assert not any("opkit" in name for name in operators(lambda: layer(x)))
 
 
+def test_the_switch_of_flex_attention():
+    from torch.nn.attention import flex_attention as flex
+
+    q, torchs = r(1, 2, 5, 8), flex.flex_attention
+    opkit.set_sdpa_override(True)
+    try:
+        found = operators(lambda: flex.flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 2))
+        assert "opkit.attention.default" in found
+    finally:
+        opkit.set_sdpa_override(False)
+    assert flex.flex_attention is torchs
+
+
 def test_the_context_after_code_was_compiled_under_the_switch():
     """torch lists the functions that a mode can override when it first compiles, and must not keep the list of that moment."""
     from torch._dynamo.variables import torch as dynamo

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from opkit.attn.api import attention
 from opkit.attn.compat import torch_private
+from opkit.attn.compat.flex import flex_attention
 from opkit.attn.compat.torch_private import causal_bias_of
 from opkit.attn.masks.algebra import Mask, as_mask
 from opkit.attn.masks.diagonals import Causal
@@ -163,10 +164,11 @@ class sdpa_override(TorchFunctionMode):
 
 
 def set_sdpa_override(enabled: bool) -> None:
-    """Put :func:`scaled_dot_product_attention` in the place of torch's in ``torch.nn.functional``, or torch's back.
+    """Put opkit's ``scaled_dot_product_attention`` and ``flex_attention`` in the place of torch's, or torch's back.
 
-    It holds for all threads, and for code that calls the function by its place there; what has imported it by name keeps what
-    it has, and ``nn.MultiheadAttention`` keeps its fast path in inference, which does not call it. Compiled code is compiled
+    These places are ``torch.nn.functional`` and ``torch.nn.attention.flex_attention``. It holds for all threads, and for code
+    that calls the functions by their places; what has imported one by name keeps what it has, and ``nn.MultiheadAttention`` keeps
+    its fast path in inference, which does not call it. Compiled code is compiled
     again.
 
     >>> import opkit, torch
@@ -176,4 +178,5 @@ def set_sdpa_override(enabled: bool) -> None:
     >>> opkit.set_sdpa_override(False)
     """
     F.scaled_dot_product_attention = scaled_dot_product_attention if enabled else _TORCHS
+    torch_private.set_flex_attention(flex_attention if enabled else None)
     private.clear_overridable_functions()

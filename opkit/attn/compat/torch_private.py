@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -82,6 +83,19 @@ def recording_again() -> Any:
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradFunctionality", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(_C.DispatchKey, key))
     return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded)
+
+
+def set_flex_attention(function: Any) -> None:
+    """Put a function in the place of torch's ``flex_attention``, or with None torch's own back; this imports its module."""
+    module, own = _flex_attention()
+    module.flex_attention = own if function is None else function
+
+
+@functools.cache
+def _flex_attention() -> tuple[Any, Any]:
+    """Return the module of torch's ``flex_attention``, and the function, which nothing has replaced yet at the first call."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    return module, module.flex_attention
 
 
 def is_wrapper(x: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,30 +18,42 @@ class Captures:
     Attributes:
         function: the function, None if it is another callable.
         tensors: the tensors in its cells, globals and defaults, and in those of the functions that it calls.
-        numbers: the cells that hold integers and floats.
+        numbers: its cells that hold integers and floats.
+        tensor_cells: its cells that hold tensors, and the place of each in ``tensors``.
         key: decides the expression, together with the captured tensors and numbers; None if something else may decide it.
     """
 
     function: Any
-    tensors: list[Tensor]
-    numbers: list[types.CellType]
-    key: Any
+    tensors: list[Tensor] = dataclasses.field(default_factory=list[Tensor])
+    numbers: list[types.CellType] = dataclasses.field(default_factory=list[types.CellType])
+    tensor_cells: list[tuple[types.CellType, int]] = dataclasses.field(default_factory=list[tuple[types.CellType, int]])
+    key: Any = None
+    _opaque: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Captures:
-        captures = cls(function if isinstance(function, types.FunctionType) else None, [], [], None)
-        try:
-            captures.key = captures._described(function, ())
-        except _Opaque:
-            captures.key = None
+        captures = cls(function if isinstance(function, types.FunctionType) else None)
+        key = captures._described(function, ())
+        captures.key = None if captures._opaque else key
         return captures
+
+    def substituted(self, numbers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """Return the function with other values in its cells of numbers and of tensors."""
+        function = self.function
+        cells = dict(zip(map(id, self.numbers), numbers, strict=False))
+        cells |= {id(cell): x for (cell, _), x in zip(self.tensor_cells, tensors, strict=True)}
+        closure: tuple[types.CellType, ...] = function.__closure__ or ()
+        own = tuple(types.CellType(cells[id(cell)]) if id(cell) in cells else cell for cell in closure)
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, own
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made
 
     def _described(self, value: Any, outer: tuple[Any, ...]) -> Any:
         """Return a hashable description of a value that the function may read; collect tensors and numbers on the way."""
         if isinstance(value, Tensor):
-            first = next((k for k, known in enumerate(self.tensors) if known is value), len(self.tensors))
-            self.tensors.append(value)
-            return ("tensor", first, value.dtype, tuple(value.shape), value.device)
+            return self._of_tensor(value)
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
             return (type(value), value)
         if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or _is_torch(value):
@@ -50,7 +62,16 @@ class Captures:
             return tuple([self._described(each, outer) for each in value])
         if isinstance(value, types.FunctionType):
             return self._of_function(value, outer)
-        raise _Opaque
+        self._opaque = True  # an object, whose content may change
+        return None
+
+    def _of_tensor(self, tensor: Tensor) -> Any:
+        first = next((k for k, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        self.tensors.append(tensor)
+        if not all(type(n) is int for n in tensor.shape):
+            self._opaque = True
+            return None
+        return ("tensor", first, tensor.dtype, tuple(tensor.shape), tensor.device)
 
     def _of_function(self, function: Any, outer: tuple[Any, ...]) -> Any:
         if function in outer:
@@ -69,15 +90,16 @@ class Captures:
         try:
             value = cell.cell_contents
         except ValueError:
-            raise _Opaque from None
-        if len(outer) == 1 and isinstance(value, (int, float)) and not isinstance(value, bool):
+            self._opaque = True
+            return None
+        if len(outer) > 1:
+            return self._described(value, outer)
+        if isinstance(value, Tensor):
+            self.tensor_cells.append((cell, len(self.tensors)))
+        elif isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
             self.numbers.append(cell)
-            return type(value) if outer[0].__code__ not in needs_numbers else (type(value), value)
+            return type(value) if self.function.__code__ not in needs_numbers else (type(value), value)
         return self._described(value, outer)
-
-
-class _Opaque(Exception):
-    """A function reads an object whose content may change, so its expression is not cached."""
 
 
 needs_numbers: set[types.CodeType] = set()  # functions that need the values of captured numbers
@@ -93,15 +115,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def with_numbers(captures: Captures, numbers: list[Tensor]) -> Callable[..., Any]:
-    """Return the function with tensors in place of the captured numbers."""
-    function = captures.function
-    assert function is not None
-    place = {id(cell): types.CellType(x) for cell, x in zip(captures.numbers, numbers, strict=True)}
-    closure: tuple[types.CellType, ...] = function.__closure__ or ()
-    cells = tuple(place.get(id(cell), cell) for cell in closure)
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_float, is_int
-from opkit.compiler.ir.expr import Expr
+from opkit.compiler.ir.expr import Expr, rewrite
 from opkit.compiler.ir.index import Value, value
 from opkit.compiler.lower import scalar
 from opkit.compiler.lower.scalar import Scalar
@@ -55,6 +55,28 @@ class Function:
         lists = [word for each in (self.tensors, self.integers, bits) for word in (len(each), *each)]
         text = _words(self.root)
         return [len(lists) + len(text), *lists, *text]
+
+    def batched(self, batch: int, places: Sequence[int], mapped: Sequence[bool]) -> Function:
+        """Return the function for batches of ``batch`` that follow each other in one.
+
+        Args:
+            batch: the size of each.
+            places: the new places of ``t0``, ``t1``, ....
+            mapped: which of these have a first dimension with an element for each of the batches, which is the largest.
+        """
+        size = expr.var(f"n{len(self.integers)}", "i64")
+        number = expr.cast(expr.var("b", INDEX), "i64")
+        own, outer = expr.cast(expr.op("rem", number, size), INDEX), expr.op("floordiv", number, size)
+
+        def change(node: Expr) -> Expr:
+            if node.op == "var" and node.data == "b":
+                return own
+            if node.op != "load":
+                return node
+            at = [rewrite(each, change) for each in coordinates(node)]
+            return load(node.data[0], node.dtype, *([outer] if mapped[int(node.data[0][1:])] else []), *at)
+
+        return Function(rewrite(self.root, change), tuple(places), (*self.integers, batch), self.floats)
 
     @classmethod
     def of(cls, operands: Sequence[int]) -> Function:
@@ -183,19 +205,21 @@ def load(tensor: str, dtype: str, *at: Expr) -> Expr:
     return expr.load(tensor, dtype, *map(value, at))
 
 
-def coordinates(node: Expr) -> list[Expr]:
+@functools.lru_cache(1024)
+def coordinates(node: Expr) -> tuple[Expr, ...]:
     """Return the expressions that are the coordinates of a load."""
     found: list[Expr] = []
     for at in node.data[1]:
         (leaf,) = at.leaves()
         assert isinstance(leaf, Value)
         found.append(leaf.expr)
-    return found
+    return tuple(found)
 
 
-def loads_of(root: Expr) -> list[Expr]:
+@functools.lru_cache(1024)
+def loads_of(root: Expr) -> tuple[Expr, ...]:
     """Return the loads of an expression, those in coordinates too."""
-    return [node for node in root.walk() if node.op == "load"]
+    return tuple(node for node in root.walk() if node.op == "load")
 
 
 @functools.lru_cache(256)

@@ -19,6 +19,7 @@ class Inlining:
         self.steps = steps
         self.inputs = inputs
         self.captured = captured
+        self.bounds: set[Expr] = set()  # indices that the program checks
 
     def element(self, buffer: str) -> Expr:
         """Return the only element of a buffer."""
@@ -43,7 +44,10 @@ class Inlining:
         if node.op == "index":
             return self._index(node.data)
         if node.op in ("bound", "nonzero"):
+            self.bounds.add(node.args[0])
             return node.args[0]
+        if node.op == "where" and node.args[0].op == "le" and node.args[0].args[1] in self.bounds:
+            return node.args[1]  # the check of an index into a dimension of one element
         return node
 
     def _index(self, index: Index) -> Expr:

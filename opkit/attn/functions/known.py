@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from opkit.attn.functions.affine import AXES, Affine, affine, band_ends, difference
 from opkit.attn.functions.expression import coordinates, loads_of
 from opkit.attn.functions.trace import Traced
 from opkit.attn.masks import program
@@ -25,9 +26,7 @@ from opkit.compiler.ir.expr import Expr
 from opkit.errors import ShapeError
 from opkit.op import torch_private as private
 
-_AXES = ("b", "h", "i", "j")  # in the order of the logits' dimensions
 _NAMES = {"b": "batches", "h": "heads", "i": "queries", "j": "keys"}
-Affine = dict[str, int]  # the factor of each variable and captured number; that of "" is the constant
 
 
 class LoweredScore(NamedTuple):
@@ -130,13 +129,30 @@ class _MaskLowering:
         if node.op not in ("lt", "le", "eq", "ne") or not is_int(node.args[0].dtype):
             return False
         negated = node.op == "ne"
+        if self._always_holds(node):
+            if not dry:
+                self.builder.emit(program.BAND, -program.UNLIMITED, program.UNLIMITED)
+            return True
         found = self._band(node, dry) or self._segments(node, dry) or (not negated and self._length(node, dry))
         if found and negated and not dry:
             self.builder.emit(program.NOT)
         return found
 
+    def _always_holds(self, node: Expr) -> bool:
+        """Return whether ``a <= b`` or ``a < b`` holds for all of a call's batches, heads, queries and keys."""
+        whole = difference(node)
+        if node.op not in ("lt", "le") or whole is None:
+            return False
+        extents = _extents(self.sizes)
+        most = -1 if node.op == "lt" else 0
+        numbers = {name: factor for name, factor in whole.items() if name not in AXES}
+        greatest = self._value(numbers) + sum(
+            max(0, factor * (extents[name] - 1)) for name, factor in whole.items() if name in AXES
+        )
+        return type(greatest) is int and greatest <= most
+
     def _band(self, node: Expr, dry: bool) -> bool:
-        ends = _band_ends(node)
+        ends = band_ends(node)
         if ends is not None and not dry:
             numbers = [None if end is None else self._value(end) for end in ends]
             lower, upper = (
@@ -158,7 +174,7 @@ class _MaskLowering:
             return False
         ids: dict[str, Tensor] = {}
         for each in sides:
-            at = _axes_of(each)
+            at = _axes_of(each, _tensor(self.traced, each))
             if at in (("i",), ("j",), ("b", "i"), ("b", "j")):
                 ids[at[-1]] = _cut(self.traced, each, self.sizes, self.name)
         if len(ids) != 2:
@@ -170,10 +186,10 @@ class _MaskLowering:
 
     def _length(self, node: Expr, dry: bool) -> bool:
         left, right = node.args
-        bound, own = _stripped(right), _affine(left)
+        bound, own = _stripped(right), affine(left)
         if bound.op != "load" or own is None or own.get("j") != 1 or set(own) - {"j", ""}:
             return False
-        at = _axes_of(bound)
+        at = _axes_of(bound, _tensor(self.traced, bound))
         if at not in ((), ("b",)) or not is_int(bound.dtype):
             return False
         if not dry:
@@ -196,72 +212,6 @@ def _operands(node: Expr, op: str) -> Iterator[Expr]:
         yield node
 
 
-def _band_ends(node: Expr) -> tuple[Affine | None, Affine | None] | None:
-    """Return what ``j - i`` is at least and at most where a comparison holds; None if it is no band."""
-    left, right = node.args
-    if left.op == "abs" and node.op in ("lt", "le"):
-        inner, most = _affine(left.args[0]), _affine(right)
-        if inner is None or most is None or set(most) & set(_AXES):
-            return None
-        most = _sum(most, {"": -1} if node.op == "lt" else {})
-        ends = _distance(inner)
-        if ends is None:
-            return None
-        sign, rest = ends  # |sign * (j - i) + rest| <= most
-        centre = _scaled(rest, -sign)
-        return _sum(centre, _scaled(most, -1)), _sum(centre, most)
-    a, b = _affine(left), _affine(right)
-    ends = None if a is None or b is None else _distance(_sum(a, _scaled(b, -1)))
-    if ends is None:
-        return None
-    sign, rest = ends  # sign * (j - i) + rest <= 0
-    if node.op in ("eq", "ne"):
-        return _scaled(rest, -sign), _scaled(rest, -sign)
-    rest = _sum(rest, {"": 1} if node.op == "lt" else {})
-    return (None, _scaled(rest, -1)) if sign > 0 else (rest, None)
-
-
-def _distance(a: Affine) -> tuple[int, Affine] | None:
-    """Return ``sign`` and ``rest`` of an expression that is ``sign * (j - i) + rest``, the rest of numbers alone; else None."""
-    sign, rest = a.get("j", 0), {name: factor for name, factor in a.items() if name not in ("i", "j")}
-    if sign not in (1, -1) or a.get("i", 0) != -sign or set(rest) & set(_AXES):
-        return None
-    return sign, rest
-
-
-def _affine(node: Expr) -> Affine | None:
-    """Return an integer expression as a sum of variables and captured numbers, each times a constant; None if it is none."""
-    if node.op == "const":
-        return {"": node.data} if is_int(node.dtype) else None
-    if node.op == "var":
-        return {node.data: 1} if is_int(node.dtype) else None
-    if node.op == "cast":
-        return _affine(node.args[0]) if is_int(node.dtype) and is_int(node.args[0].dtype) else None
-    if node.op not in ("add", "sub", "mul", "neg"):
-        return None
-    parts = [_affine(each) for each in node.args]
-    if any(each is None for each in parts):
-        return None
-    known = [each for each in parts if each is not None]
-    if node.op == "neg":
-        return _scaled(known[0], -1)
-    if node.op == "mul":
-        for one, other in (known, known[::-1]):
-            if not set(one) - {""}:
-                return _scaled(other, one.get("", 0))
-        return None
-    return _sum(known[0], _scaled(known[1], -1 if node.op == "sub" else 1))
-
-
-def _sum(a: Affine, b: Affine) -> Affine:
-    total = {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
-    return {name: factor for name, factor in total.items() if factor}
-
-
-def _scaled(a: Affine, by: int) -> Affine:
-    return {name: factor * by for name, factor in a.items() if factor * by}
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -272,10 +222,25 @@ def _stripped(node: Expr) -> Expr:
     return node
 
 
-def _axes_of(load: Expr) -> tuple[str, ...] | None:
-    """Return the variables by which a load is indexed, or None if a coordinate is another expression."""
+def _axes_of(load: Expr, tensor: Tensor) -> tuple[str, ...] | None:
+    """Return the variables by which a load indexes a tensor, or None if a coordinate is another expression.
+
+    Of a dimension with one element, whose coordinate is 0, it is the variable that has its place.
+    """
     at = [_stripped(each) for each in coordinates(load)]
-    return tuple(each.data for each in at) if all(each.op == "var" and each.data in _AXES for each in at) else None
+    found: list[str] = []
+    for dim, each in enumerate(at):
+        if each.op == "var" and each.data in AXES:
+            found.append(each.data)
+        elif _is_broadcast(each, tensor, dim) and (len(at) == 4 or dim == 0):
+            found.append(AXES[dim])
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_broadcast(at: Expr, tensor: Tensor, dim: int) -> bool:
+    return at.op == "const" and private.or_false(tensor.shape[dim] == 1)
 
 
 def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | None:
@@ -283,22 +248,28 @@ def _table(node: Expr, traced: Traced, sizes: CallSizes, name: str) -> Tensor | 
     inner = node.args[0] if node.op == "cast" and is_float(node.dtype) and is_float(node.args[0].dtype) else node
     if inner.op != "load" or is_int(inner.dtype):
         return None
-    at = _axes_of(inner)
-    if at is None or list(at) != sorted(set(at), key=_AXES.index):
+    at = _axes_of(inner, _tensor(traced, inner))
+    if at is None or list(at) != sorted(set(at), key=AXES.index):
         return None
     tensor = _cut(traced, inner, sizes, name)
-    return tensor[tuple(slice(None) if axis in at else None for axis in _AXES)] if len(at) < 4 else tensor
+    return tensor[tuple(slice(None) if axis in at else None for axis in AXES)] if len(at) < 4 else tensor
 
 
 def _cut(traced: Traced, load: Expr, sizes: CallSizes, name: str) -> Tensor:
     """Return the captured tensor of a load that is indexed by variables, cut to the sizes of the call."""
-    tensor, at = traced.tensors[int(load.data[0][1:])], _axes_of(load) or ()
+    tensor, places = _tensor(traced, load), coordinates(load)
     extents = _extents(sizes)
-    for dim, axis in enumerate(at):
+    for dim, axis in enumerate(_axes_of(load, tensor) or ()):
+        if places[dim].op == "const":
+            continue
         _check_extent(tensor, dim, axis, extents[axis], name)
-        if not private.or_true(tensor.shape[dim] == extents[axis]):
+        if not private.is_known_true(tensor.shape[dim] == extents[axis]):
             tensor = tensor.narrow(dim, 0, extents[axis])
     return tensor
+
+
+def _tensor(traced: Traced, load: Expr) -> Tensor:
+    return traced.tensors[int(load.data[0][1:])]
 
 
 def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> None:
@@ -306,12 +277,12 @@ def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> Non
     extents = _extents(sizes)
     for node in loads_of(root):
         for dim, at in enumerate(map(_stripped, coordinates(node))):
-            if at.op == "var" and at.data in _AXES:
-                _check_extent(traced.tensors[int(node.data[0][1:])], dim, at.data, extents[at.data], name)
+            if at.op == "var" and at.data in AXES:
+                _check_extent(_tensor(traced, node), dim, at.data, extents[at.data], name)
 
 
 def _extents(sizes: CallSizes) -> dict[Any, int]:
-    return dict(zip(_AXES, sizes.grid, strict=True))
+    return dict(zip(AXES, sizes.grid, strict=True))
 
 
 def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -> None:
@@ -325,6 +296,7 @@ def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(1024)
 def _without_hidden(root: Expr) -> tuple[Expr, Expr | None]:
     """Return a score without a choice of minus infinity around it, and the condition under which it is not hidden."""
     visible: list[Expr] = []
@@ -345,6 +317,7 @@ def _is_minus_infinity(node: Expr) -> bool:
     return node.op == "const" and node.data == -math.inf
 
 
+@functools.lru_cache(1024)
 def _has_score(node: Expr) -> bool:
     return any(each.op == "var" and each.data == "score" for each in node.walk())
 

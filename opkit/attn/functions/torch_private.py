@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops.base_hop import BaseHOP
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from opkit.compiler.capture.conversion import capture
 from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.target import LoweringTarget
 
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where a function reads the value of a fake tensor."""
@@ -32,20 +35,56 @@ class _RefuseWrites(TorchDispatchMode):
 
 
 def traced_graph(
-    function: Callable[..., Any], shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+    function: Callable[..., Any],
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    tensors: Sequence[Tensor],
+    device: torch.device,
 ) -> Any:
-    """Return a function's ATen graph for fake tensors of these shapes and dtypes; real tensors that it reads are constants."""
+    """Return a function's ATen graph.
+
+    Args:
+        function: takes tensors; real ones that it reads otherwise are constants of the graph.
+        shapes: the shapes and dtypes of its first arguments, on ``device``.
+        tensors: stand for its other arguments, which are tensors like these.
+        device: of the call.
+    """
+    mode = detect_fake_mode(list(tensors)) or FakeTensorMode()
 
     def guarded(*arguments: Tensor) -> Any:
         with _RefuseWrites():
             return function(*arguments)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        arguments = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        return make_fx(guarded, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+    known, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with _disable_current_modes(), mode, torch.no_grad():
+            arguments = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+            arguments += [torch.empty(_sizes(x), dtype=x.dtype, device=x.device) for x in tensors]
+            return make_fx(guarded, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+    finally:
+        mode.allow_non_fake_inputs = known
+
+
+def _sizes(x: Tensor) -> list[int]:
+    """Return the sizes of a tensor; of those that are symbolic, examples."""
+    return [n if type(n) is int else n.node.hint or 2 for n in x.shape]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def lowered(graph: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return the compiler's program of a graph, and its constants by name."""
     captured = capture(graph, "a function of attention")
-    return lower(captured.graph), captured.constants
+    target = LoweringTarget("cpu" if captured.device.type == "cpu" else "cuda")
+    return lower(captured.graph, target), captured.constants
+
+
+class SubgraphOperator(BaseHOP):
+    """A higher-order operator that Dynamo gives a subgraph, and the values that it captures as operands.
+
+    Nothing sees it but Dynamo's graph: where that runs, ``run`` calls other operators.
+    """
+
+    def __call__(self, subgraph: Any, *operands: Any) -> Any:
+        return self.run(subgraph, operands)
+
+    def run(self, subgraph: Any, operands: Sequence[Any]) -> Any:
+        """Return what the subgraph returns."""
+        raise NotImplementedError

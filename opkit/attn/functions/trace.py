@@ -8,6 +8,7 @@ function needs their values, as ``range(window)`` does, they are constants.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.captures import Captures, needs_numbers, with_numbers
+from opkit.attn.functions.captures import Captures, needs_numbers
 from opkit.attn.functions.expression import Function, coordinates, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
 from opkit.compiler.ir.expr import Expr, rewrite
@@ -24,7 +25,7 @@ from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeErro
 
 Kind = Literal["mask", "score"]
 _PARAMETERS = {"mask": ("b", "h", "q_idx", "kv_idx"), "score": ("score", "b", "h", "q_idx", "kv_idx")}
-_VARIABLES = ("score", "b", "h", "i", "j")
+VARIABLES = ("score", "b", "h", "i", "j")
 _MAX_CACHED = 256
 
 
@@ -48,7 +49,7 @@ class Traced:
         names = sorted({node.data[0] for node in loads_of(root)}, key=lambda name: int(name[1:]))
         renamed = {name: f"t{k}" for k, name in enumerate(names)}
         places = tuple(_number_in(tensors, self.tensors[int(name[1:])]) for name in names)
-        return Function(_renamed(root, renamed), places, self.integers, self.floats)
+        return Function(_renamed(root, tuple(renamed.items())), places, self.integers, self.floats)
 
 
 def _number_in(tensors: list[Tensor], tensor: Tensor) -> int:
@@ -59,14 +60,16 @@ def _number_in(tensors: list[Tensor], tensor: Tensor) -> int:
     return len(tensors) - 1
 
 
-def _renamed(root: Expr, names: dict[str, str]) -> Expr:
-    if all(old == new for old, new in names.items()):
+@functools.lru_cache(1024)
+def _renamed(root: Expr, pairs: tuple[tuple[str, str], ...]) -> Expr:
+    if all(old == new for old, new in pairs):
         return root
+    names = dict(pairs)
 
     def change(node: Expr) -> Expr:
         if node.op != "load":
             return node
-        return load(names[node.data[0]], node.dtype, *(_renamed(at, names) for at in coordinates(node)))
+        return load(names[node.data[0]], node.dtype, *(_renamed(at, pairs) for at in coordinates(node)))
 
     return rewrite(root, change)
 
@@ -103,7 +106,13 @@ def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: 
         ArgumentError: it branches on values, writes to a tensor, or captures a tensor of another device.
         DtypeError, ShapeError: its result is not bool, or floating for a score; or not one number.
     """
-    captures = Captures.of(function)
+    return trace_captures(Captures.of(function), function, kind, dtype, device)
+
+
+def trace_captures(
+    captures: Captures, function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device
+) -> Traced:
+    """Return the same from a function's captures."""
     key = None if captures.key is None else (kind, dtype, device, captures.key)
     recipe = _recipes.get(key) if key is not None else None
     if recipe is None:
@@ -125,16 +134,15 @@ def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: 
 def _traced(function: Any, kind: Kind, dtype: torch.dtype, device: torch.device, captures: Captures) -> _Recipe:
     from opkit.attn.functions import torch_private as private  # which imports sympy
 
+    if not isinstance(function, torch.fx.GraphModule):
+        _check_signature(function, kind)
     name = describe(function)
-    _check_signature(function, kind, name)
-    code = captures.function.__code__ if captures.function is not None else None
+    code: Any = getattr(captures.function, "__code__", None)
     if captures.numbers and code not in needs_numbers and dtype != torch.float64:
         try:
             return _run(captures, function, kind, dtype, device, True)
         except private.DataDependent:
-            assert code is not None
             needs_numbers.add(code)
-            captures.key = Captures.of(function).key
     try:
         return _run(captures, function, kind, dtype, device, False)
     except private.DataDependent as error:
@@ -154,13 +162,18 @@ def _run(
     name = describe(function)
 
     def called(*arguments: Tensor) -> Any:
-        variables, given = arguments[: len(_VARIABLES)], list(arguments[len(_VARIABLES) :])
-        run = with_numbers(captures, given) if parametrised else function
+        count = len(VARIABLES)
+        variables, given, tensors = (
+            arguments[:count],
+            arguments[count : count + len(numbers)],
+            arguments[count + len(numbers) :],
+        )
+        run = function if captures.function is None else captures.substituted(given, tensors)
         return _as_tensor(run(*(variables if kind == "score" else variables[1:])), variables[0], kind, name)
 
     shapes = [((1,), dtype), *[((1,), torch.int32)] * 4, *[((), each) for each in kinds]]
     try:
-        graph = private.traced_graph(called, shapes, device)
+        graph = private.traced_graph(called, shapes, [captures.tensors[k] for _, k in captures.tensor_cells], device)
     except private.DataDependent:
         raise
     except private.Writes as error:
@@ -210,8 +223,8 @@ def _explained(error: Exception, function: Any, name: str, captures: Captures, d
     return ArgumentTypeError(f"opkit.attention: {name} raised {type(error).__name__}: {error} {_line(error, function)}")
 
 
-def _check_signature(function: Any, kind: Kind, name: str) -> None:
-    wanted = _PARAMETERS[kind]
+def _check_signature(function: Any, kind: Kind) -> None:
+    name, wanted = describe(function), _PARAMETERS[kind]
     try:
         inspect.signature(function).bind(*wanted)
     except TypeError as error:
@@ -253,11 +266,13 @@ def _recipe(graph: Any, captures: Captures, numbers: list[Any], name: str, devic
                 "from others. Compute it before the call, and capture the result."
             )
         bodies[step.buffer] = step
-    inputs = dict(zip(program.inputs, (*_VARIABLES, *_number_names(numbers)), strict=True))
+    inputs = dict(zip(program.inputs, (*VARIABLES, *_number_names(numbers)), strict=False))
+    cells = dict(zip(program.inputs[len(inputs) :], captures.tensor_cells, strict=True))
     tensors: list[int | Tensor] = []
 
     def captured(buffer: str) -> str:
-        place = _place(constants[buffer], captures, device, name)
+        tensor = constants[buffer] if buffer in constants else captures.tensors[cells[buffer][1]]
+        place = _place(tensor, captures, device, name)
         known = [k for k, each in enumerate(tensors) if each is place or (isinstance(each, int) and each == place)]
         if not known:
             tensors.append(place)

@@ -291,6 +291,10 @@ class MaskFunction(Mask):
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit the opcodes that say the same, and ``FUNCTION`` for what is left."""
+        if builder.functions is not None:
+            builder.emit(program.FUNCTION, 1, len(builder.functions))
+            builder.functions.append(("mask", self.function))
+            return
         traced = trace(self.function, "mask", torch.float32, builder.sizes.device)
         known.lower_mask(traced, traced.root, builder, describe(self.function))
 

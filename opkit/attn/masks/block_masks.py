@@ -1,40 +1,39 @@
-"""Use a ``BlockMask`` of torch's flex_attention as a mask: the mask or function it was made from, or a bool tensor."""
+"""Use a ``BlockMask`` of torch's flex_attention as a mask: the mask or function it was made from, or that and its blocks."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn.masks import program
-from opkit.attn.masks.algebra import Mask, SizedMask, as_mask
+from opkit.attn.masks.algebra import Mask, MaskFunction, SizedMask, as_mask
 from opkit.attn.masks.logit_index import LogitIndex
 from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
-from opkit.errors import ArgumentTypeError
+from opkit.errors import ArgumentTypeError, ShapeError
+from opkit.op import torch_private as private
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks(Mask):
     """A ``BlockMask`` of ``torch.nn.attention.flex_attention``: the same queries see the same keys as there.
 
-    Its function is evaluated for every query and key at construction; construct it once, and use it often. Where the blocks are
-    those of the function, this is the function from then on, or the mask of :mod:`opkit.masks` that it is; otherwise it takes
-    queries * keys bytes for each batch and head of the ``BlockMask``.
+    Its function is evaluated for every query and key at construction, in eager mode; construct it once, and use it often. Where
+    the blocks are those of the function, this is the function from then on, or the mask of :mod:`opkit.masks` that it is.
+    Otherwise, and in compiled code, it is the function together with a table of blocks.
 
     Args:
         block_mask: from ``create_block_mask`` or ``BlockMask.from_kv_blocks``, for the call's numbers of queries and keys.
 
     Attributes:
-        mask: the mask that it equals, or None.
-        dense: bool, (batch or 1, heads or 1, queries, keys), or None where ``mask`` is not None.
+        mask: the mask that it equals.
     """
 
     block_mask: Any
-    mask: Mask | None = dataclasses.field(init=False, repr=False)
-    dense: Tensor | None = dataclasses.field(init=False, repr=False)
+    mask: Mask = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.block_mask, "kv_num_blocks"):
@@ -42,41 +41,51 @@ class Blocks(Mask):
                 f"Blocks takes a BlockMask of torch.nn.attention.flex_attention, got {type(self.block_mask).__name__}. Make one "
                 "with create_block_mask, or give a bool tensor to Dense."
             )
-        _, mask, tensor = _parts(self.block_mask)
-        object.__setattr__(self, "mask", mask)
-        object.__setattr__(self, "dense", tensor)
+        object.__setattr__(self, "mask", _mask(self.block_mask))
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
-        """Emit the program of ``mask``, or ``DENSE``."""
-        if self.mask is not None and (builder.sizes.queries, builder.sizes.keys) == tuple(self.block_mask.seq_lengths):
-            self.mask.lower(builder, None)
-        else:
-            builder.emit(program.DENSE, builder.dense("Blocks", self._tensor(), floating=False))
+        """Emit the program of ``mask``."""
+        sizes = (builder.sizes.queries, builder.sizes.keys)
+        known = tuple(self.block_mask.seq_lengths)
+        if not all(private.or_true(own == given) for own, given in zip(known, sizes, strict=True)):
+            raise ShapeError(
+                f"opkit.attention: Blocks: the BlockMask is for (queries, keys) = {known}; there are {sizes}. Make one for these."
+            )
+        self.mask.lower(builder, None)
 
     def at(self, index: LogitIndex) -> Tensor:
-        return index.of_all(self._tensor())
-
-    def _tensor(self) -> Tensor:
-        return dense(self.block_mask) if self.dense is None else self.dense
+        return _of_blocks(self.block_mask)(index.b, index.h, index.i, index.j)
 
 
-_Parts = tuple[Any, Mask | None, Tensor | None]
-_cache: weakref.WeakKeyDictionary[Any, _Parts] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Any, tuple[Any, Mask]] = weakref.WeakKeyDictionary()
 
 
-def _parts(block_mask: Any) -> _Parts:
-    """Return the function of a ``BlockMask``, and the mask or the tensor that it equals: cached while the ``BlockMask`` lives."""
+def _mask(block_mask: Any) -> Mask:
+    """Return the mask that a ``BlockMask`` equals; it is cached while the ``BlockMask`` lives."""
     if torch.compiler.is_compiling():
-        return block_mask.mask_mod, None, dense(block_mask)
-    parts = _cache.get(block_mask)
-    if parts is None or parts[0] is not block_mask.mask_mod:
+        return MaskFunction(_of_blocks(block_mask))
+    function, mask = _cache.get(block_mask, (None, None))
+    if mask is None or function is not block_mask.mask_mod:
         mask = _original_mask(block_mask)
-        parts = _cache[block_mask] = (block_mask.mask_mod, mask, dense(block_mask) if mask is None else None)
-    return parts
+        mask = MaskFunction(_of_blocks(block_mask)) if mask is None else mask
+        _cache[block_mask] = (block_mask.mask_mod, mask)
+    return mask
+
+
+def _of_blocks(block_mask: Any) -> Callable[..., Tensor]:
+    """Return a function that says what a ``BlockMask`` does: full blocks, and its own function in partial ones."""
+    function, (high, wide), (partial, full) = block_mask.mask_mod, block_mask.BLOCK_SIZE, listed(block_mask)
+    of_batches, of_heads = (int(size > 1) for size in partial.shape[:2])
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        block = (b * of_batches, h * of_heads, q_idx // high, kv_idx // wide)
+        return full[block] | (partial[block] & function(b, h, q_idx, kv_idx))
+
+    return mask
 
 
 def _original_mask(block_mask: Any) -> Mask | None:
-    """Return the mask that a ``BlockMask`` equals, that of :mod:`opkit.masks` or its function; None if it has other blocks."""
+    """Return the mask of a ``BlockMask`` whose blocks are those of its function; None if it has others."""
     function, sizes = block_mask.mask_mod, block_mask.seq_lengths
     if isinstance(function, SizedMask) and (function.queries, function.keys) != tuple(sizes):
         return None
@@ -106,26 +115,7 @@ def _rows(block_mask: Any, first: int, last: int) -> Tensor:
         for n, size in enumerate(sizes)
     ]
     index = LogitIndex(axes[0], axes[1], axes[2] + first, axes[3])
-    function = block_mask.mask_mod
-    # torch 2.11's compiler calls bool() on what is called, which masks refuse
-    return function.at(index) if isinstance(function, Mask) else function(*index[:4])
-
-
-def dense(block_mask: Any) -> Tensor:
-    """Return bool, (batch or 1, heads or 1, queries, keys): the full blocks, and the function's result within the others."""
-    queries, keys = block_mask.seq_lengths
-    evaluated = (
-        _rows(block_mask, 0, queries) if isinstance(block_mask.mask_mod, (Mask, SizedMask)) else _evaluated(block_mask)
-    )
-    partial, full = (_spread(each, block_mask, tall=True)[..., :queries, :keys] for each in listed(block_mask))
-    return (partial & evaluated) | full
-
-
-def _evaluated(block_mask: Any) -> Tensor:
-    from torch.nn.attention.flex_attention import create_mask
-
-    (queries, keys), (batch, heads) = block_mask.seq_lengths, block_mask.kv_num_blocks.shape[:2]
-    return create_mask(block_mask.mask_mod, batch, heads, queries, keys, block_mask.kv_num_blocks.device)
+    return block_mask.mask_mod(*index[:4])
 
 
 def listed(block_mask: Any) -> tuple[Tensor, Tensor]:
@@ -146,7 +136,6 @@ def _listed(block_mask: Any, counts: Tensor, indices: Tensor) -> Tensor:
     return found.scatter(-1, chosen, torch.ones_like(chosen, dtype=torch.bool))[..., :columns]
 
 
-def _spread(blocks: Tensor, block_mask: Any, tall: bool = False) -> Tensor:
-    """Repeat blocks of keys, and those of queries too if ``tall``, for each of their elements."""
-    high, wide = block_mask.BLOCK_SIZE
-    return (blocks.repeat_interleave(high, -2) if tall else blocks).repeat_interleave(wide, -1)
+def _spread(blocks: Tensor, block_mask: Any) -> Tensor:
+    """Repeat blocks of keys for each of their elements."""
+    return blocks.repeat_interleave(block_mask.BLOCK_SIZE[1], -1)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkit.attn.calls import AttentionCall
 from opkit.attn.functions import known
-from opkit.attn.functions.trace import describe, trace
+from opkit.attn.functions.trace import Traced, describe, trace
 from opkit.attn.masks import biases, program
 from opkit.attn.masks.algebra import Dense, Mask, as_mask, conjuncts, packed_sequences_of
 from opkit.attn.masks.program_builder import CallSizes, ProgramBuilder
@@ -27,7 +29,13 @@ class Programs(NamedTuple):
     softcap: float
 
 
-def programs_of(mask: Any, bias: Any, softcap: float | None, sizes: CallSizes, dtype: torch.dtype) -> Programs:
+Functions = list[tuple[str, Any]]
+"""Functions that programs name by number, each with its kind, "mask" or "score"."""
+
+
+def programs_of(
+    mask: Any, bias: Any, softcap: float | None, sizes: CallSizes, dtype: torch.dtype, functions: Functions | None
+) -> Programs:
     """Return the programs of the arguments ``mask``, ``bias`` and ``softcap`` of :func:`opkit.attention`.
 
     Args:
@@ -36,11 +44,12 @@ def programs_of(mask: Any, bias: Any, softcap: float | None, sizes: CallSizes, d
         softcap: checked.
         sizes: of the call.
         dtype: of the queries.
+        functions: where Dynamo traces, the list to which functions are appended, whose numbers are their programs.
 
     Raises:
         ArgumentTypeError, ArgumentError, ShapeError, DtypeError: one of them does not fit the call.
     """
-    lowered = LoweredMask([], []) if mask is None else lower(as_mask(mask), sizes)
+    lowered = LoweredMask([], []) if mask is None else lower(as_mask(mask), sizes, functions)
     if lowered.moved:
         biases.refuse_moved(bias)
     words, tensors, cap = [], [], 0.0 if softcap is None else float(softcap)
@@ -48,17 +57,24 @@ def programs_of(mask: Any, bias: Any, softcap: float | None, sizes: CallSizes, d
         words += biases.lower(tensor, sizes, tensors)
     found = Programs(lowered.program, lowered.tensors, words, tensors, cap)
     for part in biases.listed(bias):
-        if biases.is_function(part):
-            found = _with_function(found, part, sizes, dtype)
+        if biases.is_function(part) and functions is not None:
+            words += [program.BIAS_FUNCTION, 1, len(functions)]
+            functions.append(("score", part))
+        elif biases.is_function(part):
+            traced = trace(part, "score", score_dtype(dtype), sizes.device)
+            found = _with_score(found, traced, describe(part), sizes)
         else:
             words += biases.lower(part, sizes, tensors)
     return found
 
 
-def _with_function(programs: Programs, function: Any, sizes: CallSizes, dtype: torch.dtype) -> Programs:
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores, by that of the queries."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _with_score(programs: Programs, traced: Traced, name: str, sizes: CallSizes) -> Programs:
     """Return the programs with that of a ``score_mod``, which is applied to the logits after the biases so far."""
-    score = torch.float64 if dtype == torch.float64 else torch.float32
-    traced, name = trace(function, "score", score, sizes.device), describe(function)
     capped = bool(programs.bias) or programs.softcap > 0
     parts = known.lower_score(traced, sizes, programs.bias_tensors, capped, name)
     programs.bias.extend(parts.program)
@@ -71,6 +87,26 @@ def _with_function(programs: Programs, function: Any, sizes: CallSizes, dtype: t
     if programs.mask:
         builder.emit(program.AND)
     return programs._replace(mask=builder.program, mask_tensors=builder.tensors)
+
+
+def with_functions(call: AttentionCall, functions: Sequence[Traced]) -> AttentionCall:
+    """Return a call of the operator with the programs of functions in place of their numbers."""
+    batch, heads, queries, _ = call.q.shape
+    sizes = CallSizes(batch, heads, queries, call.k.shape[2], call.q.device)
+    builder = ProgramBuilder(sizes, [], [*call.mask_tensors])
+    for opcode, *operands in program.instructions(call.mask, program.MASK_OPERANDS):
+        if opcode == program.FUNCTION:
+            traced = functions[operands[1]]
+            known.lower_mask(traced, traced.root, builder, "the mask_mod")
+        else:
+            builder.emit(opcode, *operands)
+    programs = Programs(builder.program, builder.tensors, [], [*call.bias_tensors], call.softcap)
+    for opcode, *operands in program.instructions(call.bias, program.BIAS_OPERANDS):
+        if opcode == program.BIAS_FUNCTION:
+            programs = _with_score(programs, functions[operands[1]], "the score_mod", sizes)
+        else:
+            programs.bias.extend((opcode, *operands))
+    return call._replace(**programs._asdict())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,29 +126,31 @@ class LoweredMask:
 _programs: dict[Any, LoweredMask] = {}
 
 
-def lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
+def lower(mask: Mask, sizes: CallSizes, functions: Functions | None = None) -> LoweredMask:
     """Return the program of ``mask`` and its tensors; that of a mask without tensors is cached.
+
+    ``functions`` is as in :func:`programs_of`.
 
     Raises:
         ShapeError, DtypeError, ArgumentError: a tensor of the mask does not fit the call.
     """
     concrete = type(sizes.queries) is int and type(sizes.keys) is int
     if not concrete or not mask.static or torch.compiler.is_compiling():
-        return _lower(mask, sizes)
+        return _lower(mask, sizes, functions)
     key = (mask, sizes.queries, sizes.keys)
     lowered = _programs.get(key)
     if lowered is None:
         if len(_programs) >= _MAX_PROGRAMS:
             _programs.clear()
-        lowered = _programs[key] = _lower(mask, sizes)
+        lowered = _programs[key] = _lower(mask, sizes, None)
     return lowered
 
 
-def _lower(mask: Mask, sizes: CallSizes) -> LoweredMask:
+def _lower(mask: Mask, sizes: CallSizes, functions: Functions | None) -> LoweredMask:
     parts = conjuncts(mask)
     added = tuple(part.tensor for part in parts if isinstance(part, Dense) and part.additive)
     hiding = [part for part in parts if not (isinstance(part, Dense) and part.additive)]
-    builder = ProgramBuilder(sizes)
+    builder = ProgramBuilder(sizes, functions=functions)
     packed = packed_sequences_of(hiding, builder)
     for part in hiding:
         begin = len(builder.program)

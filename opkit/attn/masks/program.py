@@ -75,6 +75,30 @@ def instructions(program: Sequence[int], operands: Mapping[int, int]) -> list[tu
     return found
 
 
+def used_tensors(program: Sequence[int], operands: Mapping[int, int]) -> tuple[set[int], set[int]]:
+    """Return the numbers of the tensors that functions of a program name, and of those that other opcodes do."""
+    by_functions: set[int] = set()
+    by_others: set[int] = set()
+    counts = _MASK_TENSORS if operands is MASK_OPERANDS else _BIAS_TENSORS
+    for opcode, *numbers in instructions(program, operands):
+        if operands[opcode] == _COUNTED:
+            by_functions |= set(Function.of(numbers).tensors)
+        else:
+            by_others |= set(numbers[: counts.get(opcode, 0)])
+    return by_functions, by_others
+
+
+def with_functions(
+    program: Sequence[int], operands: Mapping[int, int], change: Callable[[Function], Function]
+) -> list[int]:
+    """Return a program with other functions in place of its functions."""
+    found: list[int] = []
+    for opcode, *numbers in instructions(program, operands):
+        counted = operands[opcode] == _COUNTED
+        found += [opcode, *(change(Function.of(numbers)).words() if counted else numbers)]
+    return found
+
+
 # ---- interpretation --------------------------------------------------------------------------------------------------
 
 

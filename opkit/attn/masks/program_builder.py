@@ -78,11 +78,15 @@ class PackedSequences:
 
 @dataclasses.dataclass
 class ProgramBuilder:
-    """A mask's program while it is built, and the tensors that it refers to by number."""
+    """A mask's program while it is built, and the tensors that it refers to by number.
+
+    ``functions``: where Dynamo traces, the functions of the call so far, each with its kind; a program names them by number.
+    """
 
     sizes: CallSizes
     program: list[int] = dataclasses.field(default_factory=list)
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
+    functions: list[tuple[str, Any]] | None = None
 
     def emit(self, *words: int) -> None:
         """Append an opcode and its operands."""

@@ -8,17 +8,16 @@ leave a sum for each distance. Where they depend on query and key in another way
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkit.attn.functions.affine import affine
 from opkit.attn.functions.expression import Function, coordinates, derivatives, indexed
 from opkit.attn.gpu.functions import variables_of
 from opkit.attn.masks import program
-from opkit.compiler.ir.dtypes import is_int
 from opkit.compiler.ir.expr import Expr
 
 
@@ -105,28 +104,13 @@ def _of_function(at: int, function: Function, keys: int) -> Iterator[Term]:
 
 def _by_distance(node: Expr) -> bool:
     """Return whether an expression depends on query and key by their distance alone, if at all."""
-    factors = _factors(node)
-    if factors is not None:
-        return factors[0] + factors[1] == 0
+    if not variables_of(node) & {"i", "j"}:
+        return True
+    terms = affine(node)
+    if terms is not None:
+        return terms.get("i", 0) + terms.get("j", 0) == 0
     inner = coordinates(node) if node.op == "load" else node.args
     return bool(inner) and all(map(_by_distance, inner))
-
-
-@functools.lru_cache(1024)
-def _factors(node: Expr) -> tuple[int, int] | None:
-    """Return the factors of query and key in a sum, whose other parts do not depend on them; None if it is no such sum."""
-    if not variables_of(node) & {"i", "j"}:
-        return 0, 0
-    if node.op == "var":
-        return int(node.data == "i"), int(node.data == "j")
-    parts = [_factors(each) for each in node.args]
-    if not is_int(node.dtype) or None in parts or node.op not in ("cast", "neg", "add", "sub"):
-        return None
-    (a, b), *rest = (each for each in parts if each is not None)
-    if not rest:
-        return (-a, -b) if node.op == "neg" else (a, b)
-    sign = -1 if node.op == "sub" else 1
-    return a + sign * rest[0][0], b + sign * rest[0][1]
 
 
 def sums_shape(term: Term, sizes: Sequence[int], tile: int) -> tuple[int, ...]:

@@ -1,0 +1,139 @@
+"""Calls with users' functions under ``torch.compile``.
+
+Dynamo traces the functions itself, as it does for torch's flex_attention: what they capture becomes inputs of its graph. The
+graph has one node for the call, a higher-order operator, whose subgraph holds the operator's call, with placeholders for the
+functions, and the functions' results for one element. When the graph runs, which under AOTAutograd is once, the node makes the
+expressions of these results and calls the operator with them. So compilers see the operator, and no other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from opkit.attn.calls import AttentionCall
+from opkit.attn.functions.captures import Captures
+from opkit.attn.functions.torch_private import SubgraphOperator
+from opkit.attn.functions.trace import VARIABLES, Traced, trace_captures
+from opkit.attn.masks.lowering import Functions, score_dtype, with_functions
+
+_Results = tuple[Tensor, Tensor]
+_OPERATOR = "opkit.attention.default"
+
+
+def call(run: Callable[[], _Results], functions: Functions, dtype: torch.dtype, device: Any) -> _Results:
+    """Return the results of a call of the operator, whose programs name functions by number, in code that Dynamo traces.
+
+    Args:
+        run: calls the operator, once.
+        functions: the functions by number.
+        dtype: of the queries.
+        device: of the call.
+    """
+
+    def body() -> tuple[Tensor, ...]:
+        score = torch.empty(1, dtype=score_dtype(dtype), device=device)
+        index = [torch.empty(1, dtype=torch.int32, device=device) for _ in range(4)]
+        results = [torch.as_tensor(fn(*([score] if kind == "score" else []), *index)) for kind, fn in functions]
+        return (*run(), score, *index, *results)
+
+    found = _NODE(body)
+    return found[0], found[1]
+
+
+class _Node(SubgraphOperator):
+    """The higher-order operator, whose subgraph returns what ``body`` in :func:`call` does."""
+
+    def run(self, subgraph: fx.GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+        nodes = list(subgraph.graph.nodes)
+        (outputs,) = nodes[-1].args
+        variables, results = outputs[2 : 2 + len(VARIABLES)], outputs[2 + len(VARIABLES) :]
+        values = dict(zip((node for node in nodes if node.op == "placeholder"), operands, strict=True))
+        graph, inputs = _part(subgraph.graph, outputs[:2], ())
+        with_functions = _WithFunctions(
+            fx.GraphModule(subgraph, graph),
+            lambda call: [_traced(subgraph, each, variables, values, call) for each in results],
+        )
+        found = with_functions.run(*(values[node] for node in inputs))
+        return (*found, *(found[1].new_empty(1) for _ in outputs[2:]))
+
+
+_NODE = _Node("opkit_attention_with_functions")
+
+
+class _WithFunctions(fx.Interpreter):
+    """Runs a graph with functions in place of their numbers in the operator's programs."""
+
+    def __init__(self, module: fx.GraphModule, functions: Callable[[AttentionCall], list[Traced]]) -> None:
+        super().__init__(module)
+        self.functions = functions
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if str(target) == _OPERATOR:
+            call = AttentionCall(*args, **kwargs)
+            args, kwargs = with_functions(call, self.functions(call)), {}
+        return super().call_function(target, args, kwargs)
+
+
+def _traced(
+    subgraph: fx.GraphModule,
+    result: fx.Node,
+    variables: Sequence[fx.Node],
+    values: Mapping[fx.Node, Any],
+    call: AttentionCall,
+) -> Traced:
+    """Return the expression of a node of a subgraph, over the nodes of the variables, and the values that it captures."""
+    graph, inputs = _part(subgraph.graph, result, variables)
+    captures = _GraphCaptures(fx.GraphModule(subgraph, graph), [values[node] for node in inputs])
+    kind = "mask" if result.meta["example_value"].dtype == torch.bool else "score"
+    return trace_captures(captures, captures.function, kind, score_dtype(call.q.dtype), call.q.device)
+
+
+class _GraphCaptures(Captures):
+    """The captures of a graph of the variables and captured values."""
+
+    def __init__(self, graph: fx.GraphModule, values: Sequence[Any]) -> None:
+        super().__init__(graph)
+        self.order: list[tuple[bool, int]] = []
+        for each in values:
+            cell = types.CellType(each)
+            self.order.append(
+                (isinstance(each, Tensor), len(self.tensors if isinstance(each, Tensor) else self.numbers))
+            )
+            if isinstance(each, Tensor):
+                self.tensor_cells.append((cell, len(self.tensors)))
+                self.tensors.append(each)
+            else:
+                self.numbers.append(cell)
+
+    def substituted(self, numbers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        given = numbers if len(numbers) == len(self.numbers) else [cell.cell_contents for cell in self.numbers]
+        captured = [tensors[place] if is_tensor else given[place] for is_tensor, place in self.order]
+
+        def run(*variables: Tensor) -> Tensor:
+            missing = [None] * (len(VARIABLES) - len(variables))
+            return self.function(*missing, *variables, *captured)
+
+        return run
+
+
+def _part(graph: fx.Graph, outputs: Any, variables: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
+    """Return the graph that computes some nodes from ``variables`` and from placeholders, and these placeholders."""
+    part = fx.Graph()
+    copies = {node: part.placeholder(f"variable_{number}") for number, node in enumerate(variables)}
+    needed, waiting = set[fx.Node](), list(pytree.tree_leaves(outputs))
+    while waiting:
+        node = waiting.pop()
+        if node not in needed and node not in copies:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    inputs = [node for node in graph.nodes if node in needed and node.op == "placeholder"]
+    for node in [*inputs, *(node for node in graph.nodes if node in needed and node.op != "placeholder")]:
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(pytree.tree_map(copies.__getitem__, outputs))
+    return part, inputs
