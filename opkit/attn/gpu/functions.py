@@ -81,7 +81,9 @@ def fit(placed: Sequence[Placed]) -> bool:
     return tensors <= SLOTS and numbers <= NUMBERS and all(max(each.dims, default=0) <= DIMS for each in placed)
 
 
-def tensors_of(placed: Sequence[Placed], masks: Sequence[Tensor], biases: Sequence[Tensor] | None) -> list[Tensor | None]:
+def tensors_of(
+    placed: Sequence[Placed], masks: Sequence[Tensor], biases: Sequence[Tensor] | None
+) -> list[Tensor | None]:
     """Return the tensors for the parameters ``TENSORS``, viewed with four dimensions, of which the last ones are their own.
 
     Without ``biases`` those of biases' functions are None, and so are their numbers for :func:`numbers_of`.

@@ -17,7 +17,7 @@ _BIASES = (*_DTYPES, torch.float64)
 
 
 def takes(call: AttentionCall) -> bool:
-    """Return whether they take a call: no float64, heads of at most 576, of values at most 512, and all tensors and functions fit."""
+    """Return whether they take a call: no float64, heads of at most 576, of values at most 512, and all tensors fit."""
     return fits(call) and sinks_fit(call.sinks, call.q)
 
 

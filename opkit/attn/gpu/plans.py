@@ -145,7 +145,9 @@ class _Building:
         return len(self.numbers) - len(values)
 
     def function(self, whose: str, operands: Sequence[int]) -> int:
-        self.functions.append(Placed(whose, Function.of(operands), *(self.functions[-1].end if self.functions else (0, 0))))
+        self.functions.append(
+            Placed(whose, Function.of(operands), *(self.functions[-1].end if self.functions else (0, 0)))
+        )
         return len(self.functions) - 1
 
     def mask(self, word: tuple[int, ...]) -> tuple[int, ...]:

@@ -179,7 +179,12 @@ def _with_states(
 
 
 def function_states_of(
-    shape: MaskShape, which: int, masks: Sequence[Tensor], blocks: BlockSizes, sizes: Sequence[int], device: torch.device
+    shape: MaskShape,
+    which: int,
+    masks: Sequence[Tensor],
+    blocks: BlockSizes,
+    sizes: Sequence[int],
+    device: torch.device,
 ) -> Tensor:
     """Return :func:`states_of` what a function of a mask lets queries see, evaluated tile by tile.
 

@@ -8,6 +8,7 @@ from hopper_calls import on_hopper_with_compiler
 from opkit.attn import gradients, reference
 from opkit.attn.api import lowered
 from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
+from opkit.attn.functions.trace import trace
 from opkit.attn.gpu import kernels, limits, tile_lists
 from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
@@ -72,6 +73,14 @@ def test_gradients_without_an_order_are_refused_where_algorithms_are_determinist
         call = call_of(name, torch.float32)
         given = gradient_call(call, *reference.attention(*call))
         assert kernels.takes_bias_gradients(bias_call(given, given.lse)) == takes
+
+
+def test_traced_for_a_gpu_an_expression_is_the_same():
+    def score(s, b, h, i, j):
+        return torch.where(i - j < 3, torch.tanh(s / 2) * 20, s * torch.sigmoid(s))
+
+    found = (trace(score, "score", torch.float32, torch.device(device)) for device in ("cpu", "cuda"))
+    assert len({each.root for each in found}) == 1
 
 
 def test_more_captured_tensors_than_kernels_have_room_for():

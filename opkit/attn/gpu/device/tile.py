@@ -91,9 +91,7 @@ def visible(
 @triton.jit
 def called(FUNCTION: tl.constexpr, score, slots, numbers, b, h, i, j, queries, keys):
     """Return the result of a user's function; of queries and keys that are not there, that of the last ones."""
-    return FUNCTION(
-        score, slots, numbers, b, h, tl.minimum(i, queries - 1), tl.minimum(j, tl.maximum(keys, 1) - 1)
-    )
+    return FUNCTION(score, slots, numbers, b, h, tl.minimum(i, queries - 1), tl.minimum(j, tl.maximum(keys, 1) - 1))
 
 
 @triton.jit
@@ -127,7 +125,20 @@ def _with_term(x, PROGRAM: tl.constexpr, AT: tl.constexpr, slots, numbers, b, h,
 
 @triton.jit
 def slopes_before(
-    slopes, x, PROGRAM: tl.constexpr, FIRST: tl.constexpr, TERM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift
+    slopes,
+    x,
+    PROGRAM: tl.constexpr,
+    FIRST: tl.constexpr,
+    TERM: tl.constexpr,
+    slots,
+    numbers,
+    b,
+    h,
+    i,
+    j,
+    queries,
+    keys,
+    shift,
 ):
     """``slopes`` times the derivatives of terms from ``FIRST`` on by logits; and the logits before ``TERM``.
 

@@ -142,7 +142,10 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
     """
     roomy = arguments.fit_to_slots(call)
     fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
-    masked, called = bool(shape.mask or shape.lengths), bool(plans.shape_of(tuple(call.mask), tuple(call.bias)).functions)
+    masked, called = (
+        bool(shape.mask or shape.lengths),
+        bool(plans.shape_of(tuple(call.mask), tuple(call.bias)).functions),
+    )
     described = all(calls.describable(each) for each in call[:3])
     counter = calls.counters(call.q.device, _marks(call, layout))
     made = rows(like, call.v.shape[3], call.out_is_bshd)

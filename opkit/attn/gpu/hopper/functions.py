@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from opkit.attn.calls import AnyCall
 from opkit.attn.functions.expression import coordinates, indexed
 from opkit.attn.gpu import functions, plans
@@ -59,8 +57,8 @@ _SPELLED: dict[str, dict[str, str]] = {
 _LIBRARY = {"round": "rint", "abs": "fabs"}
 _QUICK = {"exp": "exp_of", "tanh": "tanh_of", "exp2": "exp2_approx", "div": "quotient"}  # of float32
 _LONG = frozenset({
-    "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "expm1", "log1p",
-    "pow", "rem", "fmod",
+    "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "expm1",
+    "log1p", "pow", "rem", "fmod",
 })  # fmt: skip
 """Ops of floats that are many instructions. A function with some of them is called and not inlined: there are as many logits as
 registers, and a compiler would take minutes."""
@@ -79,7 +77,7 @@ class Functions(ctypes.Structure):
 
 
 class Texts(NamedTuple):
-    """The definitions with which a kernel is compiled: of all functions, and the name of that of logits, empty if there is none."""
+    """The definitions with which a kernel is compiled: all functions, and the name of that of logits, empty without one."""
 
     functions: str
     score: str
@@ -197,7 +195,10 @@ class _Writing:
 
     def _load(self, node: Expr) -> str:
         tensor = int(node.data[0][1:])
-        of, bits = f"problem.functions.tensors[{self.placed.tensors + tensor}]", "int64_t" if self.wide[tensor] else "int"
+        of, bits = (
+            f"problem.functions.tensors[{self.placed.tensors + tensor}]",
+            "int64_t" if self.wide[tensor] else "int",
+        )
         ((_, variables),) = ((each, at) for each, at in indexed(node) if each is node)
         pad = functions.DIMS - len(variables)
         sizes = self.placed.sizes(tensor)
@@ -237,7 +238,11 @@ def literal(value: Any, dtype: str) -> str:
     if dtype == "b1":
         return str(bool(value)).lower()
     if not is_float(dtype):
-        return f"({value + 1}ll - 1)" if value == -(2**63) else f"{_TYPES[dtype]}({value}{'ull' if value >= 2**63 else 'll'})"
+        return (
+            f"({value + 1}ll - 1)"
+            if value == -(2**63)
+            else f"{_TYPES[dtype]}({value}{'ull' if value >= 2**63 else 'll'})"
+        )
     real = float(value)
     if not math.isfinite(real):
         return "NAN" if math.isnan(real) else "INFINITY" if real > 0 else "-INFINITY"

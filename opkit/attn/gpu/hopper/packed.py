@@ -70,8 +70,8 @@ def _packed(q: Tensor, k: Tensor) -> Tensor:
 def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp by :func:`opkit.attn.gpu.hopper.forward_cuda.forward`.
 
-    It takes what that does, but for masks, biases and sinks, of queries whose heads follow one another in memory without a gap, into
-    results that are laid out like that.
+    It takes what that does, but for masks, biases and sinks, of queries whose heads follow one another in memory without a gap,
+    into results that are laid out like that.
 
     Raises:
         KernelError: it does not take the call.

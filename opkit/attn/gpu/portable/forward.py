@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, overwritten, rows
 from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
-from opkit.attn.gpu import arguments, blocks, plans, search
+from opkit.attn.gpu import arguments, blocks, search
 from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, sizes_fit
 from opkit.attn.masks.program import sinks_fit
@@ -56,7 +56,10 @@ def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = ""
     roomy = arguments.fit_to_slots(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
-    numbers, constants = {**_numbers(example), **arguments.numbers_of(roomy, shape)}, (("ORDERED", ordered), ("FP8", fp8))
+    numbers, constants = (
+        {**_numbers(example), **arguments.numbers_of(roomy, shape)},
+        (("ORDERED", ordered), ("FP8", fp8)),
+    )
     launch = arguments.Tiled(
         forward_kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants
     )

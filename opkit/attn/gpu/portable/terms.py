@@ -2,8 +2,8 @@
 
 The kernel of the gradients of biases sums up what a tensor's gradient consists of by the variables that the tensor is indexed by:
 (batch, head, query, key) or some of them. Where a function computes coordinates from these, the sums are then added up in torch
-at the coordinates, which has an order. Coordinates that depend on the distance of query and key, as those of relative positions do,
-leave a sum for each distance. Where they depend on query and key in another way, the kernel adds to the tensor's elements.
+at the coordinates, which has an order. Coordinates that depend on the distance of query and key, as those of relative positions
+do, leave a sum for each distance. Where they depend on query and key in another way, the kernel adds to the tensor's elements.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def _of_function(at: int, function: Function, keys: int) -> Iterator[Term]:
         b, h, i, j = (name in named for name in "bhij")
         depends = (b, h, i and not diagonal, False, j and not diagonal)
         tensor = function.tensors[int(node.data[0][1:])]
-        yield Term(
-            tensor, depends, 1, keys, at=at, load=node, derivative=derivative, diagonal=diagonal
-        )
+        yield Term(tensor, depends, 1, keys, at=at, load=node, derivative=derivative, diagonal=diagonal)
 
 
 def _by_distance(node: Expr) -> bool:
@@ -114,7 +112,7 @@ def _by_distance(node: Expr) -> bool:
 
 
 def sums_shape(term: Term, sizes: Sequence[int], tile: int) -> tuple[int, ...]:
-    """Return the shape of a function's sums, of batches, heads, queries and keys; of diagonals of tiles, two tiles of distances."""
+    """Return the shape of a function's sums: batches, heads, queries, keys, or diagonals of tiles and two tiles of distances."""
     if term.diagonal:
         count = sum(-(-size // tile) for size in sizes[2:]) - 1
         return (*(size if its else 1 for size, its in zip(sizes[:2], term.depends, strict=False)), count, 2 * tile)
@@ -148,7 +146,7 @@ def placed(term: Term, sums: Tensor, function: Function, tensors: Sequence[Tenso
 
 
 def _permuted(load: Expr, sums: Tensor, tensor: Tensor) -> Tensor:
-    """Return sums by variables with the dimensions in the order in which they index the tensor, and zeros for what they do not."""
+    """Return sums with the dimensions in the order in which variables index the tensor, and zeros for what they do not."""
     ((_, at),) = ((each, at) for each, at in indexed(load) if each is load)
     dims = ["bhij".index(axis) for axis in at if axis is not None]
     found = sums.permute(*dims, *(dim for dim in range(4) if dim not in dims)).flatten(len(dims)).squeeze(-1)

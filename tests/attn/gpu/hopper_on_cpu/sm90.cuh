@@ -339,7 +339,6 @@ SM90 float exp2_approx(float x) {
     return y < 1.17549435e-38f ? 0 : y;
 }
 SM90 float reciprocal_approx(float x) { return 1 / x; }
-SM90 float quotient(float a, float b) { return a / b; }
 SM90 float rounded_product(float a, float b) { return a * b; }
 template <typename E>
 SM90 uint32_t pack(float first, float second) {

@@ -71,6 +71,7 @@ SM90 double remainder_of(double a, double b) {
     const double rest = fmod(a, b);
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
+SM90 float quotient(float a, float b) { return a * reciprocal_approx(b); }  // exact to two units in the last place
 SM90 float exp_of(float x) { return exp2_approx(x * LOG2_OF_E); }
 SM90 float tanh_of(float x) {  // exact to 2e-7
     const float e = exp2_approx(fabsf(x) * (-2 * LOG2_OF_E)), t = (1 - e) * reciprocal_approx(1 + e);

@@ -381,11 +381,6 @@ SM90 void wait_count(const int* count, int so_many) {
     SM90 float NAME(float x) { float y; asm(INSTRUCTION " %0, %1;" : "=f"(y) : "f"(x)); return y; }
 SM90_OF_ONE(exp2_approx, "ex2.approx.ftz.f32")
 SM90_OF_ONE(reciprocal_approx, "rcp.approx.ftz.f32")
-SM90 float quotient(float a, float b) {  // exact to two units in the last place
-    float y;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
 
 // A product that is rounded: the compiler does not make it part of a sum.
 SM90 float rounded_product(float a, float b) { return __fmul_rn(a, b); }

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.tile import (
-    LOG2E,
-    logits,
     retained,
     rows_of,
     seen,
@@ -22,7 +20,15 @@ from opkit.attn.gpu.device.tile import (
     tiles_of_queries,
     unbiased,
 )
-from opkit.attn.gpu.portable.device.backward_rows import apart_of, bases_of, exact_sums, folded_bases, is_large, loaded
+from opkit.attn.gpu.portable.device.backward_rows import (
+    apart_of,
+    bases_of,
+    exact_sums,
+    folded_bases,
+    is_large,
+    loaded,
+    slopes_of_logits,
+)
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
@@ -32,29 +38,6 @@ def _clean(x, PARTIAL: tl.constexpr):
     if PARTIAL:
         return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
     return x
-
-
-@triton.jit
-def slopes_of_logits(
-    s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
-    BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
-):  # fmt: skip
-    """Return the probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
-
-    ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``base``, ``rest`` and
-    ``delta`` broadcast to them; ``drawn`` says which probabilities dropout keeps.
-    """
-    t = s
-    if FOLDED:
-        p = tl.exp2(s * (scale * LOG2E) - base)
-    else:
-        s, t = logits(s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS, CAPPED)
-        p = tl.exp2((s - base) * LOG2E - rest)
-    weights = p
-    if DROPPED:
-        products = tl.where(drawn, products * rescale, 0.0)
-        weights = tl.where(drawn, p * rescale, 0.0)
-    return weights, p * (products - delta), t
 
 
 @triton.jit

@@ -22,8 +22,7 @@ from opkit.attn.gpu.device.tile import (
     slopes_before,
     unbiased,
 )
-from opkit.attn.gpu.portable.device.backward import slopes_of_logits
-from opkit.attn.gpu.portable.device.backward_rows import bases_of, exact_sums, loaded
+from opkit.attn.gpu.portable.device.backward_rows import bases_of, exact_sums, loaded, slopes_of_logits
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
