@@ -22,6 +22,7 @@ from opkit.compiler.ir.expr import Expr
 from opkit.kernels.triton.named import FunctionText
 
 SLOTS, NUMBERS = 6, 24
+OTHER_SLOTS, OTHER_NUMBERS = 6, 8  #: of masks and biases, which come before those of functions
 TENSORS = tuple(f"f{i}" for i in range(SLOTS))
 DIMS = 4  # of a tensor
 _WIDE = 2**31  # elements that 32 bits do not count
@@ -185,10 +186,8 @@ class _Writing:
     """Writes the lines of a function; ``names`` are those of the nodes."""
 
     def __init__(self, placed: Placed, wide: Sequence[bool]) -> None:
-        from opkit.attn.gpu import plans  # which imports this module
-
         self.placed, self.wide = placed, wide
-        self.slot, self.number = plans.SLOTS + placed.tensors, plans.NUMBERS + placed.numbers
+        self.slot, self.number = OTHER_SLOTS + placed.tensors, OTHER_NUMBERS + placed.numbers
         self.names: dict[Expr, str] = {}
         self.lines: list[str] = []
 
@@ -243,9 +242,7 @@ class _Writing:
         return found
 
     def _size(self, node: Expr, dim: int) -> str:
-        from opkit.attn.gpu import plans
-
-        return f"numbers[{plans.NUMBERS + self.placed.sizes(int(node.data[0][1:])) + dim}]"
+        return f"numbers[{OTHER_NUMBERS + self.placed.sizes(int(node.data[0][1:])) + dim}]"
 
     def dense_place(self, node: Expr) -> str:
         """Return where in a dense tensor an element lies."""

@@ -20,7 +20,7 @@ from opkit.attn.gpu.functions import Placed
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 
-SLOTS, NUMBERS = 6, 8
+SLOTS, NUMBERS = functions.OTHER_SLOTS, functions.OTHER_NUMBERS
 FAR = 1 << 30  #: an end of a band that hides nothing, in 32 bits
 Words = tuple[tuple[int, ...], ...]
 
