@@ -4,6 +4,7 @@ import pytest
 import torch
 from function_calls import BOTH, bias_call, call_of, gradient_call
 from hopper_calls import on_hopper_with_compiler
+from torch.utils import _pytree as pytree
 
 from opkit.attn import gradients, reference
 from opkit.attn.api import lowered
@@ -12,6 +13,7 @@ from opkit.attn.functions.trace import trace
 from opkit.attn.gpu import kernels, limits, tile_lists
 from opkit.attn.gpu.hopper import forward_cuda
 from opkit.attn.masks import program
+from opkit.testing import compile_launches
 
 from .conftest import OnGpu
 from .test_portable import BOUNDS, close, wide
@@ -92,6 +94,25 @@ def test_more_captured_tensors_than_kernels_have_room_for():
 
     call = AttentionCall(*lowered(q, q, q, None, score, None, None, None, 0.0, "bhsd")[:13])
     assert not limits.takes(call)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", ["a table", "numbers", "an image", "relative", "buckets", "both"])
+def test_compiles(name, target):
+    call = call_of(name, torch.bfloat16, 64, 64)
+    here = AttentionCall(*pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), tuple(call)))
+    given = gradient_call(here, here.q, torch.empty(here.q.shape[:3], device="meta"))
+    given = given._replace(gradient=here.q)
+    of_bias = bias_call(given, given.lse)
+
+    def launches():
+        kernels.forward(*here)
+        kernels.backward(*given)
+        if of_bias.wanted:
+            kernels.bias_backward(*of_bias)
+
+    compile_launches(launches, [target]).raise_for_failures()
 
 
 # ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------

@@ -142,10 +142,7 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
     """
     roomy = arguments.fit_to_slots(call)
     fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
-    masked, called = (
-        bool(shape.mask or shape.lengths),
-        bool(plans.shape_of(tuple(call.mask), tuple(call.bias)).functions),
-    )
+    masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     described = all(calls.describable(each) for each in call[:3])
     counter = calls.counters(call.q.device, _marks(call, layout))
     made = rows(like, call.v.shape[3], call.out_is_bshd)
@@ -172,8 +169,8 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
             of_mask = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
             problem.mask, problem.lists, read = mask_of(of_mask, shape, layout)
             held += [of_mask, read]
-        if called:
-            problem.functions = functions.captured(AttentionCall(*args))
+        if captured:
+            functions.set_addresses(problem.functions, captured, *args[3:5])
         launch(problem, private.current_stream(gpu))
         return out, lse
 
@@ -194,6 +191,8 @@ def _problem(call: AttentionCall, shape: plans.MaskShape, out: Tensor) -> Forwar
         numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
     if call.bias:
         numbers |= {"factor": calls.LOG2E, "inner": call.scale}
+    if plans.shape_of(tuple(call.mask), tuple(call.bias)).functions:
+        numbers["functions"] = functions.captured(call)
     return ForwardProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
 

@@ -129,15 +129,29 @@ def name_of(number: int) -> str:
 
 
 def captured(call: AnyCall) -> Functions:
-    """Return what the functions of a call read."""
+    """Return what the functions of a call read, without the addresses of tensors."""
     shape, found = plans.shape_of(tuple(call.mask), tuple(call.bias)), Functions()
     for place, x in enumerate(functions.tensors_of(shape.functions, call.mask_tensors, call.bias_tensors)):
         if x is not None:
-            found.tensors[place] = Captured(x.data_ptr(), (ctypes.c_int64 * 4)(*x.stride()))
+            found.tensors[place].by = (ctypes.c_int64 * functions.DIMS)(*x.stride())
     numbers = functions.numbers_of(shape.functions, call.mask_tensors, call.bias_tensors)
     for place, number in enumerate(numbers.values()):
         found.numbers[place] = number or 0
     return found
+
+
+def places_of(call: AnyCall) -> list[tuple[bool, int]]:
+    """Return of each captured tensor whether it is a mask's, and its number there."""
+    shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
+    return [(each.whose == "mask", number) for each in shape.functions for number in each.function.tensors]
+
+
+def set_addresses(
+    read: Functions, places: Sequence[tuple[bool, int]], masks: Sequence[Tensor], biases: Sequence[Tensor]
+) -> None:
+    """Set the addresses of the captured tensors of a call."""
+    for captured, (of_mask, number) in zip(read.tensors, places, strict=False):
+        captured.data = (masks if of_mask else biases)[number].data_ptr()
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
