@@ -3,8 +3,7 @@
 
 #include <type_traits>
 
-#include "functions.cuh"
-#include "tensors.cuh"
+#include "asked.cuh"
 
 namespace {
 
@@ -21,43 +20,7 @@ using Result = T;
 #endif
 constexpr bool DESCALED = !std::is_same<Key, T>::value;
 
-// What a call may ask for in addition: who includes the kernels says so (opkit/attn/gpu/hopper/forward_kinds.py). ODD: rows of queries and
-// keys, or of values, end within a box; then boxes are loaded one by one, and what is not there is zeros.
-struct Asked {
-    bool capped, sinks, lengths, odd_keys, odd_values;
-};
-#ifndef ASKED
-#define ASKED
-#endif
-constexpr Asked OF_CALL = {ASKED};
-constexpr bool CAPPED = OF_CALL.capped, SINKS = OF_CALL.sinks, LENGTHS = OF_CALL.lengths;
-constexpr bool ODD_KEYS = OF_CALL.odd_keys, ODD_VALUES = OF_CALL.odd_values;
-#ifdef MASK_PROGRAM
-constexpr bool PROGRAM = true;
-#else
-constexpr bool PROGRAM = false;
-#endif
-#ifdef SCORE
-constexpr bool SCORED = true;
-#else
-constexpr bool SCORED = false;
-#define SCORE(...) 0.f
-#endif
-
-// A tensor that a mask's program reads, with its strides by batch, head, query and key.
-struct Slot {
-    const void* data;
-    int64_t batch, head, query, key;
-};
-
-// What a mask says besides a band and segments: how many keys each batch has, and what a program reads (forward_masks.cuh). Lists of
-// tiles may be of a head then.
-struct Mask {
-    const int* lengths;
-    int64_t lengths_batch, blocks_head, counts_head;
-    Slot slots[6];
-    int numbers[8];
-};
+constexpr bool BY_KEYS = false;  // rows are queries, columns are keys
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/forward_cuda.py fills it.
 struct Problem {

@@ -1,7 +1,7 @@
 // The rows of a warpgroup of the forward: their softmax, and their results.
 #pragma once
 
-#include "forward_masks.cuh"
+#include "forward_tiles.cuh"
 
 namespace {
 
@@ -70,6 +70,13 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int firs
             if (!(seen[i / 2 % 2] >> of_32 & 1)) s[from / 2 + i] = -INFINITY;
         }
     }
+}
+
+// -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `from` by a program.
+template <bool BANDED, int N>
+SM90 void hide_unseen(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
+    const Seen seen = seen_columns<N / 2, BANDED>(problem, {batch, head, row, from + int(threadIdx.x) % 4 * 2});
+    hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
 }
 
 // Minus half of what a logit's tanh is less than 1. The factor of exponents is twice the cap then, and their offset is the cap.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forward_call.cuh"
+#include "masks.cuh"
 
 namespace {
 
@@ -172,12 +173,6 @@ SM90 float factor_of(const Problem& problem, int batch, int head) {
 SM90 float not_zero(float factor) { return fabsf(factor) < 1e-30f ? 1e-30f : factor; }
 SM90 float values_by(const Problem& problem, int batch, int head) {
     return DESCALED ? problem.v_by[descale_of(problem, batch, head)] : 1.f;
-}
-
-// How many keys a batch has.
-SM90 int keys_of(const Problem& problem, int batch) {
-    if (!LENGTHS) return problem.keys;
-    return min(max(problem.mask.lengths[batch * problem.mask.lengths_batch], 0), problem.keys);
 }
 
 // The steps of keys that some rows need; at least one, if only to see nothing.

@@ -1,8 +1,9 @@
-// What queries see, as bits of keys: what hides logits, and the parts of which a mask's program is put together, of which
-// opkit/attn/gpu/hopper/forward_kinds.py writes an expression, MASK_PROGRAM.
+// What queries see, as bits of columns: what hides logits, and the parts of which a mask's program is put together, of which
+// opkit/attn/gpu/hopper/forward_kinds.py writes an expression, MASK_PROGRAM. Who includes this file has a Problem, and says whether its
+// logits are BY_KEYS: then rows are keys and columns are queries, else rows are queries and columns are keys.
 #pragma once
 
-#include "forward_tiles.cuh"
+#include "asked.cuh"
 
 namespace {
 
@@ -38,37 +39,66 @@ template <int COUNT>
 SM90 int column_of(int i) { return COUNT == 1 ? 0 : i / 2 * 8 + i % 2; }
 
 SM90 int64_t start_of(const Slot& slot, const Place& at) { return at.batch * slot.batch + at.head * slot.head; }
-SM90 int row_of(const Problem& problem, const Place& at, int half) { return min(at.row + 8 * half, problem.queries - 1); }
-SM90 int number_of(const Problem& problem, const Slot& slot, const Place& at, int half) {  // of a query
-    return static_cast<const int*>(slot.data)[start_of(slot, at) + row_of(problem, at, half) * slot.query];
+SM90 int64_t by_row(const Slot& slot) { return BY_KEYS ? slot.key : slot.query; }
+SM90 int64_t by_column(const Slot& slot) { return BY_KEYS ? slot.query : slot.key; }
+SM90 int columns_in(const Problem& problem) { return BY_KEYS ? problem.queries : problem.keys; }
+SM90 int row_of(const Problem& problem, const Place& at, int half) {
+    return min(at.row + 8 * half, (BY_KEYS ? problem.keys : problem.queries) - 1);
+}
+SM90 int number_of(const Problem& problem, const Slot& slot, const Place& at, int half) {  // of a row
+    return static_cast<const int*>(slot.data)[start_of(slot, at) + row_of(problem, at, half) * by_row(slot)];
+}
+
+// How many keys a batch has.
+SM90 int keys_of(const Problem& problem, int batch) {
+    if (!LENGTHS) return problem.keys;
+    return min(max(problem.mask.lengths[batch * problem.mask.lengths_batch], 0), problem.keys);
 }
 
 // Whether two neighbours can be read at once, of so many bytes, of all columns.
 template <int COUNT>
 SM90 bool two_at_once(const Problem& problem, const Slot& slot, const Place& at, const void* row, int bytes) {
-    if (COUNT == 1 || slot.key != 1 || reinterpret_cast<uintptr_t>(row) % bytes) return false;
-    return at.column + column_of<COUNT>(COUNT - 1) < problem.keys;
+    if (COUNT == 1 || by_column(slot) != 1 || reinterpret_cast<uintptr_t>(row) % bytes) return false;
+    return at.column + column_of<COUNT>(COUNT - 1) < columns_in(problem);
 }
 
 SM90 uint32_t between(int first, int last, int column) { return columns_to(last - column) & ~columns_to(first - 1 - column); }
 SM90 Seen in_band(const Place& at, int lower, int upper) {
-    return {{between(at.row + lower, at.row + upper, at.column), between(at.row + 8 + lower, at.row + 8 + upper, at.column)}};
+    const int first = at.row + (BY_KEYS ? -upper : lower), last = at.row + (BY_KEYS ? -lower : upper);
+    return {{between(first, last, at.column), between(first + 8, last + 8, at.column)}};
 }
 SM90 Seen in_band(const Problem& problem, const Place& at, int n) {
     return in_band(at, problem.mask.numbers[n], problem.mask.numbers[n + 1]);
 }
+template <int COUNT>
 SM90 Seen in_band_at(const Problem& problem, const Place& at, int slot, int n) {
     constexpr int64_t FAR = 1 << 30;
-    Seen seen;
+    const int lower = problem.mask.numbers[n], upper = problem.mask.numbers[n + 1];
+    const auto near = [](int64_t place) { return int(min(max(place, -FAR), FAR)); };
+    Seen seen = {};
+    if constexpr (BY_KEYS) {
+        const Slot& numbers = problem.mask.slots[slot];
+        const int* of_queries = static_cast<const int*>(numbers.data) + start_of(numbers, at);
+#pragma unroll 8
+        for (int i = 0; i < COUNT; i++) {
+            const int query = min(at.column + column_of<COUNT>(i), problem.queries - 1);
+            const int64_t place = int64_t(query) + of_queries[query * numbers.query];
+            const int first = near(place + lower), last = near(place + upper);
+            if (first <= at.row && at.row <= last) seen.of[0] |= 1u << i;
+            if (first <= at.row + 8 && at.row + 8 <= last) seen.of[1] |= 1u << i;
+        }
+    } else {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int64_t place = int64_t(at.row) + 8 * half + number_of(problem, problem.mask.slots[slot], at, half);
-        const auto near = [&](int by) { return int(min(max(place + by, -FAR), FAR)); };
-        seen.of[half] = between(near(problem.mask.numbers[n]), near(problem.mask.numbers[n + 1]), at.column);
+        for (int half = 0; half < 2; half++) {
+            const int64_t place = int64_t(at.row) + 8 * half + number_of(problem, problem.mask.slots[slot], at, half);
+            seen.of[half] = between(near(place + lower), near(place + upper), at.column);
+        }
     }
     return seen;
 }
+// Keys before `length`.
 SM90 Seen before(int length, const Place& at) {
+    if (BY_KEYS) return {{at.row < length ? ~0u : 0u, at.row + 8 < length ? ~0u : 0u}};
     const uint32_t seen = columns_to(length - 1 - at.column);
     return {{seen, seen}};
 }
@@ -78,8 +108,8 @@ SM90 Seen before_length(const Problem& problem, const Place& at, int slot) {
 }
 template <int COUNT>
 SM90 Seen of_segment(const Problem& problem, const Place& at, int of_queries, int of_keys) {
-    const Slot& slot = problem.mask.slots[of_keys];
-    const Slot& own = problem.mask.slots[of_queries];
+    const Slot& slot = problem.mask.slots[BY_KEYS ? of_queries : of_keys];
+    const Slot& own = problem.mask.slots[BY_KEYS ? of_keys : of_queries];
     const int mine[] = {number_of(problem, own, at, 0), number_of(problem, own, at, 1)};
     const int* theirs = static_cast<const int*>(slot.data) + start_of(slot, at);
     Seen seen = {};
@@ -96,7 +126,7 @@ SM90 Seen of_segment(const Problem& problem, const Place& at, int of_queries, in
         return seen;
     }
 #pragma unroll 8
-    for (int i = 0; i < COUNT; i++) compare(i, theirs[min(at.column + column_of<COUNT>(i), problem.keys - 1) * slot.key]);
+    for (int i = 0; i < COUNT; i++) compare(i, theirs[min(at.column + column_of<COUNT>(i), columns_in(problem) - 1) * by_column(slot)]);
     return seen;
 }
 template <int COUNT>
@@ -105,7 +135,7 @@ SM90 Seen where_true(const Problem& problem, const Place& at, int number) {
     Seen seen = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const uint8_t* bools = static_cast<const uint8_t*>(slot.data) + start_of(slot, at) + row_of(problem, at, half) * slot.query;
+        const uint8_t* bools = static_cast<const uint8_t*>(slot.data) + start_of(slot, at) + row_of(problem, at, half) * by_row(slot);
         if (two_at_once<COUNT>(problem, slot, at, bools, 2)) {
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2) {
@@ -116,7 +146,7 @@ SM90 Seen where_true(const Problem& problem, const Place& at, int number) {
         }
 #pragma unroll 8
         for (int i = 0; i < COUNT; i++)
-            if (bools[min(at.column + column_of<COUNT>(i), problem.keys - 1) * slot.key]) seen.of[half] |= 1u << i;
+            if (bools[min(at.column + column_of<COUNT>(i), columns_in(problem) - 1) * by_column(slot)]) seen.of[half] |= 1u << i;
     }
     return seen;
 }
@@ -134,13 +164,15 @@ SM90 Seen where_holds(const Problem& problem, const Place& at, const Function& f
     for (int half = 0; half < 2; half++) {
         const int row = row_of(problem, at, half);
 #pragma unroll 8
-        for (int i = 0; i < COUNT; i++)
-            if (function(row, min(at.column + column_of<COUNT>(i), problem.keys - 1))) seen.of[half] |= 1u << i;
+        for (int i = 0; i < COUNT; i++) {
+            const int column = min(at.column + column_of<COUNT>(i), columns_in(problem) - 1);
+            if (BY_KEYS ? function(column, row) : function(row, column)) seen.of[half] |= 1u << i;
+        }
     }
     return seen;
 }
 
-// Which of some columns two rows see.
+// Which of some columns two rows see: of queries that are there, all that their mask says.
 template <int COUNT, bool BANDED>
 SM90 Seen seen_columns(const Problem& problem, const Place& at) {
     Seen seen = before(keys_of(problem, at.batch), at);
@@ -149,13 +181,6 @@ SM90 Seen seen_columns(const Problem& problem, const Place& at) {
     seen = seen & (MASK_PROGRAM);
 #endif
     return seen;
-}
-
-// -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `from` by a program.
-template <bool BANDED, int N>
-SM90 void hide_unseen(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
-    const Seen seen = seen_columns<N / 2, BANDED>(problem, {batch, head, row, from + int(threadIdx.x) % 4 * 2});
-    hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
 }
 
 }  // namespace

@@ -1,0 +1,47 @@
+// What calls may ask for in addition to the least, and what their masks read: for the forward and the backward.
+#pragma once
+
+#include "functions.cuh"
+#include "tensors.cuh"
+
+namespace {
+
+// Who includes the kernels says what a call asks for (opkit/attn/gpu/hopper/forward_kinds.py). ODD: rows of queries and keys, or of
+// values, end within a box; then boxes are loaded one by one, and what is not there is zeros.
+struct Asked {
+    bool capped, sinks, lengths, odd_keys, odd_values;
+};
+#ifndef ASKED
+#define ASKED
+#endif
+constexpr Asked OF_CALL = {ASKED};
+constexpr bool CAPPED = OF_CALL.capped, SINKS = OF_CALL.sinks, LENGTHS = OF_CALL.lengths;
+constexpr bool ODD_KEYS = OF_CALL.odd_keys, ODD_VALUES = OF_CALL.odd_values;
+#ifdef MASK_PROGRAM
+constexpr bool PROGRAM = true;
+#else
+constexpr bool PROGRAM = false;
+#endif
+#ifdef SCORE
+constexpr bool SCORED = true;
+#else
+constexpr bool SCORED = false;
+#define SCORE(...) 0.f
+#endif
+
+// A tensor that a mask's program reads, with its strides by batch, head, query and key.
+struct Slot {
+    const void* data;
+    int64_t batch, head, query, key;
+};
+
+// What a mask says besides a band and segments: how many keys each batch has, and what a program reads (masks.cuh). Lists of tiles may
+// be of a head then.
+struct Mask {
+    const int* lengths;
+    int64_t lengths_batch, blocks_head, counts_head;
+    Slot slots[6];
+    int numbers[8];
+};
+
+}  // namespace

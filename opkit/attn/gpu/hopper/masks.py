@@ -1,0 +1,126 @@
+"""What masks are in kernels for sm_90a in CUDA C++: expressions over bits, and tensors that these read.
+
+A mask that bands, segments and lengths do not describe becomes an expression (``cuda/masks.cuh``), with which a kernel is
+compiled. It is evaluated in the tiles that some of their queries see in part; the lists of :mod:`opkit.attn.gpu.tile_lists` say
+which these are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from opkit.attn.calls import AttentionCall, GradientCall
+from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu.blocks import BlockSizes
+from opkit.attn.gpu.hopper import functions
+from opkit.attn.gpu.hopper.library import Lists, lists_of, of_segments
+from opkit.attn.gpu.plans import MaskShape, Words
+from opkit.attn.masks import program
+
+_BOX = 64  # channels that the copy engine loads at once
+
+
+def shape_of(call: AttentionCall | GradientCall) -> MaskShape:
+    """Return the shape of a call's mask; of bools, if its program does not fit the kernels' slots."""
+    found = plans.shape_of(tuple(call.mask), ())
+    return found if found.fits else plans.shape_of((program.DENSE, 0), ())
+
+
+def asked_of(call: AttentionCall | GradientCall, shape: MaskShape, sinks: bool) -> tuple[bool, ...]:
+    """Return what a call asks for, as ``Asked`` in ``cuda/asked.cuh``."""
+    odd = tuple(size > _BOX and size % _BOX != 0 for size in (call.q.shape[3], call.v.shape[3]))
+    return call.softcap > 0, sinks, bool(shape.lengths), *odd
+
+
+def definitions_of(asked: Sequence[bool], mask: Words, texts: functions.Texts | None = None, **more: str) -> str:
+    """Return the definitions with which a source is compiled, ``more`` of them first."""
+    found = {**more, "ASKED": ", ".join(str(each).lower() for each in asked)}
+    if mask:
+        found["MASK_PROGRAM"] = expression_of(mask)
+    found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), texts or (), strict=False) if text}
+    return "".join(f"#define {name} {text}\n" for name, text in found.items())
+
+
+def expression_of(mask: Words) -> str:
+    """Return what a mask's program is in CUDA C++.
+
+    >>> expression_of(((program.SEGMENTS, 0, 1), (program.NOT,), (program.BAND, 0), (program.OR,)))
+    '(~of_segment<COUNT>(problem, at, 0, 1) | in_band(problem, at, 0))'
+    """
+    stack: list[str] = []
+    for opcode, *operands in mask:
+        if opcode in (program.AND, program.OR):
+            right, left = stack.pop(), stack.pop()
+            stack.append(f"({left} {'&' if opcode == program.AND else '|'} {right})")
+        elif opcode == program.NOT:
+            stack.append(f"~{stack.pop()}")
+        elif opcode == program.FUNCTION:
+            called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
+            stack.append(f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})")
+        else:
+            stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")
+    return stack[0]
+
+
+_LEAVES = {
+    program.BAND: "in_band",
+    program.BAND_AT: "in_band_at<COUNT>",
+    program.SEGMENTS: "of_segment<COUNT>",
+    program.LENGTH: "before_length",
+    program.DENSE: "where_true<COUNT>",
+}
+
+
+class Slot(ctypes.Structure):
+    """A tensor that a mask's program reads, with its strides."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "query", "key")))
+
+
+class Mask(ctypes.Structure):
+    """What a mask says besides a band and segments, as ``cuda/asked.cuh`` says."""
+
+    _fields_ = (
+        ("lengths", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("lengths_batch", "blocks_head", "counts_head")),
+        ("slots", Slot * plans.SLOTS),
+        ("numbers", ctypes.c_int * plans.NUMBERS),
+    )
+
+
+def mask_of(
+    call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool = False
+) -> tuple[Mask, Lists, Sequence[Tensor]]:
+    """Return what a call's mask reads, and the lists of its tiles; and tensors that must live until the kernel is launched.
+
+    Args:
+        call: the call, whose mask fits the kernels' slots.
+        shape: of its mask.
+        tile: queries and keys.
+        by_keys: whether tiles of keys have lists of those of queries.
+        in_order: whether such lists have turns, by which sums are made in order.
+    """
+    mask, lists, sizes = Mask(), Lists(), (*call.q.shape[:3], call.k.shape[2])
+    read: list[Tensor] = []
+    for number in shape.lengths:
+        lengths = call.mask_tensors[number]
+        mask.lengths, mask.lengths_batch = lengths.data_ptr(), lengths.stride(0) if lengths.shape[0] > 1 else 0
+    if of_segments(shape):
+        lists, read = lists_of(call, *tile, by_keys=by_keys, in_order=in_order)
+    elif shape.mask:
+        mask.numbers[: len(shape.numbers)] = shape.numbers
+        for place, x in enumerate(plans.slots_of(shape, call.mask_tensors, [], sizes, of_biases=False)):
+            mask.slots[place] = Slot(x.data_ptr(), *x.stride())
+        blocks = BlockSizes(*tile, 0, 0)
+        found = tile_lists.lists_of(call, shape, blocks, by_keys=by_keys)
+        read += found
+        (lists.blocks, lists.counts), strides = (x.data_ptr() for x in found), [x.stride() for x in found]
+        lists.blocks_batch, lists.counts_batch = (each[0] for each in strides)
+        mask.blocks_head, mask.counts_head = (each[1] for each in strides)
+        if in_order:
+            read.append(tile_lists.visits_of_call(found, call, shape, blocks))
+            lists.visits = read[-1].data_ptr()
+    return mask, lists, read
