@@ -28,8 +28,9 @@ Constants = tuple[tuple[str, Any], ...]
 MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale must be finite
 _SHORT = 512  # queries; fewer have a search of their own
 TENSORS = (*plans.TENSORS, *functions.TENSORS)
-"""The parameters that portable kernels take for the tensors of masks and biases; :func:`tensors_of` gives their values."""
-_NO_TENSORS: list[Tensor | None] = [None] * len(TENSORS)
+"""The parameters that portable kernels take for tensors of masks and biases; :func:`all_tensors_of` gives their values."""
+_NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
+_NO_CAPTURES: list[Tensor | None] = [None] * len(functions.TENSORS)
 Prepare = Callable[..., Callable[..., Any]]
 
 
@@ -178,13 +179,20 @@ def lists_of(
 
 
 def tensors_of(call: AnyCall, shape: MaskShape) -> list[Tensor | None]:
-    """Return the tensors of a mask and a bias, for the parameters ``TENSORS``."""
-    if not shape.slots and not shape.lengths and not shape.functions:
+    """Return the tensors of a mask and a bias, for the parameters ``plans.TENSORS``."""
+    if not shape.slots and not shape.lengths:
         return _NO_TENSORS
     sizes = (*call.q.shape[:3], call.k.shape[2])
     slots = plans.slots_of(shape, call.mask_tensors, call.bias_tensors, sizes)
-    captured = functions.tensors_of(shape.functions, call.mask_tensors, call.bias_tensors)
-    return [*plans.tensors_of(shape, call.mask_tensors, slots, sizes[0]), *captured]
+    return plans.tensors_of(shape, call.mask_tensors, slots, sizes[0])
+
+
+def all_tensors_of(call: AnyCall, shape: MaskShape) -> list[Tensor | None]:
+    """Return these, and those that functions capture, for the parameters ``TENSORS``."""
+    captured = _NO_CAPTURES
+    if shape.functions:
+        captured = functions.tensors_of(shape.functions, call.mask_tensors, call.bias_tensors)
+    return [*tensors_of(call, shape), *captured]
 
 
 def numbers_of(call: AnyCall, shape: MaskShape) -> dict[str, int | None]:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from opkit.attn.calls import AnyCall
 from opkit.attn.functions.expression import coordinates, indexed
 from opkit.attn.gpu import functions, plans

@@ -112,7 +112,7 @@ def _launch(example: GradientCall) -> Run:
         apart = new()
         of_rows(call.out, call.gradient, call.of_lse, delta, apart)
         rows, sums = (call.q, call.k, call.v, call.gradient), (call.lse, apart, delta)
-        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        read = (*rows, *sums, call.seed, *arguments.all_tensors_of(call, shape))
         of_queries(call, of_q, call.sinks, *read)
         of_keys(call, of_k, of_v, *read)
 
@@ -160,7 +160,7 @@ def prepare_bias_backward(example: BiasCall) -> Run:
         call = call if fits else arguments.fit_to_slots(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
         sums = call.lse.contiguous(), call.delta.contiguous(), call.sinks
-        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        read = (*rows, *sums, call.seed, *arguments.all_tensors_of(call, shape))
         return [_sum_of_terms([make(call, read) for make in each], x) for each, x in zip(makers, like, strict=True)]
 
     return run

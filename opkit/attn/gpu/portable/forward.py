@@ -68,7 +68,7 @@ def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = ""
         call = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
-        launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))
+        launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.all_tensors_of(call, shape))
         return out, lse
 
     return run
