@@ -58,9 +58,9 @@ SCORES = {
     "buckets": lambda s, b, h, i, j: s + BUCKETS[bucket((i - j).abs()), h],
     "an image": lambda s, b, h, i, j: s + IMAGE[h, i // 8 - j // 8 + 21, i % 8 - j % 8 + 7],
     "hidden": lambda s, b, h, i, j: torch.where(i + 20 >= j, s * SLOPES[h], -float("inf")),
-    "product": lambda s, b, h, i, j: s * torch.sigmoid(s) + SLOPES[h] ** 2 + PER_KEY[j],
+    "product": lambda s, b, h, i, j: s * torch.sigmoid(s) * SLOPES[h] ** 2 + PER_KEY[j],
     "of queries": lambda s, b, h, i, j: s * PER_QUERY[i % 3, h].exp(),
-    "a tensor": lambda s, b, h, i, j: s * s * FULL[b, h, i, j] / 9 - SLOPES[h].exp(),
+    "a tensor": lambda s, b, h, i, j: s * s * FULL[b, h, i, j] / 9 * SLOPES[h].exp(),
     "numbers": scaled(0.7, -20),
 }
 BOTH = {name: (mask, None) for name, mask in MASKS.items()} | {name: (None, score) for name, score in SCORES.items()}

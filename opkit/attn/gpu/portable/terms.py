@@ -149,7 +149,8 @@ def _permuted(load: Expr, sums: Tensor, tensor: Tensor) -> Tensor:
     """Return sums with the dimensions in the order in which variables index the tensor, and zeros for what they do not."""
     ((_, at),) = ((each, at) for each, at in indexed(load) if each is load)
     dims = ["bhij".index(axis) for axis in at if axis is not None]
-    found = sums.permute(*dims, *(dim for dim in range(4) if dim not in dims)).flatten(len(dims)).squeeze(-1)
+    others = (dim for dim in range(4) if dim not in dims)
+    found = sums.permute(*dims, *others).reshape([sums.shape[dim] for dim in dims])
     if found.shape == tensor.shape:
         return found
     new = torch.zeros(tensor.shape, dtype=sums.dtype, device=sums.device)
