@@ -138,6 +138,11 @@ class Function:
         """
         return _Evaluation(self._known(variables, tensors), variables["j"].device)(self.root)
 
+    def places(self, load: Expr, variables: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the coordinates of one of its loads, int64, for the arguments of :meth:`evaluate`."""
+        evaluated = _Evaluation(self._known(variables, tensors), variables["j"].device)
+        return [evaluated(each).long() for each in coordinates(load)]
+
     def _known(self, variables: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str, Any]:
         return {
             **variables,

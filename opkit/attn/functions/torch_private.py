@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from opkit.compiler.capture.conversion import capture
 from opkit.compiler.lower.graph_to_program import lower
+from opkit.compiler.lower.target import LoweringTarget
 
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where a function reads the value of a fake tensor."""
@@ -71,7 +72,8 @@ def _sizes(x: Tensor) -> list[int]:
 def lowered(graph: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return the compiler's program of a graph, and its constants by name."""
     captured = capture(graph, "a function of attention")
-    return lower(captured.graph), captured.constants
+    target = LoweringTarget("cpu" if captured.device.type == "cpu" else "cuda")
+    return lower(captured.graph, target), captured.constants
 
 
 class SubgraphOperator(BaseHOP):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import AnyCall, AttentionCall, BiasCall, Float8Call, GradientCall
-from opkit.attn.gpu import blocks, plans, search, tile_lists
+from opkit.attn.gpu import blocks, functions, plans, search, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes, Rule, TiledKernel
 from opkit.attn.gpu.plans import MaskShape
 from opkit.attn.gpu.search import Tiles, TileSearch
+from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 from opkit.kernels.tuning.configs import Config
 from opkit.kernels.tuning.record_format import Identity
@@ -26,7 +27,10 @@ Run = Callable[..., Any]
 Constants = tuple[tuple[str, Any], ...]
 MIN_SCALE = 2.0**-64  #: of kernels that compare products: a sink divided by the scale must be finite
 _SHORT = 512  # queries; fewer have a search of their own
+TENSORS = (*plans.TENSORS, *functions.TENSORS)
+"""The parameters that portable kernels take for tensors of masks and biases; :func:`all_tensors_of` gives their values."""
 _NO_TENSORS: list[Tensor | None] = [None] * len(plans.TENSORS)
+_NO_CAPTURES: list[Tensor | None] = [None] * len(functions.TENSORS)
 Prepare = Callable[..., Callable[..., Any]]
 
 
@@ -39,7 +43,7 @@ def fit_to_slots(call: Any) -> Any:
     """Return the call, with dense tensors for its mask and bias if their programs do not fit a kernel's slots."""
     if shape_of(call).fits:
         return call
-    grid = Grid(call.q.shape[2], call.k.shape[2], call.q.device)
+    grid = Grid.of(call)
     mask, masks, bias, biases = plans.as_dense(call.mask, call.mask_tensors, call.bias, call.bias_tensors, grid)
     return call._replace(mask=mask, mask_tensors=masks, bias=bias, bias_tensors=biases)
 
@@ -115,10 +119,12 @@ def _pair(call: AnyCall, shape: MaskShape) -> int:
 
 def constants_of(call: AnyCall, shape: MaskShape, size: BlockSizes) -> Constants:
     """Return the constants of a kernel and its compiler's options."""
+    mask = functions.words_of(shape.mask, shape.functions, program.FUNCTION, call.mask_tensors)
+    bias = functions.words_of(shape.bias, shape.functions, program.BIAS_FUNCTION, call.bias_tensors)
     head, columns = call.q.shape[3], call.v.shape[3]
     d0, d1 = blocks.parts(head)
     found = {
-        "D": head, "D0": d0, "D1": d1, "E": columns, "E0": blocks.parts(columns)[0], "MASK": shape.mask, "BIAS": shape.bias,
+        "D": head, "D0": d0, "D1": d1, "E": columns, "E0": blocks.parts(columns)[0], "MASK": mask, "BIAS": bias,
         "BANDED": shape.banded, "LISTED": listed(call, shape, size), "CAPPED": call.softcap > 0,
         "FOLDED": call.softcap == 0 and not shape.bias and call.scale > MIN_SCALE, "DROPPED": call.dropout_p > 0,
         "ROWS": size.rows, "KEYS": size.keys,
@@ -179,6 +185,20 @@ def tensors_of(call: AnyCall, shape: MaskShape) -> list[Tensor | None]:
     sizes = (*call.q.shape[:3], call.k.shape[2])
     slots = plans.slots_of(shape, call.mask_tensors, call.bias_tensors, sizes)
     return plans.tensors_of(shape, call.mask_tensors, slots, sizes[0])
+
+
+def all_tensors_of(call: AnyCall, shape: MaskShape) -> list[Tensor | None]:
+    """Return these, and those that functions capture, for the parameters ``TENSORS``."""
+    captured = _NO_CAPTURES
+    if shape.functions:
+        captured = functions.tensors_of(shape.functions, call.mask_tensors, call.bias_tensors)
+    return [*tensors_of(call, shape), *captured]
+
+
+def numbers_of(call: AnyCall, shape: MaskShape) -> dict[str, int | None]:
+    """Return the numbers that portable kernels take for a mask and a bias, by their parameters' names."""
+    captured = functions.numbers_of(shape.functions, call.mask_tensors, call.bias_tensors)
+    return {**plans.numbers_of(shape), **captured}
 
 
 def rescale(dropout_p: float) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from opkit.attn import gradients
 from opkit.attn.calls import AttentionCall, BiasCall, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments
@@ -55,14 +57,19 @@ def takes_gradients(call: GradientCall) -> bool:
 
 
 def takes_bias_gradients(call: BiasCall) -> bool:
-    """Return whether :func:`bias_backward` takes a call: the checks of gradients, with delta in place of a log-sum-exp."""
+    """Return whether :func:`bias_backward` takes a call: the checks of gradients, with delta in place of a log-sum-exp.
+
+    Deterministic algorithms refuse gradients of tensors that functions read at coordinates for which there is no order.
+    """
     if not all(0 <= number < len(call.bias_tensors) for number in call.wanted):
         return False
     as_gradients = GradientCall(
         call.gradient, call.delta, call.q, call.k, call.v, call.gradient, call.lse, call.mask_tensors, call.bias_tensors,
         call.mask, call.bias, call.scale, call.softcap, False, None, 0.0, call.sinks,
     )  # fmt: skip
-    return takes_gradients(as_gradients)
+    return takes_gradients(as_gradients) and not (
+        torch.are_deterministic_algorithms_enabled() and portable_backward.adds_in_no_order(call)
+    )
 
 
 @arguments.tuned_forward

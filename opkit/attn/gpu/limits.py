@@ -7,6 +7,8 @@ import os
 import torch
 
 from opkit.attn.calls import AnyCall, AttentionCall
+from opkit.attn.gpu import plans
+from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, shapes_fit, sinks_fit
 
 LARGEST_HEAD, LARGEST_VALUES = 576, 512
@@ -28,8 +30,24 @@ def sizes_fit(call: AnyCall) -> bool:
     """Return the same without the check of the queries' dtype."""
     if not shapes_fit(call.q, call.k, call.v) or not 0 < call.q.shape[3] <= LARGEST_HEAD:
         return False
-    added = all(each.dtype in _BIASES for each in call.bias_tensors) and bias_fits(call)
-    return call.v.shape[3] <= LARGEST_VALUES and added and mask_fits(call)
+    added = bias_fits(call, functions=True) and (not call.bias_tensors or _are_added(call))
+    return call.v.shape[3] <= LARGEST_VALUES and added and mask_fits(call, functions=True) and _functions_fit(call)
+
+
+def _are_added(call: AnyCall) -> bool:
+    """Return whether the tensors of biases, but for those that functions alone read, have dtypes that kernels add."""
+    shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
+    read = {number for each in shape.functions if each.whose == "bias" for number in each.function.tensors}
+    added = {number for whose, number, _ in shape.slots if whose == "bias"}
+    return all(x.dtype in _BIASES for n, x in enumerate(call.bias_tensors) if n in added or n not in read)
+
+
+def _functions_fit(call: AnyCall) -> bool:
+    """Return whether kernels have room for a call's functions, if there are some: no tensor stands for these."""
+    if program.FUNCTION not in call.mask and program.BIAS_FUNCTION not in call.bias:
+        return True
+    shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
+    return not shape.functions or shape.fits
 
 
 def device() -> str:

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.attn.functions.expression import Function
+from opkit.attn.gpu import functions
+from opkit.attn.gpu.functions import Placed
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 
-SLOTS, NUMBERS = 6, 8
+SLOTS, NUMBERS = functions.OTHER_SLOTS, functions.OTHER_NUMBERS
 FAR = 1 << 30  #: an end of a band that hides nothing, in 32 bits
 Words = tuple[tuple[int, ...], ...]
 
@@ -35,6 +38,7 @@ class MaskShape:
         lower, upper: the band that holds for the whole mask.
         banded: whether there is one.
         lengths: the numbers of the mask's tensors of lengths that hold for the whole mask.
+        functions: those of both programs, whose words have a function's place here.
     """
 
     mask: Words
@@ -45,11 +49,14 @@ class MaskShape:
     upper: int
     banded: bool
     lengths: tuple[int, ...]
+    functions: tuple[Placed, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether there are enough slots and numbers."""
-        return len(self.slots) <= SLOTS and len(self.numbers) <= NUMBERS and len(self.lengths) <= 1
+        masks = sum(each.whose == "mask" for each in self.functions)  # in lists of tiles each has a slot
+        enough = len(self.slots) + masks <= SLOTS and len(self.numbers) <= NUMBERS and functions.fit(self.functions)
+        return enough and len(self.lengths) <= 1
 
 
 _LAYOUTS = {program.SEGMENTS: ("bq", "bk"), program.LENGTH: ("b",), program.DENSE: ("bhqk",), program.BAND_AT: ("bq",)}
@@ -113,7 +120,10 @@ def shape_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> MaskShape:
     words = tuple(building.mask(word) for word in _joined(rest)) if rest else ()
     terms = building.biases(bias)
     banded = lower > -FAR or upper < FAR
-    return MaskShape(words, terms, tuple(building.slots), tuple(building.numbers), lower, upper, banded, tuple(lengths))
+    return MaskShape(
+        words, terms, tuple(building.slots), tuple(building.numbers), lower, upper, banded, tuple(lengths),
+        tuple(building.functions),
+    )  # fmt: skip
 
 
 class _Building:
@@ -122,6 +132,7 @@ class _Building:
     def __init__(self) -> None:
         self.slots: list[tuple[str, int, str]] = []
         self.numbers: list[int] = []
+        self.functions: list[Placed] = []
 
     def slot(self, whose: str, number: int, layout: str) -> int:
         key = (whose, number, layout)
@@ -133,8 +144,16 @@ class _Building:
         self.numbers += values
         return len(self.numbers) - len(values)
 
+    def function(self, whose: str, operands: Sequence[int]) -> int:
+        self.functions.append(
+            Placed(whose, Function.of(operands), *(self.functions[-1].end if self.functions else (0, 0)))
+        )
+        return len(self.functions) - 1
+
     def mask(self, word: tuple[int, ...]) -> tuple[int, ...]:
         opcode, *operands = word
+        if opcode == program.FUNCTION:
+            return opcode, self.function("mask", operands)
         layouts = _LAYOUTS.get(opcode, ())
         slots = [self.slot("mask", n, layout) for n, layout in zip(operands, layouts, strict=False)]
         ends = operands[len(layouts) :]
@@ -143,6 +162,9 @@ class _Building:
     def biases(self, words: Sequence[int]) -> Words:
         found: list[tuple[int, ...]] = []
         for opcode, *operands in program.instructions(words, program.BIAS_OPERANDS):
+            if opcode == program.BIAS_FUNCTION:
+                found.append((opcode, self.function("bias", operands)))
+                continue
             slots = [self.slot("bias", n, layout) for n, layout in zip(operands, _BIASES[opcode], strict=False)]
             width = (self.number(operands[2]),) if opcode == program.BIAS_REL else ()
             found.append((opcode, *slots, *width))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from opkit.attn.gpu import plans
+from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.blocks import BlockSizes, tiles_in
 from opkit.attn.gpu.plans import MaskShape
 from opkit.attn.masks import program
@@ -22,11 +22,13 @@ T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
 _TURNS = "opkit.attn.gpu.device.tile_lists"
 _STATES = Named("opkit.attn.gpu.device.tile_lists", "tile_states")
+_FUNCTION_STATES = Named("opkit.attn.gpu.device.tile_lists", "function_states")
 _STEP = 32  # tiles, or rows of a tile, that a program reads together
 _MAX_CACHED = 64  # lists, and as many orders
 MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
 _order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
 _SPANS = Named("opkit.attn.gpu.device.tile_lists", "spans")
+_ELEMENTS = 2048  # of a tile that a program evaluates together
 _SPANS_STEP = 2048  # numbers that a program reads together
 _SPANS_ROWS = 256  # of a program
 
@@ -144,13 +146,14 @@ def _build(
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
     for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
         slots[slot] = states_of(slots[slot], blocks)
+    words = _with_states(shape, masks, blocks, sizes, slots, device)
     batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
     counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     own, others = counted[::-1] if by_keys else counted
     tiles = torch.empty((batch, heads, own, others), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads, own, 2), dtype=torch.int32, device=device)
     constants = {
-        "MASK": shape.mask, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
+        "MASK": words, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
         "SOME": min(_STEP, 1 << (others - 1).bit_length()),
     }  # fmt: skip
     tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, sizes[0]), strict=True))
@@ -159,6 +162,56 @@ def _build(
         **tensors, **plans.numbers_of(shape),
     )  # fmt: skip
     return TileLists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
+
+
+def _with_states(
+    shape: MaskShape, masks: Sequence[Tensor], blocks: BlockSizes, sizes: Sequence[int], slots: list[Tensor | None],
+    device: torch.device,
+) -> plans.Words:  # fmt: skip
+    """Return a mask's program with the states of tiles, in new slots, in place of users' functions."""
+    words: list[tuple[int, ...]] = []
+    for word in shape.mask:
+        if word[0] == program.FUNCTION:
+            slots.append(function_states_of(shape, word[1], masks, blocks, sizes, device))
+            word = (program.DENSE, len(slots) - 1)
+        words.append(word)
+    return tuple(words)
+
+
+def function_states_of(
+    shape: MaskShape,
+    which: int,
+    masks: Sequence[Tensor],
+    blocks: BlockSizes,
+    sizes: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Return :func:`states_of` what a function of a mask lets queries see, evaluated tile by tile.
+
+    The stride is 0 for batches and heads if the function does not depend on these.
+    """
+    placed = shape.functions[which]
+    dims = [size if name in placed.variables else 1 for name, size in zip("bh", sizes, strict=False)]
+    tiles = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
+    states = torch.empty((*dims, *tiles), dtype=torch.uint8, device=device)
+    tensors = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
+    _function_states_kernel(blocks[:2], functions.text_of(placed, placed.function.root, masks))(
+        states=states, tiles=tiles[0] * tiles[1], programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3],
+        **tensors, **functions.numbers_of(shape.functions, masks, None),
+    )  # fmt: skip
+    strides = [stride if size > 1 else 0 for stride, size in zip(states.stride(), dims, strict=False)]
+    return states.as_strided(states.shape, (*strides, *states.stride()[2:]))
+
+
+@functools.cache
+def _function_states_kernel(tile: tuple[int, int], function: Any) -> TritonKernel:
+    rows, keys = tile
+    step = min(rows, max(1, _ELEMENTS // keys))
+    return triton_kernel(
+        _FUNCTION_STATES,
+        grid=lambda tiles, programs: (tiles, programs),
+        num_warps=4, FUNCTION=function, ROWS=rows, KEYS=keys, STEP=step,
+    )  # fmt: skip
 
 
 def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int]:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import hashlib
+import linecache
 import re
-from typing import Any
+from typing import Any, cast
 
 from opkit.errors import DeclarationError, KernelError
 from opkit.kernels.triton import environment, parsing
@@ -137,9 +140,54 @@ class Element:
         return getattr(triton.language, self.name)
 
 
+class FunctionText:
+    """A function decorated with ``triton.jit`` by its text, the module that defines it; kernels take it as a constant.
+
+    The name of that module has a hash of the text and of the modules of opkit that the text imports, and kernels are found by it.
+
+    >>> FunctionText("twice", "import triton\\n\\n\\n@triton.jit\\ndef twice(x):\\n    return x + x\\n").name
+    'twice'
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        files = [parsing.file_of(each) for each in sorted({each.module for each in parsing.imports(text, "")})]
+        own = [path.read_bytes() for path in files if path is not None and "opkit" in path.parts]
+        self.digest = hashlib.sha256(b"".join([text.encode(), *own])).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"FunctionText({self.name!r}, {self.digest})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionText) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def contract_parts(self) -> list[tuple[str, Any]]:
+        """Return the parts of a contract's hash."""
+        return [("function", repr(self))]
+
+    def resolved(self) -> Any:
+        """Return Triton's function."""
+        return _executed(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _executed(function: FunctionText) -> Any:
+    module = f"opkit_function_{function.digest}"
+    file = f"<{module}>"
+    linecache.cache[file] = (len(function.text), None, function.text.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile(function.text, file, "exec"), names)
+    return names[function.name]
+
+
 def resolved(value: Any) -> Any:
-    """Return Triton's or Gluon's object for a :class:`Layout` or :class:`Element`; other values unchanged."""
-    return value.resolved() if isinstance(value, (Layout, Element)) else value
+    """Return Triton's or Gluon's object for what stands for one, also in tuples; other values unchanged."""
+    if isinstance(value, tuple):
+        return tuple([resolved(each) for each in cast("tuple[Any, ...]", value)])
+    return value.resolved() if isinstance(value, (Layout, Element, FunctionText)) else value
 
 
 def written_out(kind: str) -> str:

@@ -21,7 +21,8 @@ from opkit.attn.masks import program
 AND, OR, NOT = tl.constexpr(program.AND), tl.constexpr(program.OR), tl.constexpr(program.NOT)
 BAND, SEGMENTS, LENGTH = tl.constexpr(program.BAND), tl.constexpr(program.SEGMENTS), tl.constexpr(program.LENGTH)
 DENSE, BIAS_DENSE = tl.constexpr(program.DENSE), tl.constexpr(program.BIAS_DENSE)
-BIAS_ALIBI = tl.constexpr(program.BIAS_ALIBI)
+BIAS_ALIBI, BIAS_FUNCTION = tl.constexpr(program.BIAS_ALIBI), tl.constexpr(program.BIAS_FUNCTION)
+FUNCTION = tl.constexpr(program.FUNCTION)
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_SCALE = tl.constexpr(256.0)  #: the factor that :func:`from_fp8` leaves out
 
@@ -79,10 +80,18 @@ def visible(
         elif PROGRAM[at][0] == DENSE:
             found = element(slots, PROGRAM[at][1], b, h, i, j, (i < queries) & (j < keys))
             stack = stack + (found != 0,)
+        elif PROGRAM[at][0] == FUNCTION:
+            stack = stack + (called(PROGRAM[at][1], b, slots, numbers, b, h, i, j, queries, keys),)
         else:
             offset = OF_QUERIES(slots, PROGRAM[at][1], b, h, i, queries)
             stack = stack + (_between(j - i - offset, numbers, PROGRAM[at][2]),)
     return stack[0]
+
+
+@triton.jit
+def called(FUNCTION: tl.constexpr, score, slots, numbers, b, h, i, j, queries, keys):
+    """Return the result of a user's function; of queries and keys that are not there, that of the last ones."""
+    return FUNCTION(score, slots, numbers, b, h, tl.minimum(i, queries - 1), tl.minimum(j, tl.maximum(keys, 1) - 1))
 
 
 @triton.jit
@@ -92,18 +101,61 @@ def _between(distance, numbers, first: tl.constexpr):
 
 @triton.jit
 def biased(x, PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift):
-    """``x``, logits of a tile, and each term of a bias's program. ``shift``: all keys less all queries."""
-    inside = (i < queries) & (j < keys)
+    """``x``, logits of a tile, after each term of a bias's program. ``shift``: all keys less all queries."""
     for at in tl.static_range(len(PROGRAM)):
-        if PROGRAM[at][0] == BIAS_DENSE:
-            x += element(slots, PROGRAM[at][1], b, h, i, j, inside).to(tl.float32)
-        elif PROGRAM[at][0] == BIAS_ALIBI:
-            x -= number(slots, PROGRAM[at][1], b, h) * tl.abs(i + shift - j).to(tl.float32)
-        else:
-            wide = numbers[PROGRAM[at][3]]
-            x += element(slots, PROGRAM[at][1], b, h, i, j // wide, inside).to(tl.float32)
-            x += element(slots, PROGRAM[at][2], b, h, i, j % wide, inside).to(tl.float32)
+        x = _with_term(x, PROGRAM, at, slots, numbers, b, h, i, j, queries, keys, shift)
     return x
+
+
+@triton.jit
+def _with_term(x, PROGRAM: tl.constexpr, AT: tl.constexpr, slots, numbers, b, h, i, j, queries, keys, shift):
+    inside = (i < queries) & (j < keys)
+    if PROGRAM[AT][0] == BIAS_FUNCTION:
+        x = tl.broadcast_to(called(PROGRAM[AT][1], x, slots, numbers, b, h, i, j, queries, keys), x.shape)
+    elif PROGRAM[AT][0] == BIAS_DENSE:
+        x += element(slots, PROGRAM[AT][1], b, h, i, j, inside).to(tl.float32)
+    elif PROGRAM[AT][0] == BIAS_ALIBI:
+        x -= number(slots, PROGRAM[AT][1], b, h) * tl.abs(i + shift - j).to(tl.float32)
+    else:
+        wide = numbers[PROGRAM[AT][3]]
+        x += element(slots, PROGRAM[AT][1], b, h, i, j // wide, inside).to(tl.float32)
+        x += element(slots, PROGRAM[AT][2], b, h, i, j % wide, inside).to(tl.float32)
+    return x
+
+
+@triton.jit
+def slopes_before(
+    slopes,
+    x,
+    PROGRAM: tl.constexpr,
+    FIRST: tl.constexpr,
+    TERM: tl.constexpr,
+    slots,
+    numbers,
+    b,
+    h,
+    i,
+    j,
+    queries,
+    keys,
+    shift,
+):
+    """``slopes`` times the derivatives of terms from ``FIRST`` on by logits; and the logits before ``TERM``.
+
+    From the gradients of the logits after a bias's program this makes those of the logits before the term ``FIRST``. ``x`` are
+    the logits before the program.
+    """
+    before = x
+    for at in tl.static_range(len(PROGRAM)):
+        if at == TERM:
+            before = x
+        if PROGRAM[at][0] == BIAS_FUNCTION and at >= FIRST:
+            if PROGRAM[at][2] == 0:
+                slopes *= 0.0
+            else:
+                slopes *= called(PROGRAM[at][2], x, slots, numbers, b, h, i, j, queries, keys)
+        x = _with_term(x, PROGRAM, at, slots, numbers, b, h, i, j, queries, keys, shift)
+    return slopes, before
 
 
 @triton.jit
@@ -217,14 +269,21 @@ def times(x, factor):
 
 
 @triton.jit
-def logits(
-    s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS: tl.constexpr, CAPPED: tl.constexpr
-):
-    """From products to logits, before a mask; and the tanh of the cap."""
+def unbiased(s, scale, softcap, CAPPED: tl.constexpr):
+    """From products to logits before biases; and the tanh of the cap."""
     s = times(s, scale)
     t = s
     if CAPPED:
         s, t = capped(s, softcap)
+    return s, t
+
+
+@triton.jit
+def logits(
+    s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS: tl.constexpr, CAPPED: tl.constexpr
+):
+    """From products to logits, before a mask; and the tanh of the cap."""
+    s, t = unbiased(s, scale, softcap, CAPPED)
     return biased(s, BIAS, slots, numbers, b, h, i, j, queries, limit, shift), t
 
 

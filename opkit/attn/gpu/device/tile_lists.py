@@ -3,7 +3,8 @@
 ``tile_lists`` lists for each tile of queries the tiles of keys that it sees, or the reverse. A mask's program is evaluated for
 whole tiles, as a pair of answers for each: whether some pair of a query and a key may be visible, and whether all are. The first
 may be true too often and the second false too often, never the reverse; ``NOT`` swaps them. For bands and segments the answers
-follow from the least and the greatest number in a tile; for a tensor of bools, ``tile_states`` computes them first.
+follow from the least and the greatest number in a tile; for a tensor of bools and a user's function, ``tile_states`` and
+``function_states`` compute them first.
 
 ``tile_turns`` and ``tile_visits`` compute the order in which tiles of keys add to the gradient of a block of queries. ``spans``
 finds by bisection the span of keys that each row sees under segments whose numbers are in order.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.tile import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, element, number
+from opkit.attn.gpu.device.tile import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, called, element, number
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
@@ -170,6 +171,44 @@ def _count(x, stride, stride_of_columns, rows, columns, ROWS: tl.constexpr, COLU
         at = x + row.to(tl.int64)[:, None] * stride + column[None, :] * stride_of_columns
         count += tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0).to(tl.int1).to(tl.int32)
     return tl.sum(tl.sum(count, 1), 0)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def function_states(
+    states,
+    f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
+    f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
+    f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    tiles, programs, heads, queries, keys,
+    FUNCTION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """As :func:`tile_states`, of what a user's function returns for queries and keys. ``heads`` are those with states.
+
+    What the function does not depend on is the same for all batches and heads. ``STEP`` divides ``ROWS``.
+    """
+    slots = (
+        0, 0, 0, 0, 0, 0,
+        (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
+        (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
+        (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
+    )  # fmt: skip
+    numbers = (
+        0, 0, 0, 0, 0, 0, 0, 0,
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    )  # fmt: skip
+    wide = tl.cdiv(keys, KEYS)
+    first, j = tl.program_id(0) // wide * ROWS, tl.program_id(0) % wide * KEYS + tl.arange(0, KEYS)[None, :]
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    count, all_of = 0, 0
+    for at in range(0, ROWS, STEP):
+        i = first + at + tl.arange(0, STEP)[:, None]
+        inside = (i < queries) & (j < keys)
+        found = inside & called(FUNCTION, b, slots, numbers, b, h, i, j, queries, keys)
+        count += tl.sum(tl.sum(found.to(tl.int32), 1), 0)
+        all_of += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
+    state = tl.where(count > 0, ANY, 0) | tl.where(count == all_of, ALL, 0)
+    tl.store(states + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), state.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=ORDER_RUN_TIME)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn.calls import AnyCall, AttentionCall
-from opkit.attn.masks.program import mask_fits, shapes_fit, sinks_fit
+from opkit.attn.gpu.hopper import functions
+from opkit.attn.masks.program import bias_fits, mask_fits, shapes_fit, sinks_fit
 from opkit.op import torch_private as private
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -44,8 +45,9 @@ def sizes_fit(call: AttentionCall) -> bool:
         return False
     heads = all(size % _ALIGNED == 0 and size <= HEADS[-1] for size in (q.shape[3], v.shape[3]))
     lengths = max(q.shape[2], k.shape[2]) < _FAR and q.shape[0] * q.shape[1] * q.shape[2] < 2**31
-    plain = not call.bias and call.dropout_p == 0 and has_moderate_factor(call)
-    return heads and lengths and plain and sinks_fit(call.sinks, q) and mask_fits(call)
+    if not mask_fits(call, functions=True) or not bias_fits(call, functions=True) or not functions.fit(call):
+        return False
+    return heads and lengths and call.dropout_p == 0 and has_moderate_factor(call) and sinks_fit(call.sinks, q)
 
 
 def has_moderate_factor(call: AnyCall) -> bool:

@@ -117,7 +117,9 @@ def fits(call: AttentionCall) -> bool:
         return False
     shape = plans.shape_of(tuple(call.mask), ())
     few = _height(call) <= MOST_ROWS[call.q.shape[3]] and max(call.k.shape[:2]) <= MOST
-    return few and call.softcap == 0 and not shape.mask and not shape.lengths and _seen(call) is not None
+    return (
+        few and call.softcap == 0 and not call.bias and not shape.mask and not shape.lengths and _seen(call) is not None
+    )
 
 
 def _height(call: AttentionCall) -> int:

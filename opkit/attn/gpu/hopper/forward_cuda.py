@@ -21,7 +21,7 @@ from torch import Tensor
 from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, plans
-from opkit.attn.gpu.hopper import calls, library
+from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.forward_kinds import ROWS, Layout, kind_of, layout_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
 from opkit.attn.gpu.hopper.masks import Mask, mask_of, shape_of
@@ -74,6 +74,7 @@ class ForwardProblem(ctypes.Structure):
         ("inner", ctypes.c_float),
         ("offset", ctypes.c_float),
         ("mask", Mask),
+        ("functions", functions.Functions),
     )
 
 
@@ -95,8 +96,9 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks. The factor of
-    logits, which is the cap or else the scale, is at most 1024. It takes no biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks; users'
+    functions. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no other biases, no functions
+    after a soft cap, and no dropout.
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
     reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they
@@ -133,7 +135,7 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
     """
     roomy = arguments.fit_to_slots(call)
     fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
-    masked = bool(shape.mask or shape.lengths)
+    masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     described = all(calls.describable(each) for each in call[:3])
     tile = layout.groups * ROWS, layout.keys
     counter = calls.counters(call.q.device, _marks(call, layout))
@@ -161,6 +163,8 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
             of_mask = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
             problem.mask, problem.lists, read = mask_of(of_mask, shape, tile, by_keys=False)
             held += [of_mask, read]
+        if captured:
+            functions.set_addresses(problem.functions, captured, *args[3:5])
         launch(problem, private.current_stream(gpu))
         return out, lse
 
@@ -179,6 +183,10 @@ def _problem(call: AttentionCall, shape: plans.MaskShape, out: Tensor) -> Forwar
     if call.softcap:  # tanh is 1 + 2 x, x being what the kernel's ``capped`` returns
         offset = call.softcap * calls.LOG2E
         numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
+    if call.bias:
+        numbers |= {"factor": calls.LOG2E, "inner": call.scale}
+    if plans.shape_of(tuple(call.mask), tuple(call.bias)).functions:
+        numbers["functions"] = functions.captured(call)
     return ForwardProblem(*map(library.rows_of, (q, k, v, out)), **numbers)
 
 
@@ -261,7 +269,7 @@ def _float8_has(call: AttentionCall) -> bool:
     """Return whether the kernels in float8 have what a call asks for."""
     kind = kind_of(call)
     heads = calls.HEADS[:2] if kind.listed else calls.HEADS
-    return call.q.shape[3] == call.v.shape[3] in heads and not any(kind.asked) and not kind.mask
+    return call.q.shape[3] == call.v.shape[3] in heads and not any((*kind.asked, *kind.functions)) and not kind.mask
 
 
 def fits_float8(call: Float8Call) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkit.attn.calls import AttentionCall
-from opkit.attn.gpu.hopper import calls
+from opkit.attn.gpu.hopper import calls, functions
 from opkit.attn.gpu.hopper.library import of_segments
 from opkit.attn.gpu.hopper.masks import asked_of, definitions_of, shape_of
 from opkit.attn.gpu.plans import MaskShape, Words
@@ -47,6 +47,7 @@ class Kind(NamedTuple):
         banded: whether there is a band.
         asked: of ``Asked`` in ``cuda/asked.cuh``.
         mask: the program; empty where bands, segments and lengths say all.
+        functions: those of users.
     """
 
     layout: Layout
@@ -54,12 +55,13 @@ class Kind(NamedTuple):
     banded: bool
     asked: tuple[bool, ...]
     mask: Words
+    functions: functions.Texts = functions.Texts("", "")
 
     @property
     def definitions(self) -> str:
         """The definitions with which ``forward.cu`` is compiled."""
         layout = f"Listed<{self.layout.text}>" if self.listed else self.layout.text
-        return definitions_of(self.asked, self.mask, LAYOUT=layout, OF_BAND=str(self.banded).lower())
+        return definitions_of(self.asked, self.mask, self.functions, LAYOUT=layout, OF_BAND=str(self.banded).lower())
 
 
 def kind_of(call: AttentionCall) -> Kind:
@@ -67,7 +69,8 @@ def kind_of(call: AttentionCall) -> Kind:
     shape = shape_of(call)
     spans = of_segments(shape)
     asked = asked_of(call, shape, call.sinks is not None)
-    return Kind(layout_of(call), bool(shape.mask), shape.banded or spans, asked, () if spans else shape.mask)
+    mask, texts = () if spans else shape.mask, functions.texts_of(call)
+    return Kind(layout_of(call), bool(shape.mask), shape.banded or spans, asked, mask, texts)
 
 
 def layout_of(call: AttentionCall) -> Layout:

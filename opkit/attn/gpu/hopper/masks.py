@@ -15,6 +15,7 @@ from torch import Tensor
 from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
+from opkit.attn.gpu.hopper import functions
 from opkit.attn.gpu.hopper.library import Lists, lists_of, of_segments
 from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks import program
@@ -34,11 +35,12 @@ def asked_of(call: AttentionCall | GradientCall, shape: MaskShape, sinks: bool) 
     return call.softcap > 0, sinks, bool(shape.lengths), *odd
 
 
-def definitions_of(asked: Sequence[bool], mask: Words, **more: str) -> str:
+def definitions_of(asked: Sequence[bool], mask: Words, texts: functions.Texts | None = None, **more: str) -> str:
     """Return the definitions with which a source is compiled, ``more`` of them first."""
     found = {**more, "ASKED": ", ".join(str(each).lower() for each in asked)}
     if mask:
         found["MASK_PROGRAM"] = expression_of(mask)
+    found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), texts or (), strict=False) if text}
     return "".join(f"#define {name} {text}\n" for name, text in found.items())
 
 
@@ -55,6 +57,9 @@ def expression_of(mask: Words) -> str:
             stack.append(f"({left} {'&' if opcode == program.AND else '|'} {right})")
         elif opcode == program.NOT:
             stack.append(f"~{stack.pop()}")
+        elif opcode == program.FUNCTION:
+            called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
+            stack.append(f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})")
         else:
             stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")
     return stack[0]

@@ -47,7 +47,7 @@ def fits(call: AttentionCall) -> bool:
     if q.dim() != 4 or k.dim() != 4 or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape:
         return False
     even = q.shape[2] == 1 or q.stride(1) == q.shape[2] * q.stride(2)
-    return even and not call.out_is_bshd and not call.mask and call.sinks is None
+    return even and not call.out_is_bshd and not call.mask and not call.bias and call.sinks is None
 
 
 def _packed_call(call: AttentionCall) -> AttentionCall:
@@ -70,8 +70,8 @@ def _packed(q: Tensor, k: Tensor) -> Tensor:
 def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp by :func:`opkit.attn.gpu.hopper.forward_cuda.forward`.
 
-    It takes what that does, but for masks and sinks, of queries whose heads follow one another in memory without a gap, into
-    results that are laid out like that.
+    It takes what that does, but for masks, biases and sinks, of queries whose heads follow one another in memory without a gap,
+    into results that are laid out like that.
 
     Raises:
         KernelError: it does not take the call.

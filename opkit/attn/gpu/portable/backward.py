@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from opkit.attn.allocation import allocate_scratch, dense_rows, overwritten, rows
 from opkit.attn.calls import BiasCall, GradientCall
-from opkit.attn.gpu import arguments, blocks, plans, search
+from opkit.attn.gpu import arguments, blocks, functions, search
 from opkit.attn.gpu.arguments import Launches, Run
 from opkit.attn.gpu.blocks import BlockSizes
+from opkit.attn.gpu.portable.terms import Term, placed, sums_shape, terms_of
 from opkit.attn.masks import program
 from opkit.kernels.triton.named import Named
 from opkit.op.triton.declare import triton_kernel
@@ -24,13 +25,13 @@ from opkit.op.triton.launch import PreparedLaunch
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _ROWS = ("out", "gradient", "of_lse", "delta", "apart")
-_TENSORS = ("q", "k", "v", "gradient", "lse", "apart", "delta", "seed", *plans.TENSORS)
+_TENSORS = ("q", "k", "v", "gradient", "lse", "apart", "delta", "seed", *arguments.TENSORS)
 _ELEMENTS = 4096  # of a tile of results
 _DELTA = Named("opkit.attn.gpu.portable.device.backward_rows", "attention_delta")
 _OF_KEYS, _OF_QUERIES = (
     Named("opkit.attn.gpu.portable.device.backward", name) for name in ("attention_of_keys", "attention_of_queries")
 )
-_BIAS_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "sinks", "seed", *plans.TENSORS)
+_BIAS_TENSORS = ("of_bias", "q", "k", "v", "gradient", "lse", "delta", "sinks", "seed", *arguments.TENSORS)
 _OF_BIAS = Named("opkit.attn.gpu.portable.device.bias", "attention_of_bias")
 _PROGRAMS = 4  # for each multiprocessor; where tiles are fewer, several share one out among them
 _MIN_KEYS = 16  # keys of a tile
@@ -92,7 +93,7 @@ def _launch(example: GradientCall) -> Run:
     """Return a function of a call and its results, which launches the three kernels."""
     (batch, heads, queries, _), (_, kv_heads, _, columns) = example.q.shape, example.v.shape
     shape, dtype = arguments.shape_of(example), example.q.dtype
-    numbers = {**_numbers(example), **plans.numbers_of(shape)}
+    numbers = {**_numbers(example), **arguments.numbers_of(example, shape)}
     sums = {"heads": heads, "queries": queries, "programs": batch * heads}
     of_rows = PreparedLaunch(delta_kernel(columns), _ROWS, sums)
     tiles = arguments.tiles_of(blocks.KEYS_KERNEL, example, shape)
@@ -111,7 +112,7 @@ def _launch(example: GradientCall) -> Run:
         apart = new()
         of_rows(call.out, call.gradient, call.of_lse, delta, apart)
         rows, sums = (call.q, call.k, call.v, call.gradient), (call.lse, apart, delta)
-        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        read = (*rows, *sums, call.seed, *arguments.all_tensors_of(call, shape))
         of_queries(call, of_q, call.sinks, *read)
         of_keys(call, of_k, of_v, *read)
 
@@ -127,53 +128,16 @@ def _numbers(call: GradientCall) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Term(NamedTuple):
-    """How a term of a bias's program depends on one of its tensors.
-
-    Attributes:
-        tensor: its number.
-        depends: whether on the batch, the head, the query, and on the row and the column of the keys.
-        high, wide: rows and columns of the keys; one row but for relative positions.
-        distances: whether it is times minus the distance of query and key.
-    """
-
-    tensor: int
-    depends: tuple[bool, bool, bool, bool, bool]
-    high: int
-    wide: int
-    distances: bool = False
-
-
-def terms_of(bias: Sequence[int], shapes: Sequence[Sequence[int]], keys: int) -> Iterator[Term]:
-    """The terms of a bias's program whose tensors have these shapes, for so many keys; one for each tensor of a term.
-
-    >>> next(terms_of([program.BIAS_DENSE, 0], [(1, 2, 1, 5)], 5))
-    Term(tensor=0, depends=(False, True, False, False, True), high=1, wide=5, distances=False)
-    """
-    for kind, first, *others in program.instructions(bias, program.BIAS_OPERANDS):
-        wide = [size > 1 for size in shapes[first]]
-        if kind == program.BIAS_DENSE:
-            yield Term(first, (wide[0], wide[1], wide[2], False, wide[3]), 1, keys)
-        elif kind == program.BIAS_ALIBI:
-            yield Term(first, (wide[0], wide[1], False, False, False), 1, keys, True)
-        else:
-            yield from _relative(first, others[0], shapes)
-
-
-def _relative(of_rows: int, of_columns: int, shapes: Sequence[Sequence[int]]) -> Iterator[Term]:
-    high, wide = shapes[of_rows][3], shapes[of_columns][3]
-    upright = wide == 1  # one column of keys is read as one row
-    sizes = (1, high) if upright else (high, wide)
-    for number, by_row in ((of_rows, True), (of_columns, False)):
-        b, h, i = (size > 1 for size in shapes[number][:3])
-        row, column = (False, by_row) if upright else (by_row, not by_row)
-        yield Term(number, (b, h, i, row, column), *sizes)
-
-
 @functools.cache
 def bias_kernel(constants: arguments.Constants) -> TritonKernel:
     """Return the kernel with its constants settled."""
     return triton_kernel(_OF_BIAS, grid=lambda own, programs, shares: (own, programs, shares), **dict(constants))
+
+
+def adds_in_no_order(call: BiasCall) -> bool:
+    """Return whether a gradient that is wanted is added to in an order that is another each time."""
+    terms = terms_of(call.bias, [tuple(each.shape) for each in call.bias_tensors], call.k.shape[2])
+    return any(term.scattered and term.tensor in call.wanted for term in terms)
 
 
 def prepare_bias_backward(example: BiasCall) -> Run:
@@ -196,7 +160,7 @@ def prepare_bias_backward(example: BiasCall) -> Run:
         call = call if fits else arguments.fit_to_slots(call)
         rows = [dense_rows(each) for each in (call.q, call.k, call.v, call.gradient)]
         sums = call.lse.contiguous(), call.delta.contiguous(), call.sinks
-        read = (*rows, *sums, call.seed, *arguments.tensors_of(call, shape))
+        read = (*rows, *sums, call.seed, *arguments.all_tensors_of(call, shape))
         return [_sum_of_terms([make(call, read) for make in each], x) for each, x in zip(makers, like, strict=True)]
 
     return run
@@ -213,11 +177,11 @@ class _TermGradient:
     """Makes the gradient of a tensor as one term has it."""
 
     def __init__(self, call: BiasCall, term: Term, tensor: Tensor) -> None:
-        most = max(_MIN_KEYS, 1 << (term.wide - 1).bit_length())  # keys of a tile: no more than a row has, rounded up
         self.tiles: search.Tiles[BlockSizes, _BiasLaunch] = arguments.tiles_of(
-            blocks.BIAS_KERNEL, call, arguments.shape_of(call), lambda size: size._replace(keys=min(size.keys, most))
+            blocks.BIAS_KERNEL, call, arguments.shape_of(call), functools.partial(_cut, term)
         )
         self.term, self.shape, self.dtype = term, tuple(tensor.shape), tensor.dtype
+        self.sizes = (*call.q.shape[:3], call.k.shape[2])
 
     def __call__(self, call: BiasCall, read: Sequence[Any]) -> Tensor:
         _, launch = self.tiles.chosen or self.tiles.choose(
@@ -225,12 +189,24 @@ class _TermGradient:
         )
         made = self._room(launch, read)
         launch.launches(made, *read)
-        return made.sum(0).to(self.dtype) if launch.shares > 1 else made[0]
+        if self.term.load is None:
+            return made.sum(0).to(self.dtype) if launch.shares > 1 else made[0]
+        sums = made[0] if launch.shares == 1 or self.term.scattered else made.sum(0)
+        if not self.term.scattered:
+            function = _function_of(call, self.term).function
+            sums = placed(self.term, sums, function, call.bias_tensors, self.sizes)
+        return sums.to(self.dtype)
 
     def _room(self, launch: _BiasLaunch, read: Sequence[Any]) -> Tensor:
-        """Room for the shares of the gradient."""
-        dtype = torch.float32 if launch.shares > 1 else self.dtype
-        return allocate_scratch(read[0], (launch.shares, *self.shape), dtype)
+        """Room for the shares of the gradient, or of the sums from which a function's is made."""
+        if self.term.load is None:
+            dtype = torch.float32 if launch.shares > 1 else self.dtype
+            return allocate_scratch(read[0], (launch.shares, *self.shape), dtype)
+        if self.term.scattered:
+            return torch.zeros((1, *self.shape), dtype=torch.float32, device=read[0].device)
+        return allocate_scratch(
+            read[0], (launch.shares, *sums_shape(self.term, self.sizes, launch.keys)), torch.float32
+        )
 
     def _time(self, call: BiasCall, read: Sequence[Any], size: BlockSizes) -> search.Timed:
         launch = _bias_launch(call, self.term, inspect.unwrap(bias_kernel), size)
@@ -239,11 +215,27 @@ class _TermGradient:
         return launch.launches.time(made, *read), [made.sum(0).to(self.dtype)]
 
 
+def _cut(term: Term, size: BlockSizes) -> BlockSizes:
+    """Return tiles without more keys than a row has, rounded up; for diagonals as many queries as keys."""
+    keys = min(size.keys, max(_MIN_KEYS, 1 << (term.wide - 1).bit_length()))
+    if term.diagonal:
+        keys = min(keys, size.rows)
+        return size._replace(rows=keys, keys=keys)
+    return size._replace(keys=keys)
+
+
+def _function_of(call: BiasCall, term: Term) -> functions.Placed:
+    """Return the function that is a term of a call's bias."""
+    shape = arguments.shape_of(call)
+    return shape.functions[shape.bias[term.at][1]]
+
+
 class _BiasLaunch(NamedTuple):
-    """Among how many programs each tile of the gradient is shared out, and what launches them."""
+    """Among how many programs each tile of the gradient is shared out, what launches them, and the keys of a tile."""
 
     shares: int
     launches: Launches
+    keys: int
 
 
 def _bias_launch(
@@ -252,21 +244,34 @@ def _bias_launch(
     sizes = (call.q.shape[0], call.q.shape[1], call.q.shape[2], term.high, term.wide)
     tiles = (*sizes[:2], blocks.tiles_in(sizes[2], size.rows), term.high, blocks.tiles_in(term.wide, size.keys))
     own = [count for count, depends in zip(tiles, term.depends, strict=True) if depends]
+    of_rows = math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d)
+    if term.diagonal:
+        of_rows = tiles[2] + tiles[4] - 1
+        own, tiles = [*own, of_rows], (*tiles[:2], tiles[2], 1, of_rows)
     wanted = max(1, _PROGRAMS * blocks.processors(call.q.device) // math.prod(own))
     shares = min(wanted, math.prod(tiles) // math.prod(own))
     numbers = {
-        **_bias_numbers(call), **plans.numbers_of(arguments.shape_of(call)), "high": term.high, "wide": term.wide,
-        "shares": shares, "own": math.prod(n for n, d in zip(tiles[2:], term.depends[2:], strict=True) if d),
+        **_bias_numbers(call), **arguments.numbers_of(call, arguments.shape_of(call)), "high": term.high, "wide": term.wide,
+        "shares": shares, "own": of_rows,
         "programs": math.prod(n for n, d in zip(tiles[:2], term.depends[:2], strict=True) if d),
     }  # fmt: skip
     constants = _bias_constants(call, term, size)
-    return _BiasLaunch(shares, arguments.launcher(bias_kernel, constants, call.q.dtype, _BIAS_TENSORS, numbers))
+    launches = arguments.launcher(bias_kernel, constants, call.q.dtype, _BIAS_TENSORS, numbers)
+    return _BiasLaunch(shares, launches, size.keys)
 
 
 def _bias_constants(call: BiasCall, term: Term, size: BlockSizes) -> arguments.Constants:
     names = ("BY_BATCH", "BY_HEAD", "BY_QUERY", "BY_ROW", "BY_COLUMN")
     found = dict(arguments.constants_of(call, arguments.shape_of(call), size))
     found |= {**dict(zip(names, term.depends, strict=True)), "IMAGE": term.high > 1, "DISTANCES": term.distances}
+    found |= {"DIAGONAL": term.diagonal, "TERM": 0, "PART": None, "PLACE": None}
+    if program.BIAS_FUNCTION in (word[0] for word in found["BIAS"]):
+        found["TERM"] = term.at
+    if term.load is not None:
+        of, tensors = _function_of(call, term), call.bias_tensors
+        assert term.derivative is not None
+        found["PART"] = functions.text_of(of, term.derivative, tensors)
+        found["PLACE"] = functions.place_of(of, term.load, tensors) if term.scattered else None
     del found["LISTED"]
     return tuple(found.items())
 

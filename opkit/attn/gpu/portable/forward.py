@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, overwritten, rows
 from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
-from opkit.attn.gpu import arguments, blocks, plans, search
+from opkit.attn.gpu import arguments, blocks, search
 from opkit.attn.gpu.arguments import Run
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, sizes_fit
 from opkit.attn.masks.program import sinks_fit
@@ -23,7 +23,7 @@ from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 
 _DESCALES = ("q_by", "k_by", "v_by")
-_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *plans.TENSORS)
+_TENSORS = ("q", "k", "v", *_DESCALES, "out", "lse", "sinks", "seed", *arguments.TENSORS)
 _RESULTS = slice(6, 8)  # of these, out and lse
 _FORWARD = Named("opkit.attn.gpu.portable.device.forward", "attention_forward")
 NAME = "triton"
@@ -56,7 +56,10 @@ def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = ""
     roomy = arguments.fit_to_slots(example)
     fits, shape = roomy is example, arguments.shape_of(roomy)
     tiles = arguments.invariant_tiles_of(roomy, shape) if ordered else tiles_of(roomy)
-    numbers, constants = {**_numbers(example), **plans.numbers_of(shape)}, (("ORDERED", ordered), ("FP8", fp8))
+    numbers, constants = (
+        {**_numbers(example), **arguments.numbers_of(roomy, shape)},
+        (("ORDERED", ordered), ("FP8", fp8)),
+    )
     launch = arguments.Tiled(
         forward_kernel, tiles, shape, q.dtype, _TENSORS, numbers, written=_RESULTS, constants=constants
     )
@@ -65,7 +68,7 @@ def prepare_forward(example: AttentionCall, ordered: bool = False, fp8: str = ""
         call = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
         out, lse = new_out(), new_lse()
         read = dense_rows(call.q), dense_rows(call.k), dense_rows(call.v)
-        launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.tensors_of(call, shape))
+        launch(call, *read, *by, out, lse, call.sinks, call.seed, *arguments.all_tensors_of(call, shape))
         return out, lse
 
     return run

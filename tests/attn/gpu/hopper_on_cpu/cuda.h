@@ -5,6 +5,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 
 struct Coordinate {
     unsigned (*ask)();

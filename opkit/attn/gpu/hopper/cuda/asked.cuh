@@ -1,6 +1,7 @@
 // What calls may ask for in addition to the least, and what their masks read: for the forward and the backward.
 #pragma once
 
+#include "functions.cuh"
 #include "tensors.cuh"
 
 namespace {
@@ -20,6 +21,12 @@ constexpr bool ODD_KEYS = OF_CALL.odd_keys, ODD_VALUES = OF_CALL.odd_values;
 constexpr bool PROGRAM = true;
 #else
 constexpr bool PROGRAM = false;
+#endif
+#ifdef SCORE
+constexpr bool SCORED = true;
+#else
+constexpr bool SCORED = false;
+#define SCORE(...) 0.f
 #endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.

@@ -154,6 +154,13 @@ SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step&
     if (step.hidden == OTHERS) hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, step.at);
 }
 
+// What logits of a step become before a mask. `at` is its first key, where steps are not listed.
+template <typename L>
+SM90 void change_logits(const Problem& problem, float (&s)[L::KEYS / 2], const Step& step, const Tile& tile, int group, int at) {
+    if constexpr (SCORED) score(problem, s, tile.batch, tile.head, tile.row + row_of_thread(group), L::LISTED ? step.at : at);
+    else cap(problem, s);
+}
+
 // What a thread has of a warpgroup's 64 rows: logits of a step, or weights; weights rounded; what is summed up; and of its two rows the
 // greatest logits, the sums of weights, and what earlier sums are multiplied by.
 template <typename L>
@@ -181,7 +188,7 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     skip(shared.values, work.before);
     if (work.steps == 1) shared.rows.free();
     else shared.keys.wait_full();
-    cap(problem, mine.s);
+    change_logits<L>(problem, mine.s, step, work.tile, group, work.step * L::KEYS);
     if constexpr (L::LISTED) {
         hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
     } else if (BANDED || (work.step + 1) * L::KEYS > work.keys) {
@@ -244,7 +251,7 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     products_wait<1>();
     hold(mine.s);
     shared.keys.free();
-    cap(problem, mine.s);
+    change_logits<L>(problem, mine.s, step, work.tile, group, at);
     if constexpr (L::LISTED) {
         hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
     } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {

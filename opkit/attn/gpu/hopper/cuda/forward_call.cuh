@@ -37,8 +37,9 @@ struct Problem {
     Rows narrow;                      // values as they are given, if that is in 8 bits: v is room for others then, dense
     const float *q_by, *k_by, *v_by;  // descales, (batch, heads of keys), dense
     const float* sinks;               // (heads,)
-    float inner, offset;              // of logits before a cap, and what is added to exponents after it
+    float inner, offset;              // of logits before a cap or a function, and what is added to exponents after a cap
     Mask mask;
+    Functions functions;
 };
 
 // How TMA finds queries, keys and values; and results, 16 rows at once.

@@ -89,6 +89,17 @@ SM90 void cap(const Problem& problem, float (&s)[N]) {
     for (int i = 0; i < N; i++) s[i] = capped(problem, s[i]);
 }
 
+// What functions make of the logits of the thread's rows, `row` and `row + 8`, with the keys from `from`.
+template <int N>
+SM90 void score(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
+    const int column = from + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int query = min(row + i / 2 % 2 * 8, problem.queries - 1), key = min(column + i / 4 * 8 + i % 2, problem.keys - 1);
+        s[i] = SCORE(problem, batch, head, query, key, s[i] * problem.inner);
+    }
+}
+
 // What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
 // are times for that. All of a row's weights have the same factor of what rounding takes from a base, as earlier sums are times the
 // quotient of rounded bases.
@@ -252,6 +263,7 @@ SM90 float logit_of(const Problem& problem, const float (&q)[N], int batch, int 
     read_row<Key>(k, problem.k, batch, head / problem.group, j, problem.head_size);
     for (int n = 0; n < N; n++) logit += q[n] * k[n];
     for (int bit = 16; bit > 0; bit /= 2) logit += __shfl_xor_sync(0xffffffff, logit, bit);
+    if (SCORED) return SCORE(problem, batch, head, i, j, logit * problem.inner);
     return CAPPED ? capped(problem, logit) : logit;
 }
 

@@ -151,6 +151,27 @@ SM90 Seen where_true(const Problem& problem, const Place& at, int number) {
     return seen;
 }
 
+// The functions of users, of which a mask's program and SCORE may consist.
+#ifdef USER_FUNCTIONS
+USER_FUNCTIONS
+#endif
+
+// Where a function of query and key is true.
+template <int COUNT, class Function>
+SM90 Seen where_holds(const Problem& problem, const Place& at, const Function& function) {
+    Seen seen = {};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = row_of(problem, at, half);
+#pragma unroll 8
+        for (int i = 0; i < COUNT; i++) {
+            const int column = min(at.column + column_of<COUNT>(i), columns_in(problem) - 1);
+            if (BY_KEYS ? function(column, row) : function(row, column)) seen.of[half] |= 1u << i;
+        }
+    }
+    return seen;
+}
+
 // Which of some columns two rows see: of queries that are there, all that their mask says.
 template <int COUNT, bool BANDED>
 SM90 Seen seen_columns(const Problem& problem, const Place& at) {

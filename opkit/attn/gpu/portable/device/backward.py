@@ -11,16 +11,24 @@ import triton
 import triton.language as tl
 
 from opkit.attn.gpu.device.tile import (
-    LOG2E,
-    logits,
     retained,
     rows_of,
     seen,
+    slopes_before,
     store_rows,
     tiles_of_keys,
     tiles_of_queries,
+    unbiased,
 )
-from opkit.attn.gpu.portable.device.backward_rows import apart_of, bases_of, exact_sums, folded_bases, is_large, loaded
+from opkit.attn.gpu.portable.device.backward_rows import (
+    apart_of,
+    bases_of,
+    exact_sums,
+    folded_bases,
+    is_large,
+    loaded,
+    slopes_of_logits,
+)
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 
@@ -30,29 +38,6 @@ def _clean(x, PARTIAL: tl.constexpr):
     if PARTIAL:
         return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
     return x
-
-
-@triton.jit
-def slopes_of_logits(
-    s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
-    BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
-):  # fmt: skip
-    """Return the probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
-
-    ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``base``, ``rest`` and
-    ``delta`` broadcast to them; ``drawn`` says which probabilities dropout keeps.
-    """
-    t = s
-    if FOLDED:
-        p = tl.exp2(s * (scale * LOG2E) - base)
-    else:
-        s, t = logits(s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS, CAPPED)
-        p = tl.exp2((s - base) * LOG2E - rest)
-    weights = p
-    if DROPPED:
-        products = tl.where(drawn, products * rescale, 0.0)
-        weights = tl.where(drawn, p * rescale, 0.0)
-    return weights, p * (products - delta), t
 
 
 @triton.jit
@@ -67,6 +52,9 @@ def _slopes(
         s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
         BIAS, CAPPED, FOLDED, DROPPED,
     )  # fmt: skip
+    if len(BIAS) > 0:
+        x, _ = unbiased(s, scale, softcap, CAPPED)
+        slopes, _ = slopes_before(slopes, x, BIAS, 0, 0, slots, numbers, b, h, i, j, queries, limit, shift)
     if CAPPED:
         slopes *= 1.0 - t * t
     if PARTIAL:
@@ -85,7 +73,11 @@ def attention_of_keys(
     t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
     t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
+    f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
+    f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     programs, kv_heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
@@ -99,8 +91,14 @@ def attention_of_keys(
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
         (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
         (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
+        (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
+        (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
     )  # fmt: skip
-    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
+    numbers = (
+        n0, n1, n2, n3, n4, n5, n6, n7,
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    )  # fmt: skip
     tile, first = tl.program_id(0), tl.program_id(0) * KEYS
     b, hk = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     j = first + tl.arange(0, KEYS)
@@ -240,7 +238,11 @@ def attention_of_queries(
     t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
     t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
+    f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
+    f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
@@ -251,8 +253,14 @@ def attention_of_queries(
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
         (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
         (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
+        (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
+        (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
     )  # fmt: skip
-    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
+    numbers = (
+        n0, n1, n2, n3, n4, n5, n6, n7,
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    )  # fmt: skip
     tile = tl.program_id(0)
     if BANDED:
         tile = tl.num_programs(0) - 1 - tile

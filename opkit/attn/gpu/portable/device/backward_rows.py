@@ -1,4 +1,4 @@
-"""What the backward kernels read of rows, and the kernel that prepares it.
+"""What the backward kernels read of rows and make of logits, and the kernel that prepares the former.
 
 Where a log-sum-exp is so large that its rounding would be seen in the probabilities (of a huge logit and the logarithm of a sum
 it is the former), the row's greatest logit and the logarithm of its sum are computed again, apart, by the kernel of the gradient
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.tile import LOG2E, columns_of, rows_of
+from opkit.attn.gpu.device.tile import LOG2E, columns_of, logits, rows_of
 from opkit.attn.gpu.portable.device.forward import started, weights_of
 
 LARGE = tl.constexpr(4096.0)  #: a log-sum-exp that is no larger is exact to 2^-13
@@ -111,3 +111,26 @@ def exact_sums(
             )  # fmt: skip
         base, rest = tl.where(large, m, base), tl.where(large, tl.log2(l), rest)
     return base, rest
+
+
+@triton.jit
+def slopes_of_logits(
+    s, products, base, rest, delta, drawn, slots, numbers, b, h, i, j, queries, limit, shift, scale, softcap, rescale,
+    BIAS: tl.constexpr, CAPPED: tl.constexpr, FOLDED: tl.constexpr, DROPPED: tl.constexpr,
+):  # fmt: skip
+    """Return the probabilities by which values are weighed, the gradients of the logits, and the tanh of the cap; no mask yet.
+
+    ``s`` are products of queries and keys, ``products`` those of gradients and values; ``i``, ``j``, ``base``, ``rest`` and
+    ``delta`` broadcast to them; ``drawn`` says which probabilities dropout keeps.
+    """
+    t = s
+    if FOLDED:
+        p = tl.exp2(s * (scale * LOG2E) - base)
+    else:
+        s, t = logits(s, scale, softcap, slots, numbers, b, h, i, j, queries, limit, shift, BIAS, CAPPED)
+        p = tl.exp2((s - base) * LOG2E - rest)
+    weights = p
+    if DROPPED:
+        products = tl.where(drawn, products * rescale, 0.0)
+        weights = tl.where(drawn, p * rescale, 0.0)
+    return weights, p * (products - delta), t

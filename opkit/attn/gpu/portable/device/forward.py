@@ -36,7 +36,8 @@ RUN_TIME = (
     *("lse_stride_0", "lse_stride_1", "lengths_stride_0"),
     *(f"{of}_stride_{k}" for of in ("tiles", "counts") for k in range(3)),
     *(f"n{i}" for i in range(8)),
-    *(f"t{i}_stride_{k}" for i in range(6) for k in range(3)),
+    *(f"m{i}" for i in range(24)),
+    *(f"{of}{i}_stride_{k}" for of in "tf" for i in range(6) for k in range(3)),
 )  # fmt: skip
 """Numbers whose values are not compiled in: they change with the batch and with sequences."""
 PAGED_RUN_TIME = ("programs", "tall", "heads", "group", "pages", "width", "lower", "upper", "table_stride_0")
@@ -51,7 +52,11 @@ def attention_forward(
     t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
     t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
     t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
+    f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
+    f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
     n0, n1, n2, n3, n4, n5, n6, n7,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     programs, heads, group, queries, keys, lower, upper, scale, softcap, threshold, rescale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, BANDED: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr,
@@ -67,8 +72,14 @@ def attention_forward(
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
         (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
         (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
+        (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
+        (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
     )  # fmt: skip
-    numbers = (n0, n1, n2, n3, n4, n5, n6, n7)
+    numbers = (
+        n0, n1, n2, n3, n4, n5, n6, n7,
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    )  # fmt: skip
     tile = tl.program_id(0)
     if BANDED:
         tile = tl.num_programs(0) - 1 - tile

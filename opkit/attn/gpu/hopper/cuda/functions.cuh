@@ -1,0 +1,81 @@
+// What the text of users' functions calls (opkit/attn/gpu/hopper/functions.py), and the tensors and numbers that they capture.
+#pragma once
+
+#include "sm90.cuh"
+
+namespace {
+
+using namespace sm90;
+
+// A captured tensor with its strides by dimension.
+struct Captured {
+    const void* data;
+    int64_t by[4];
+};
+struct Functions {
+    Captured tensors[6];
+    int64_t numbers[24];
+};
+
+constexpr float LOG2_OF_E = 1.4426950408889634f;
+
+// A coordinate in a tensor: a negative one counts from the end, and none is out of range.
+template <typename I>
+SM90 int within(I at, int64_t size) {
+    const int64_t place = at < 0 ? at + size : at;
+    return int(place < 0 ? 0 : place < size ? place : size - 1);
+}
+template <typename E>
+SM90 E element_of(const Captured& tensor, int64_t at) { return static_cast<const E*>(tensor.data)[at]; }
+
+// Integers: by zero, 0; floor_of and rem_of as in Python.
+template <typename I>
+SM90 I div_of(I a, I b) { return b == 0 ? I(0) : I(a / b); }
+template <typename I>
+SM90 I fmod_of(I a, I b) { return b == 0 ? I(0) : I(a % b); }
+template <typename I>
+SM90 I floor_of(I a, I b) {
+    const I quotient = div_of(a, b), rest = I(a - quotient * b);
+    return b != 0 && rest != 0 && (rest < 0) != (b < 0) ? I(quotient - 1) : quotient;
+}
+template <typename I>
+SM90 I rem_of(I a, I b) {
+    const I rest = fmod_of(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? I(rest + b) : rest;
+}
+template <typename I>
+SM90 I pow_of(I a, I b) {
+    if (b < 0) return a == 1 ? I(1) : a == I(-1) ? (b & 1 ? a : I(1)) : I(0);
+    I power = 1;
+    for (; b > 0; b >>= 1) {
+        if (b & 1) power *= a;
+        a *= a;
+    }
+    return power;
+}
+template <typename I>
+SM90 I shl_of(I a, I b) { return b < 0 || b >= I(8 * sizeof(I)) ? I(0) : I(a << b); }
+template <typename I>
+SM90 I shr_of(I a, I b) { return b < 0 || b >= I(8 * sizeof(I)) ? I(a < 0 ? -1 : 0) : I(a >> b); }
+
+// Floats, and what compares: NaN if one of them is.
+template <typename F>
+SM90 F min_of(F a, F b) { return a < b || a != a ? a : b; }
+template <typename F>
+SM90 F max_of(F a, F b) { return a > b || a != a ? a : b; }
+SM90 float remainder_of(float a, float b) {
+    const float rest = fmodf(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+SM90 double remainder_of(double a, double b) {
+    const double rest = fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+SM90 float quotient(float a, float b) { return a * reciprocal_approx(b); }  // exact to two units in the last place
+SM90 float exp_of(float x) { return exp2_approx(x * LOG2_OF_E); }
+SM90 float tanh_of(float x) {  // exact to 2e-7
+    const float e = exp2_approx(fabsf(x) * (-2 * LOG2_OF_E)), t = (1 - e) * reciprocal_approx(1 + e);
+    return x < 0 ? -t : t;
+}
+
+}  // namespace

@@ -1,0 +1,164 @@
+"""Users' functions in the kernels for GPUs, against the formulas in float64."""
+
+import pytest
+import torch
+from function_calls import BOTH, bias_call, call_of, gradient_call
+from hopper_calls import on_hopper_with_compiler
+from torch.utils import _pytree as pytree
+
+from opkit.attn import gradients, reference
+from opkit.attn.api import lowered
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
+from opkit.attn.functions.trace import trace
+from opkit.attn.gpu import kernels, limits, tile_lists
+from opkit.attn.gpu.hopper import forward_cuda
+from opkit.attn.masks import program
+from opkit.testing import compile_launches
+
+from .conftest import OnGpu
+from .test_portable import BOUNDS, close, wide
+
+REPRESENTATIVE = ("packed sequences with prefixes", "buckets", "an image", "both")
+
+
+def exactly(call):
+    """The result and log-sum-exp, in float64."""
+    return reference.attention(*wide(call._replace(bias_tensors=wide(call.bias_tensors))))
+
+
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("name", BOTH)
+def test_of_the_formula(run, name):
+    check_formula(run, call_of(name, torch.float32), BOUNDS[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_the_formula_in_narrow_dtypes(name, dtype):
+    check_formula(OnGpu(), call_of(name, getattr(torch, dtype), 64, 64), BOUNDS[getattr(torch, dtype)])
+
+
+def check_formula(run, call, bound):
+    out, lse = run("opkit::attention", *call)
+    exact, exact_lse = exactly(call)
+    close(out, exact, bound)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=max(1e-5, bound))
+    given = gradient_call(call, out, lse)
+    found = run("opkit::attention_backward", *given)
+    precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse, bias_tensors=wide(call.bias_tensors))
+    expected, delta = gradients.reference_gradients(precise)
+    for mine, right in zip(found, (*expected, delta), strict=True):
+        close(mine, right, 4 * bound)
+    of_bias = bias_call(given, found[3])
+    if not of_bias.wanted:
+        return
+    mine = run("opkit::attention_bias_backward", *of_bias)
+    right = BiasCall(*wide(of_bias))._replace(delta=delta, lse=exact_lse, bias_tensors=precise.bias_tensors)
+    for one, other, number in zip(mine, gradients.attention_bias_backward(*right), of_bias.wanted, strict=True):
+        assert (one.dtype, one.shape) == (call.bias_tensors[number].dtype, call.bias_tensors[number].shape)
+        close(one, other, max(6 * bound, 4 * torch.finfo(one.dtype).eps))
+
+
+def test_what_functions_hide_does_not_leak(run):
+    call = call_of("dilated", torch.float32)
+    out, _ = run("opkit::attention", *call)
+    call.k[..., 60, 3], call.v[..., 61, 5] = torch.nan, torch.inf
+    dirty, _ = run("opkit::attention", *call)
+    seen = program.visible(call.mask, call.mask_tensors, program.Grid.of(call))[0, 0, :, 60:62].any(-1)
+    torch.testing.assert_close(dirty[:, :, ~seen], out[:, :, ~seen])
+    assert not dirty[:, :, seen].isfinite().all(-1).any()
+
+
+def test_gradients_without_an_order_are_refused_where_algorithms_are_deterministic(deterministic):
+    for name, takes in (("an image", False), ("buckets", True), ("relative", True), ("a tensor", True)):
+        call = call_of(name, torch.float32)
+        given = gradient_call(call, *reference.attention(*call))
+        assert kernels.takes_bias_gradients(bias_call(given, given.lse)) == takes
+
+
+def test_traced_for_a_gpu_an_expression_is_the_same():
+    def score(s, b, h, i, j):
+        return torch.where(i - j < 3, torch.tanh(s / 2) * 20, s * torch.sigmoid(s))
+
+    found = (trace(score, "score", torch.float32, torch.device(device)) for device in ("cpu", "cuda"))
+    assert len({each.root for each in found}) == 1
+
+
+def test_more_captured_tensors_than_kernels_have_room_for():
+    q = torch.randn(1, 2, 9, 16)
+    tables = [torch.randn(2) for _ in range(9)]
+
+    def score(s, b, h, i, j):
+        return s * sum(each[h] for each in tables)
+
+    call = AttentionCall(*lowered(q, q, q, None, score, None, None, None, 0.0, "bhsd")[:13])
+    assert not limits.takes(call)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", ["a table", "numbers", "an image", "relative", "buckets", "both"])
+def test_compiles(name, target):
+    call = call_of(name, torch.bfloat16, 64, 64)
+    here = AttentionCall(*pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), tuple(call)))
+    given = gradient_call(here, here.q, torch.empty(here.q.shape[:3], device="meta"))
+    given = given._replace(gradient=here.q)
+    of_bias = bias_call(given, given.lse)
+
+    def launches():
+        kernels.forward(*here)
+        kernels.backward(*given)
+        if of_bias.wanted:
+            kernels.bias_backward(*of_bias)
+
+    compile_launches(launches, [target]).raise_for_failures()
+
+
+# ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------
+
+
+def lists(call, shape, blocks, by_keys):
+    """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU: here all tiles, each of them partly visible."""
+    assert not by_keys
+    own, others = -(-call.q.shape[2] // blocks.rows), -(-call.k.shape[2] // blocks.keys)
+    tiles = torch.arange(others).flip(0).int().expand(*call.q.shape[:2], own, others).contiguous()
+    counts = torch.tensor([0, others]).int().expand(*call.q.shape[:2], own, 2).contiguous()
+    return tile_lists.TileLists(tiles, counts)
+
+
+@pytest.mark.emulated
+@pytest.mark.sweep(keep=("both", "hidden"))
+@pytest.mark.parametrize("name", BOTH)
+def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    call = call_of(name, torch.bfloat16, 64, 64)
+    out, lse = forward_cuda.forward(*call)
+    exact, exact_lse = exactly(call)
+    close(out, exact, BOUNDS[torch.bfloat16])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", BOTH)
+class TestOnHopper:
+    pytestmark = on_hopper_with_compiler
+
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_cuda_forward_of_the_formula(self, name, head):
+        call = call_of(name, torch.bfloat16, head, head)
+        out, lse = OnGpu()("opkit::attention", *call, kernel="hopper_cuda")
+        exact, exact_lse = exactly(call)
+        close(out, exact, BOUNDS[torch.bfloat16])
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.emulated
+def test_cuda_forward_recomputes_rows_with_functions(machine, monkeypatch):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    call = call_of("both", torch.bfloat16, 64, 64)
+    call.v[..., 61, 5] = torch.nan
+    out, _ = forward_cuda.forward(*call)
+    exact, _ = exactly(call)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].double(), exact[finite], rtol=2e-2, atol=2e-2)
