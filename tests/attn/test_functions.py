@@ -197,6 +197,18 @@ def test_attributes_of_captured_objects_may_change():
     assert module.table.grad is not None
 
 
+def test_modules_within_functions():
+    q, distances = inputs()[0], torch.nn.Embedding(2 * S, 1, dtype=torch.float64)
+
+    def score(s, b, h, i, j):
+        return s + distances(i - j + S).squeeze(-1)
+
+    for _ in range(2):
+        expected = formula(q, q, q, score=lambda s, b, h, i, j: s + distances.weight[i - j + S, 0])
+        torch.testing.assert_close(opkit.attention(q, q, q, bias=score), expected)
+        distances.weight = torch.nn.Parameter(torch.linspace(-1, 1, 2 * S, dtype=torch.float64)[:, None])
+
+
 def test_other_numbers_of_queries_and_keys():
     q, k, v = inputs()
     mask = MASKS["neighbourhood"]

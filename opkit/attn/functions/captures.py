@@ -56,8 +56,8 @@ class Captures:
             return self._of_tensor(value)
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
             return (type(value), value)
-        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or _is_torch(value):
-            return ("known", id(value))
+        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or _is_function_of_torch(value):
+            return ("known", value)
         if isinstance(value, tuple):
             return tuple([self._described(each, outer) for each in value])
         if isinstance(value, types.FunctionType):
@@ -105,8 +105,10 @@ class Captures:
 needs_numbers: set[types.CodeType] = set()  # functions that need the values of captured numbers
 
 
-def _is_torch(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).split(".")[0] in ("torch", "math", "operator", "builtins")
+def _is_function_of_torch(value: Any) -> bool:
+    """Return whether a value is a function of torch or Python, which computes the same at every call."""
+    known = str(getattr(value, "__module__", "")).split(".")[0] in ("torch", "math", "operator", "builtins")
+    return known and callable(value) and not isinstance(value, torch.nn.Module)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
