@@ -18,7 +18,7 @@ from opkit.testing import compile_launches
 from .conftest import OnGpu
 from .test_portable import BOUNDS, close, wide
 
-REPRESENTATIVE = ("packed sequences with prefixes", "buckets", "an image", "both")
+REPRESENTATIVE = ("packed sequences with prefixes", "both")
 
 
 def exactly(call):
