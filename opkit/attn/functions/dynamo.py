@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions.captures import Captures
-from opkit.attn.functions.torch_private import SubgraphOperator
+from opkit.attn.functions.torch_private import BaseHOP
 from opkit.attn.functions.trace import VARIABLES, Traced, trace_captures
 from opkit.attn.masks.lowering import Functions, score_dtype, with_functions
 
@@ -46,10 +46,13 @@ def call(run: Callable[[], _Results], functions: Functions, dtype: torch.dtype, 
     return found[0], found[1]
 
 
-class _Node(SubgraphOperator):
-    """The higher-order operator, whose subgraph returns what ``body`` in :func:`call` does."""
+class _Node(BaseHOP):
+    """The higher-order operator, to which Dynamo passes what ``body`` in :func:`call` does as a graph, and what that captures.
 
-    def run(self, subgraph: fx.GraphModule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    Nothing sees it but Dynamo's graph: where that runs, the operators of the body are called.
+    """
+
+    def __call__(self, subgraph: Any, *operands: Any) -> tuple[Any, ...]:
         nodes = list(subgraph.graph.nodes)
         (outputs,) = nodes[-1].args
         variables, results = outputs[2 : 2 + len(VARIABLES)], outputs[2 + len(VARIABLES) :]

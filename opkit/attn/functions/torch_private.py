@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._higher_order_ops.base_hop import BaseHOP
+from torch._higher_order_ops.base_hop import BaseHOP as BaseHOP
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -74,17 +74,3 @@ def lowered(graph: Any) -> tuple[Any, dict[str, Tensor]]:
     captured = capture(graph, "a function of attention")
     target = LoweringTarget("cpu" if captured.device.type == "cpu" else "cuda")
     return lower(captured.graph, target), captured.constants
-
-
-class SubgraphOperator(BaseHOP):
-    """A higher-order operator that Dynamo gives a subgraph, and the values that it captures as operands.
-
-    Nothing sees it but Dynamo's graph: where that runs, ``run`` calls other operators.
-    """
-
-    def __call__(self, subgraph: Any, *operands: Any) -> Any:
-        return self.run(subgraph, operands)
-
-    def run(self, subgraph: Any, operands: Sequence[Any]) -> Any:
-        """Return what the subgraph returns."""
-        raise NotImplementedError
