@@ -19,6 +19,7 @@ from opkit.attn.gpu.portable import forward as portable_forward
 from opkit.attn.gpu.portable import invariant
 from opkit.attn.masks.program import results_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.op.dispatch.selection import Refused
 from opkit.op.operator import CustomOp
 
 NAME = "triton"
@@ -56,7 +57,7 @@ def takes_gradients(call: GradientCall) -> bool:
     return fits(call) and sinks_fit(call.sinks, call.q) and results_fit(call)
 
 
-def takes_bias_gradients(call: BiasCall) -> bool:
+def takes_bias_gradients(call: BiasCall) -> bool | Refused:
     """Return whether :func:`bias_backward` takes a call: the checks of gradients, with delta in place of a log-sum-exp.
 
     Deterministic algorithms refuse gradients of tensors that functions read at coordinates for which there is no order.
@@ -67,9 +68,11 @@ def takes_bias_gradients(call: BiasCall) -> bool:
         call.gradient, call.delta, call.q, call.k, call.v, call.gradient, call.lse, call.mask_tensors, call.bias_tensors,
         call.mask, call.bias, call.scale, call.softcap, False, None, 0.0, call.sinks,
     )  # fmt: skip
-    return takes_gradients(as_gradients) and not (
-        torch.are_deterministic_algorithms_enabled() and portable_backward.adds_in_no_order(call)
-    )
+    if torch.are_deterministic_algorithms_enabled() and portable_backward.adds_in_no_order(call):
+        return Refused(
+            "algorithms are deterministic, and a function reads a tensor at coordinates for which there is no order"
+        )
+    return takes_gradients(as_gradients)
 
 
 @arguments.tuned_forward
@@ -109,7 +112,7 @@ def bias_backward(*arguments: Any) -> Any:
     return portable_backward.prepare_bias_backward(call)
 
 
-def _check_supported(supported: bool, call: AttentionCall | GradientCall | BiasCall) -> None:
+def _check_supported(supported: bool | Refused, call: AttentionCall | GradientCall | BiasCall) -> None:
     """Raise for a call that a forced kernel does not support: nothing checked this before."""
     if not supported:
         shapes = dtypes_and_shapes((call.q, call.k, call.v))
