@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn import cpu_programs, gradients
+from opkit.attn import cpu_programs, cpu_tiles, gradients
 from opkit.attn.allocation import address, dense_rows, overwritten, rows
 from opkit.attn.calls import (
     AnyCall,
@@ -36,7 +37,36 @@ _BIAS_NAMES = {**NAMES, torch.float64: "float64"}
 Run = Callable[..., Any]
 
 
-@PreparedKernel
+def live_tiles(call: Sequence[Any]) -> cpu_tiles.LiveTiles:
+    """Return which tiles of queries and keys :func:`forward` computes of a call, the arguments of ``opkit::attention``.
+
+    Raises:
+        KernelError: it does not take the call.
+
+    >>> from opkit.attn.api import lowered
+    >>> q = torch.ones(1, 1, 192, 4)
+    >>> near = lambda b, h, i, j: (i >= j) & (i - j < 70) & ((i + j) % 2 == 0)
+    >>> print(live_tiles(lowered(q, q, q, near, None, None, None, None, 0.0, "bhsd")))
+    6 tiles of 96 queries and 64 keys: 1 hidden, 0 full, 5 in part
+      band of j - i from any to 0
+      band of j - i from -69 to any
+      function eq(rem(add(i, j), 2), 0)
+    """
+    from opkit import _core
+
+    made = AttentionCall(*call)
+    _check_supported(takes(made), "tiles", made)
+    out = made.q.new_empty((*made.q.shape[:3], made.v.shape[3]))
+    kernel = _core.AttentionForward(None, **description(made, [made.q, made.k, made.v, out]))
+    return cpu_tiles.tiles_of(made, kernel.states(_addresses(made.mask_tensors)))
+
+
+def _notes(*call: Any) -> list[str]:
+    """Return what is known of the tiles of a call with a mask."""
+    return str(live_tiles(call)).splitlines() if AttentionCall(*call).mask else []
+
+
+@functools.partial(PreparedKernel, notes=_notes)
 def forward(*arguments: Any) -> Run:
     """Compute the operator's result and log-sum-exp, for the calls that :func:`takes` accepts.
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from opkit.attn import cpu
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions.expression import Function
 from opkit.attn.masks import program
-from opkit.errors import KernelError
 
 ROWS, KEYS = 96, 64  # kBackwardRows and kKeys of cpp_ext/attention/block.hpp
 _LEAVES = {
@@ -47,32 +43,11 @@ class LiveTiles:
         return "\n".join([tiles, *(f"  {leaf}" for leaf in self.leaves)])
 
 
-def live_tiles(call: Sequence[Any]) -> LiveTiles:
-    """Return which tiles the CPU kernels compute of a call, the arguments of ``opkit::attention``.
-
-    Raises:
-        KernelError: they do not take the call.
-
-    >>> from opkit.attn.api import lowered
-    >>> q = torch.ones(1, 1, 192, 4)
-    >>> near = lambda b, h, i, j: (i >= j) & (i - j < 70) & ((i + j) % 2 == 0)
-    >>> print(live_tiles(lowered(q, q, q, near, None, None, None, None, 0.0, "bhsd")))
-    6 tiles of 96 queries and 64 keys: 1 hidden, 0 full, 5 in part
-      band of j - i from any to 0
-      band of j - i from -69 to any
-      function eq(rem(add(i, j), 2), 0)
-    """
-    from opkit import _core
-
-    made = AttentionCall(*call)
-    if not cpu.takes(made):
-        raise KernelError("opkit::attention: the CPU kernels do not take this call; opkit.attn.api.select says why.")
-    out = made.q.new_empty((*made.q.shape[:3], made.v.shape[3]))
-    kernel = _core.AttentionForward(None, **cpu.description(made, [made.q, made.k, made.v, out]))
-    states = bytearray(kernel.states([each.data_ptr() for each in made.mask_tensors]))
-    sizes = (*made.q.shape[:2], -(-made.q.shape[2] // ROWS), -(-made.k.shape[2] // KEYS))
-    found = torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0, dtype=torch.uint8)
-    steps = program.instructions(made.mask, program.MASK_OPERANDS)
+def tiles_of(call: AttentionCall, states: bytes) -> LiveTiles:
+    """Return the tiles of a call, whose states the kernel found."""
+    sizes = (*call.q.shape[:2], -(-call.q.shape[2] // ROWS), -(-call.k.shape[2] // KEYS))
+    found = torch.frombuffer(bytearray(states), dtype=torch.uint8) if states else torch.empty(0, dtype=torch.uint8)
+    steps = program.instructions(call.mask, program.MASK_OPERANDS)
     return LiveTiles(found.reshape(sizes), tuple(_described(*step) for step in steps if step[0] >= program.BAND))
 
 

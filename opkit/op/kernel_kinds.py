@@ -49,6 +49,10 @@ class PreparedKernel:
     numbers and lists included. ``prepare`` computes once what follows from these. The function that it returns must not hold
     on to the tensors that ``prepare`` received. Register it with ``register_kernel`` as any other kernel.
 
+    Args:
+        prepare: the function.
+        notes: takes the operator's arguments, and returns what the kernel would choose for the call and why, for ``select``.
+
     >>> @PreparedKernel
     ... def scaled(x, factor):
     ...     factors = [factor] * len(x)
@@ -57,8 +61,10 @@ class PreparedKernel:
     [3, 6]
     """
 
-    def __init__(self, prepare: Callable[..., Callable[..., Any]]) -> None:
-        self.prepare = prepare
+    def __init__(
+        self, prepare: Callable[..., Callable[..., Any]], notes: Callable[..., Sequence[str]] = lambda *_: ()
+    ) -> None:
+        self.prepare, self.notes = prepare, notes
         functools.update_wrapper(self, prepare, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,10 +76,9 @@ class TunedKernel(PreparedKernel):
     """A prepared kernel that chooses among configurations by :mod:`opkit.kernels.tuning.tuning`.
 
     Args:
-        prepare: as for :class:`PreparedKernel`.
+        prepare, notes: as for :class:`PreparedKernel`.
         examples: the calls that ``opkit tune`` tunes it for, in the form of :func:`opkit.triton_kernel`'s.
         identities: returns the identities under which the results of its Triton kernels are recorded.
-        notes: takes the operator's arguments, and returns what the call would choose and why, for ``select``.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class TunedKernel(PreparedKernel):
         identities: Callable[[], Sequence[Identity]],
         notes: Callable[..., Sequence[str]],
     ) -> None:
-        super().__init__(prepare)
-        self.examples, self.identities, self.notes = examples, identities, notes
+        super().__init__(prepare, notes)
+        self.examples, self.identities = examples, identities
 
 
 def devices_of(operator: str, device_types: str | Sequence[str] | None) -> list[str | None]:

@@ -9,7 +9,7 @@ from attention_oracle import TOLERANCE, randn
 import opkit
 from opkit import _core, errors
 from opkit.attn import api
-from opkit.attn.cpu_tiles import live_tiles
+from opkit.attn.cpu import live_tiles
 from opkit.attn.masks import program
 from opkit.kernels.cc import toolchain
 from opkit.masks import Causal
@@ -297,6 +297,14 @@ def test_live_tiles_are_those_that_are_seen(name):
             expected = torch.where(tile.all(2), 1, torch.where(tile.any(2), 2, 0))
             last = (key + 1) * 64 > n  # whose keys beyond the last one are hidden
             assert torch.equal(found[:, :, row, key], torch.where((expected == 1) & last, 2, expected).to(torch.uint8))
+
+
+def test_select_prints_live_tiles():
+    q = torch.zeros(1, 1, 192, 4)
+    found = api.select(q, q, q, mask=lambda b, h, i, j: (i >= j) & (i - j < 70) & ((i + j) % 2 == 0))
+    assert found.notes[0] == "6 tiles of 96 queries and 64 keys: 1 hidden, 0 full, 5 in part"
+    assert [note.split()[0] for note in found.notes[1:]] == ["band", "band", "function"]
+    assert api.select(q, q, q).notes == ()
 
 
 def test_vmap():

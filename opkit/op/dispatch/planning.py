@@ -20,7 +20,7 @@ from opkit.op.core import Operator
 from opkit.op.dispatch import selection
 from opkit.op.dispatch.selection import REFERENCE, RegisteredKernel, Selection, leaves
 from opkit.op.dispatch.verification import bound_arguments, check_arguments, run_verified
-from opkit.op.kernel_kinds import TunedKernel
+from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.rules.autograd import (
     AutogradCall,
     RegisteredRule,
@@ -113,7 +113,7 @@ def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> S
     if kernel is not None and operator.explicit_reference is None:
         refused = {**refused, REFERENCE: f"{kernel.name} is preferred"}
     notes: Sequence[str] = ()
-    if kernel is not None and isinstance(kernel.function, TunedKernel):
+    if kernel is not None and isinstance(kernel.function, PreparedKernel):
         notes = kernel.function.notes(*bound_arguments(operator, args, kwargs).values())
     return Selection(operator.name, REFERENCE if kernel is None else kernel.name, refused, tuple(notes))
 
