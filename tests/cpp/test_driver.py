@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import function_cases
 import pytest
 
 HERE = Path(__file__).parent
@@ -33,7 +34,9 @@ def succeed(*command: object) -> str:
 
 
 def built(folder: Path, *options: str) -> Path:
-    succeed("cmake", "-S", SOURCES, "-B", folder, "-DOPKIT_BUILD_DRIVER=ON", "-DCMAKE_BUILD_TYPE=Release", *options)
+    function_cases.write(folder)
+    options = ("-DOPKIT_BUILD_DRIVER=ON", "-DCMAKE_BUILD_TYPE=Release", f"-DOPKIT_FUNCTIONS={folder}", *options)
+    succeed("cmake", "-S", SOURCES, "-B", folder, *options)
     succeed("cmake", "--build", folder, "-j2")
     return folder / "driver" / "opkit_driver"
 

@@ -91,8 +91,8 @@ bool near(const std::vector<float>& found, const Doubles& wanted, double bound) 
 class Trial {
 public:
     Trial(const Case& given, Kind kind, Checks& checks)
-        : case_(given), kind_(kind), checks_(checks), in_(given, kind), mask_(given.mask.program, given.mask.tensors, shape().batch, shape().keys),
-          biases_(given.bias.program, given.bias.tensors, shape().queries, shape().keys),
+        : case_(given), kind_(kind), checks_(checks), in_(given, kind), mask_(given.mask.program, given.mask.tensors, shape().batch, shape().keys, given.mask.functions),
+          biases_(given.bias.program, given.bias.tensors, shape().queries, shape().keys, given.bias.functions),
           wanted_(attend(given.problem, in_.q, in_.k, in_.v)) {
         Random random(7);
         for (size_t n = 0; n < wanted_.lse.size(); ++n) of_lse_.push_back(static_cast<float>(random.normal()));
@@ -126,7 +126,7 @@ private:
         const Shape& s = shape();
         return {s.batch, s.heads, s.kv_heads, s.queries, s.keys, s.head, s.columns, operand(in_.q), operand(in_.k), operand(in_.v),
                 nullptr, {}, nullptr, case_.problem.sinks.empty() ? nullptr : case_.problem.sinks.data(),
-                static_cast<float>(case_.problem.scale), static_cast<float>(case_.problem.softcap), mask_, biases_, &choice.kernels};
+                static_cast<float>(case_.problem.scale / case_.bias.factor), static_cast<float>(case_.problem.softcap), mask_, biases_, &choice.kernels};
     }
     void forward(const isa::Choice& choice, Tensor& out, std::vector<float>& lse) {
         attention::Call asked = call(choice);
@@ -185,6 +185,7 @@ std::vector<Case> cases() {
     for (const BiasCase& bias : bias_cases(shape)) {
         Case made = plain(shape);
         made.name = "bias " + bias.name, made.bias = bias, made.problem.added = bias.added;
+        made.problem.scale *= bias.factor;
         all.push_back(made);
     }
     const Case biased = all.back();

@@ -138,6 +138,34 @@ BiasCase relative(const Shape& s) {
             {by_row, by_column}};
 }
 
+#ifdef OPKIT_FUNCTIONS
+using attention::Code;
+using attention::Function;
+
+uintptr_t address_of(void (*function)()) { return reinterpret_cast<uintptr_t>(function); }
+
+#include "function_cases.inc"
+
+// mask and score of function_cases.py, whose tensors the functions alone read
+MaskCase masked_by_function() {
+    MaskCase made{"function", kMaskProgram, {}, {}, {}, {kMaskFunction}};
+    for (const void* data : kMaskTensors) made.tensors.push_back({data, {}});
+    made.visible = [](int64_t b, int64_t h, int64_t i, int64_t j) {
+        return i % 2 == 0 ? (3 * i + 5 * j + h) % 7 < 4 : j < (b ? 133 : 40);
+    };
+    return made;
+}
+
+BiasCase scored_by_function() {
+    BiasCase made{"function", kScoreProgram, {}, {}, {}, {kScoreFunction}, 1.5};
+    for (const void* data : kScoreTensors) made.tensors.push_back({{data, {}}, attention::Type::Float});
+    made.added = [](int64_t, int64_t h, int64_t i, int64_t j) {
+        return i * j % 3 == 0 ? 0 : std::sin(static_cast<double>(h * (23 + 133) + i - j + 133) / 10);
+    };
+    return made;
+}
+#endif
+
 // What is found of one tile against what is meant; where it is said to be full or hidden too.
 bool agrees(const MaskCase& mask, const attention::Mask& asked, const attention::Tile& tile) {
     std::vector<uint64_t> scratch(static_cast<size_t>(asked.scratch(tile.rows))), bits(static_cast<size_t>(tile.rows));
@@ -156,18 +184,26 @@ bool agrees(const MaskCase& mask, const attention::Mask& asked, const attention:
 std::vector<MaskCase> mask_cases(const Shape& s) {
     MaskCase none{"no mask", {}, {}, [](int64_t, int64_t, int64_t, int64_t) { return true; }, {}};
     return {none, band("causal", -kFar, 0), band("window", -9, 5), band("nothing visible", 5000, 6000),
-            segments(s, 3), lengths(s), dense(s, 4), band_at(s, 6), composed(s)};
+            segments(s, 3), lengths(s), dense(s, 4), band_at(s, 6), composed(s),
+#ifdef OPKIT_FUNCTIONS
+            masked_by_function(),
+#endif
+    };
 }
 
 std::vector<BiasCase> bias_cases(const Shape& s) {
-    return {tensor_bias(s, Kind::F32, attention::Type::Float), tensor_bias(s, Kind::F16, attention::Type::Half), hiding_bias(s),
-            slopes(s), relative(s)};
+    return {
+#ifdef OPKIT_FUNCTIONS
+        scored_by_function(),
+#endif
+        tensor_bias(s, Kind::F32, attention::Type::Float), tensor_bias(s, Kind::F16, attention::Type::Half), hiding_bias(s),
+        slopes(s), relative(s)};
 }
 
 void check_masks(Checks& checks) {
     const Shape shape{2, 2, 1, 75, 197, 0, 0};
     for (const MaskCase& mask : mask_cases(shape)) {
-        const attention::Mask asked(mask.program, mask.tensors, shape.batch, shape.keys);
+        const attention::Mask asked(mask.program, mask.tensors, shape.batch, shape.keys, mask.functions);
         for (int64_t b = 0; b < shape.batch; ++b)
             for (int64_t row : {int64_t{0}, int64_t{30}})
                 for (int64_t key = 0; key < shape.keys; key += attention::kKeys) {

@@ -25,6 +25,7 @@ struct MaskCase {
     std::vector<attention::Strided> tensors;
     Visible visible;
     std::vector<std::shared_ptr<void>> kept;  // the memory of the tensors
+    attention::Functions functions;
 };
 
 struct BiasCase {
@@ -33,6 +34,8 @@ struct BiasCase {
     std::vector<attention::Typed> tensors;
     Added added;
     std::vector<std::shared_ptr<void>> kept;
+    attention::Functions functions;
+    double factor = 1;  // of the score, before what is added
 };
 
 std::vector<MaskCase> mask_cases(const Shape& shape);
