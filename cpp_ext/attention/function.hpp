@@ -1,4 +1,4 @@
-// Users' functions of scores and masks: C that opkit/attn/functions/emission.py writes and the build cache compiles.
+// Users' functions of scores and masks: C that opkit/attn/functions/c/emission.py writes and the build cache compiles.
 //
 // Each entry takes `words` (captured numbers, then of each captured tensor its address, sizes and strides) and a tile.
 #pragma once

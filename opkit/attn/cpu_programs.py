@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opkit.attn.calls import AnyCall
-from opkit.attn.functions import compiled
-from opkit.attn.functions.compiled import CompiledFunction
+from opkit.attn.functions.c import compiled
+from opkit.attn.functions.c.compiled import CompiledFunction
 from opkit.attn.functions.expression import Function, indexed
 from opkit.attn.masks import program
 from opkit.attn.masks.program import BIAS_DENSE, BIAS_FUNCTION, BIAS_OPERANDS, FUNCTION, MASK_OPERANDS, instructions

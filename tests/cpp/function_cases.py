@@ -7,8 +7,8 @@ import torch
 
 from opkit.attn import api, cpu_programs
 from opkit.attn.calls import AttentionCall
-from opkit.attn.functions.compiled import CompiledFunction
-from opkit.attn.functions.emission import mask_text, score_text, slope_text
+from opkit.attn.functions.c.compiled import CompiledFunction
+from opkit.attn.functions.c.emission import mask_text, score_text, slope_text
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS = 2, 4, 2, 23, 133
 NEAR = torch.tensor([40, 133])

@@ -8,7 +8,7 @@ are decided by the first, without them.
 
 from __future__ import annotations
 
-from opkit.attn.functions.loops import Writer
+from opkit.attn.functions.c.loops import Writer
 from opkit.compiler.emit.c.expressions import C_TYPES
 from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from opkit.attn.functions.emission import ENTRY, TABULATE, mask_text, score_text, slope_text
+from opkit.attn.functions.c.emission import ENTRY, TABULATE, mask_text, score_text, slope_text
+from opkit.attn.functions.c.loops import Layout
 from opkit.attn.functions.expression import Function
-from opkit.attn.functions.loops import Layout
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr
 from opkit.compiler.run import library

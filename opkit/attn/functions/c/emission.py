@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from opkit.attn.functions import intervals
+from opkit.attn.functions.c import intervals
+from opkit.attn.functions.c.loops import KEYS, MAX_ROWS, Writer
 from opkit.attn.functions.expression import coordinates, derivatives
-from opkit.attn.functions.loops import KEYS, MAX_ROWS, Writer
 from opkit.compiler.emit.c import prelude
 from opkit.compiler.emit.c.expressions import TYPEDEFS, convert
 from opkit.compiler.ir.expr import Expr
