@@ -124,6 +124,30 @@ def test_what_known_opcodes_express():
     assert opcodes(score=SCORES["hidden"])[:2] == ([band], [program.BIAS_FUNCTION])
 
 
+def test_a_key_at_the_end_of_a_length():
+    q, k, v = inputs()
+    ends = torch.tensor([3, 7], dtype=torch.int32)[: q.shape[0]]
+    for mask in (lambda b, h, i, j: (j == ends[b]) | (i < j), lambda b, h, i, j: (j != ends[b]) & (i >= j)):
+        torch.testing.assert_close(opkit.attention(q, k, v, mask=mask), formula(q, k, v, mask))
+
+
+def test_captured_integers_that_torch_wraps_around():
+    q, k, v = inputs()
+
+    def masks(number):
+        return (
+            lambda b, h, i, j: (i * j) % 7 < number,
+            lambda b, h, i, j: (i.long() * j) % 7 < number,
+            lambda b, h, i, j: i - j < number,
+        )
+
+    narrow, wide, band = masks(2**32 + 3)
+    with pytest.raises(ArgumentError, match=r"4294967299, and computes with it in i32.*q_idx.long\(\)"):
+        opkit.attention(q, k, v, mask=narrow)
+    for mask in (masks(3)[0], wide, band):
+        torch.testing.assert_close(opkit.attention(q, k, v, mask=mask), formula(q, k, v, mask))
+
+
 def test_one_batch_of_ids():
     q, ids = torch.randn(1, H, S, D), IDS[:1]
     mask = lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j)  # noqa: E731

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,7 +57,7 @@ def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped:
     (score, negated), *others = scores or [(root, True)]
     cap = None if capped else _softcap(score, traced)
     if negated or others or (score.op != "var" and cap is None):
-        _check_sizes(traced, root, sizes, name)
+        check_sizes(traced, root, sizes, name)
         return LoweredScore(None, hidden, [program.BIAS_FUNCTION, *traced.function(root, tensors).words()])
     words: list[int] = []
     rest: Expr = expr.var("score", root.dtype)
@@ -68,12 +68,15 @@ def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped:
         elif not _has_score(term):
             rest = expr.op("sub" if negative else "add", rest, term)
     if rest.op != "var":
-        _check_sizes(traced, rest, sizes, name)
+        check_sizes(traced, rest, sizes, name)
         words += [program.BIAS_FUNCTION, *traced.function(rest, tensors).words()]
     return LoweredScore(cap, hidden, words)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+_Emit = Callable[[], Any]
 
 
 class _MaskLowering:
@@ -84,16 +87,19 @@ class _MaskLowering:
         self.builder = builder
         self.sizes = builder.sizes
         self.name = name
+        self.leaves: dict[Expr, _Emit | None] = {}
 
     def emit(self, root: Expr) -> None:
-        if not self._leaf(root):
-            if root.op == "not":
-                self.emit(root.args[0])
-                self.builder.emit(program.NOT)
-            elif root.op in ("and", "or"):
-                self._combination(root)
-            else:
-                self._function(root)
+        leaf = self._leaf(root)
+        if leaf is not None:
+            leaf()
+        elif root.op == "not":
+            self.emit(root.args[0])
+            self.builder.emit(program.NOT)
+        elif root.op in ("and", "or"):
+            self._combination(root)
+        else:
+            self._function(root)
 
     def _combination(self, root: Expr) -> None:
         known: list[Expr] = []
@@ -112,31 +118,32 @@ class _MaskLowering:
     def _contains_leaf(self, node: Expr) -> bool:
         if node.op in ("and", "or", "not"):
             return any(map(self._contains_leaf, node.args))
-        return self._leaf(node, dry=True)
+        return self._leaf(node) is not None
 
     def _function(self, root: Expr) -> None:
-        _check_sizes(self.traced, root, self.sizes, self.name)
+        check_sizes(self.traced, root, self.sizes, self.name)
         function = self.traced.function(root, self.builder.tensors)
         self.builder.emit(program.FUNCTION, *function.words())
 
-    def _leaf(self, node: Expr, dry: bool = False) -> bool:
-        """Append the opcode of a comparison or a bool tensor, if there is one, and return whether; ``dry``: append nothing."""
+    def _leaf(self, node: Expr) -> _Emit | None:
+        """Return what appends the opcode of a comparison or a bool tensor; None if no opcode says it."""
+        if node not in self.leaves:
+            found = self._found(node)
+            self.leaves[node] = (
+                found if found is None or node.op != "ne" else lambda: (found(), self.builder.emit(program.NOT))
+            )
+        return self.leaves[node]
+
+    def _found(self, node: Expr) -> _Emit | None:
+        """Return the same, of ``==`` for ``!=``."""
         if node.op == "load":
             table = _table(node, self.traced, self.sizes, self.name)
-            if table is not None and not dry:
-                self.builder.emit(program.DENSE, self.builder.tensor(table))
-            return table is not None
+            return None if table is None else lambda: self.builder.emit(program.DENSE, self.builder.tensor(table))
         if node.op not in ("lt", "le", "eq", "ne") or not is_int(node.args[0].dtype):
-            return False
-        negated = node.op == "ne"
+            return None
         if self._always_holds(node):
-            if not dry:
-                self.builder.emit(program.BAND, -program.UNLIMITED, program.UNLIMITED)
-            return True
-        found = self._band(node, dry) or self._segments(node, dry) or (not negated and self._length(node, dry))
-        if found and negated and not dry:
-            self.builder.emit(program.NOT)
-        return found
+            return lambda: self.builder.emit(program.BAND, -program.UNLIMITED, program.UNLIMITED)
+        return self._band(node) or self._segments(node) or self._length(node)
 
     def _always_holds(self, node: Expr) -> bool:
         """Return whether ``a <= b`` or ``a < b`` holds for all of a call's batches, heads, queries and keys."""
@@ -151,53 +158,57 @@ class _MaskLowering:
         )
         return type(greatest) is int and greatest <= most
 
-    def _band(self, node: Expr, dry: bool) -> bool:
+    def _band(self, node: Expr) -> _Emit | None:
         ends = band_ends(node)
-        if ends is not None and not dry:
-            numbers = [None if end is None else self._value(end) for end in ends]
-            lower, upper = (
-                default if number is None else number
-                for number, default in zip(numbers, (-program.UNLIMITED, program.UNLIMITED), strict=True)
-            )
-            self.builder.band(lower, upper, "top-left", None)
-        return ends is not None
+        if ends is None:
+            return None
+        numbers = [None if end is None else self._value(end) for end in ends]
+        lower, upper = (
+            default if number is None else number
+            for number, default in zip(numbers, (-program.UNLIMITED, program.UNLIMITED), strict=True)
+        )
+        return lambda: self.builder.band(lower, upper, "top-left", None)
 
     def _value(self, end: Affine) -> int:
         integers = self.traced.integers
         return sum((factor * (integers[int(name[1:])] if name else 1) for name, factor in end.items()), 0)
 
-    def _segments(self, node: Expr, dry: bool) -> bool:
-        if node.op not in ("eq", "ne"):
-            return False
+    def _segments(self, node: Expr) -> _Emit | None:
         sides = [_stripped(each) for each in node.args]
-        if any(each.op != "load" for each in sides):
-            return False
+        if node.op not in ("eq", "ne") or any(each.op != "load" for each in sides):
+            return None
         ids: dict[str, Tensor] = {}
         for each in sides:
             at = _axes_of(each, _tensor(self.traced, each))
             if at in (("i",), ("j",), ("b", "i"), ("b", "j")):
                 ids[at[-1]] = _cut(self.traced, each, self.sizes, self.name)
         if len(ids) != 2:
-            return False
-        if not dry:
+            return None
+
+        def emit() -> None:
             of = [self.builder.integers(self.name, ids[axis], ("batch", dim)) for axis, dim in _ID_DIMS]
             self.builder.emit(program.SEGMENTS, *of)
-        return True
 
-    def _length(self, node: Expr, dry: bool) -> bool:
+        return emit
+
+    def _length(self, node: Expr) -> _Emit | None:
         left, right = node.args
         bound, own = _stripped(right), affine(left)
-        if bound.op != "load" or own is None or own.get("j") != 1 or set(own) - {"j", ""}:
-            return False
+        if (
+            node.op not in ("lt", "le")
+            or bound.op != "load"
+            or own is None
+            or own.get("j") != 1
+            or set(own) - {"j", ""}
+        ):
+            return None
         at = _axes_of(bound, _tensor(self.traced, bound))
         if at not in ((), ("b",)) or not is_int(bound.dtype):
-            return False
-        if not dry:
-            lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - own.get("", 0)
-            if more:
-                lengths = get_or_compute(("keys", more), (lengths,), lambda: lengths + more)
-            self.builder.lengths(self.name, lengths, None)
-        return True
+            return None
+        lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - own.get("", 0)
+        if more:
+            lengths = get_or_compute(("keys", more), (lengths,), lambda: lengths + more)
+        return lambda: self.builder.lengths(self.name, lengths, None)
 
 
 _COMBINE = {"and": program.AND, "or": program.OR}
@@ -272,7 +283,7 @@ def _tensor(traced: Traced, load: Expr) -> Tensor:
     return traced.tensors[int(load.data[0][1:])]
 
 
-def _check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> None:
+def check_sizes(traced: Traced, root: Expr, sizes: CallSizes, name: str) -> None:
     """Raise for a captured tensor that is smaller than the range of a variable that indexes it."""
     extents = _extents(sizes)
     for node in loads_of(root):

@@ -20,6 +20,7 @@ from torch import Tensor
 from opkit.attn.functions.captures import Captures, needs_numbers
 from opkit.attn.functions.expression import Function, coordinates, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
+from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr, rewrite
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
@@ -45,11 +46,30 @@ class Traced:
     floats: tuple[float, ...]
 
     def function(self, root: Expr, tensors: list[Tensor]) -> Function:
-        """Return an expression of the same captures as a function whose tensors are appended to a program's."""
+        """Return an expression of the same captures as a function whose tensors are appended to a program's.
+
+        Raises:
+            ArgumentError: a captured integer is larger than the type in which the expression computes with it.
+        """
+        for place, dtype in _narrowed_integers(root):
+            number, limit = self.integers[place], 1 << 8 * DTYPES[dtype].bytes - 1
+            if type(number) is int and not -limit <= number < limit:
+                raise ArgumentError(
+                    f"opkit.attention: a function captures the integer {number}, and computes with it in {dtype}, where torch "
+                    "wraps it around. Convert what it meets to int64, as in q_idx.long()."
+                )
         names = sorted({node.data[0] for node in loads_of(root)}, key=lambda name: int(name[1:]))
         renamed = {name: f"t{k}" for k, name in enumerate(names)}
         places = tuple(_number_in(tensors, self.tensors[int(name[1:])]) for name in names)
         return Function(_renamed(root, tuple(renamed.items())), places, self.integers, self.floats)
+
+
+@functools.lru_cache(1024)
+def _narrowed_integers(root: Expr) -> tuple[tuple[int, str], ...]:
+    """Return the places of captured integers that are converted to narrower ones, and to which."""
+    casts = [node for node in root.walk() if node.op == "cast" and node.args[0].op == "var" and is_int(node.dtype)]
+    names = [(str(node.args[0].data), node.dtype) for node in casts]
+    return tuple((int(name[1:]), dtype) for name, dtype in names if name.startswith("n") and DTYPES[dtype].bytes < 8)
 
 
 def _number_in(tensors: list[Tensor], tensor: Tensor) -> int:
