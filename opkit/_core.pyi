@@ -296,7 +296,8 @@ def launch_kernel(description: Mapping[str, Any], launcher: Launcher) -> KernelL
 class DecodeAttention:
     """Attention of few queries to many keys, of tensors of some shapes.
 
-    The fields, all needed, are OPKIT_DECODE_SHAPE of cpp_ext/attention/decode_call.hpp. A call gives the addresses, 0 for none.
+    The fields, all needed, are OPKIT_DECODE_SHAPE of cpp_ext/attention/decode_call.hpp; ``programs``, of a mask and a bias, are
+    as ``opkit.attn.cpu_programs.of_few`` returns them. A call gives the addresses, 0 for none.
 
     Raises:
         TypeError: a field is missing.
@@ -304,7 +305,7 @@ class DecodeAttention:
             than 1024.
     """
 
-    def __init__(self, **fields: int | float | bool) -> None: ...
+    def __init__(self, *, programs: dict[str, Any] | None = None, **fields: int | float | bool) -> None: ...
     def __call__(
         self,
         q: int,
@@ -318,6 +319,8 @@ class DecodeAttention:
         starts: int = 0,
         k_scale: int = 0,
         v_scale: int = 0,
+        mask_tensors: Sequence[int] = (),
+        bias_tensors: Sequence[int] = (),
     ) -> None: ...
 
 # The kernels of cpp_ext/isa, by instruction set (ISA): None is the widest that runs here, within the environment's OPKIT_ISA.

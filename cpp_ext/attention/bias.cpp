@@ -39,8 +39,14 @@ void add_elements(const Typed& tensor, int64_t at, int64_t stride, int64_t n, fl
     }
 }
 
-Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions)
-    : tensors_(std::move(tensors)), functions_(placed(std::move(functions), tensors_)), queries_(queries), keys_(keys), offset_(keys - queries) {
+Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions,
+               bool few)
+    : tensors_(std::move(tensors)),
+      functions_(placed(std::move(functions), tensors_)),
+      queries_(queries),
+      keys_(keys),
+      offset_(keys - queries),
+      few_(few) {
     static std::atomic<uint64_t> last{0};
     id_ = ++last;
     for (size_t at = 0; at < program.size();) {
@@ -82,7 +88,7 @@ const Distances* Biases::distances(int64_t function, bool slope, const Tile& til
     const Function& of = functions_[static_cast<size_t>(function)];
     const Code& code = slope ? of.slope : of.code;
     if (code.bytes == 0) return nullptr;
-    if (known.id != id_ || known.batch != tile.batch || known.head != tile.head) {
+    if (few_ || known.id != id_ || known.batch != tile.batch || known.head != tile.head) {
         known.id = id_;
         known.batch = tile.batch;
         known.head = tile.head;
@@ -91,10 +97,11 @@ const Distances* Biases::distances(int64_t function, bool slope, const Tile& til
     }
     Table& table = known.tables[static_cast<size_t>(2 * function + slope)];
     if (!table.found.entries) {
-        const int64_t count = queries_ - 1 + rounded_up(keys_, kKeys);
+        const int64_t before = few_ ? tile.row + tile.rows - 1 - tile.key : queries_ - 1;
+        const int64_t count = few_ ? tile.rows - 1 + kKeys : queries_ - 1 + rounded_up(keys_, kKeys);
         table.memory.resize(static_cast<size_t>((count * code.bytes + 7) / 8));
         char* entries = reinterpret_cast<char*>(table.memory.data());
-        table.found = {entries, count, queries_ - 1};
+        table.found = {entries, count, before};
         reinterpret_cast<Tabulate>(code.tabulate)(of.words.data(), &tile, &table.found, entries);
     }
     return &table.found;
@@ -103,6 +110,10 @@ const Distances* Biases::distances(int64_t function, bool slope, const Tile& til
 void Biases::write(const Tile& tile, float* out) const {
     std::fill_n(out, tile.rows * kKeys, 0.0f);
     for (size_t n = 0; n < added_; ++n) run(steps_[n], tile, out, kKeys);
+}
+
+void Biases::add_and_apply(const Tile& tile, float* scores, int64_t pitch) const {
+    for (const Step& step : steps_) run(step, tile, scores, pitch);
 }
 
 void Biases::apply(const Tile& tile, float* scores, int64_t pitch) const {

@@ -18,7 +18,9 @@ struct Typed : Strided {
 class Biases {
 public:
     // A program of (0, tensor), (1, slopes), (2, rel_h, rel_w, width) and (3, function). Throws std::invalid_argument where it is none.
-    Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions = {});
+    // `few`: of so few rows that what depends on a distance is computed for each tile, rather than once for a head.
+    Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, int64_t queries, int64_t keys, Functions functions = {},
+           bool few = false);
 
     // Whether anything is added before the first function, and whether there are functions.
     bool adds() const { return added_ > 0; }
@@ -29,6 +31,9 @@ public:
 
     // Applies what follows to scores, kKeys of them to a row, rows `pitch` apart.
     void apply(const Tile& tile, float* scores, int64_t pitch) const;
+
+    // Does both, to scores to which nothing was added.
+    void add_and_apply(const Tile& tile, float* scores, int64_t pitch) const;
 
     // From the scores before `apply`, kKeys to a row, their gradients, in place of those after it, and what is seen of them, a word to
     // a row. They are added to the gradients of tensors too: those of this list, of `strides`, that are not null. It may be empty.
@@ -52,6 +57,7 @@ private:
     std::vector<Typed> tensors_;
     Functions functions_;
     int64_t queries_, keys_, offset_;
+    bool few_;
     uint64_t id_;  // of these biases, of all that there were in the process
     size_t added_ = 0;  // steps before the first function
 };

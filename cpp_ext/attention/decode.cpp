@@ -1,6 +1,7 @@
 // How decoding attention is divided among threads, and its parts merged. The division depends on each sequence alone, so that
 // neither the number of threads nor the other sequences of a batch change a result.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -45,12 +46,15 @@ struct Part {
 
 int64_t clamped(int64_t value, int64_t low, int64_t high) { return std::min(std::max(value, low), high); }
 
+// Parts begin at multiples of kTileKeys, apart from the first.
+int64_t first_of_parts(const Sequence& sequence) { return sequence.begin / kTileKeys * kTileKeys; }
+
 void divide(const DecodeCall& call, Sequence& sequence, int64_t rows) {
     const int64_t last = sequence.queries - 1 + sequence.shift;
     sequence.begin = clamped(sequence.shift + call.lower, 0, sequence.length);
     sequence.end = clamped(last + call.upper + 1, sequence.begin, sequence.length);
     if (sequence.queries == 0) sequence.end = sequence.begin;
-    const int64_t keys = sequence.end - sequence.begin, even = (keys + kMostParts - 1) / kMostParts;
+    const int64_t keys = sequence.end - first_of_parts(sequence), even = (keys + kMostParts - 1) / kMostParts;
     const int64_t least = std::max(kLeastPart, rows * kLeastForRow);
     sequence.part = (std::max(least, even) + kTileKeys - 1) / kTileKeys * kTileKeys;
     sequence.parts = (keys + sequence.part - 1) / sequence.part;
@@ -87,9 +91,11 @@ Sequence make_sequence(const DecodeCall& call, int64_t index, int64_t group) {
 
 class Decoding {
 public:
-    Decoding(const DecodeCall& call, const isa::Table& kernels)
-        : call_(call), kernels_(kernels), group_(call.kv_heads ? call.heads / call.kv_heads : 0) {
+    Decoding(const DecodeCall& call, const isa::Table& kernels, const DecodePrograms* programs)
+        : call_(call), kernels_(kernels), programs_(programs), group_(call.kv_heads ? call.heads / call.kv_heads : 0) {
         for (int64_t i = 0; i < call.sequences; ++i) add(make_sequence(call, i, group_));
+        static std::atomic<uint64_t> calls{0};
+        number_ = ++calls;
         totals_ = thread_floats(static_cast<size_t>(slots_ * (2 + call.dv)));
         sums_ = totals_ + 2 * slots_;
     }
@@ -106,6 +112,7 @@ private:
 
     // Heads of a part follow each other, as they lie in the same pages of memory.
     void add(Sequence sequence) {
+        if (programs_ && sequence.shift < 0) refuse("the number of queries", sequence.index, sequence.queries, sequence.length);
         sequence.slot = slots_;
         for (int64_t part = 0; part < sequence.parts; ++part)
             for (int64_t head = 0; head < call_.kv_heads; ++head) parts_.push_back({sequence.index, head, part});
@@ -146,8 +153,9 @@ private:
         task.k = keys(sequence, part.head), task.v = values(sequence, part.head);
         task.pages = call_.table ? pointer<const int32_t>(call_.table) + sequence.index * call_.table_row : nullptr;
         task.page_size = call_.table ? call_.page_size : kUnlimited;
-        task.begin = sequence.begin + part.part * sequence.part;
-        task.end = std::min(task.begin + sequence.part, sequence.end);
+        const int64_t begin = first_of_parts(sequence) + part.part * sequence.part;
+        task.begin = std::max(begin, sequence.begin);
+        task.end = std::min(begin + sequence.part, sequence.end);
         task.length = sequence.length;
         task.lower = call_.lower + sequence.shift, task.upper = call_.upper + sequence.shift;
         task.scale = static_cast<float>(call_.scale), task.softcap = static_cast<float>(call_.softcap);
@@ -157,7 +165,65 @@ private:
         task.maximum = totals_ + slot, task.total = totals_ + slots_ + slot;
         task.sum = sums_ + slot * call_.dv;
         task.workspace = workspace;
+        task.look = programs_ && programs_->mask ? look : nullptr;
+        task.apply = programs_ && programs_->biases ? apply : nullptr;
+        task.context = this;
+        task.sequence = sequence.index, task.head = part.head * group_, task.row = sequence.shift;
         return task;
+    }
+
+    static bool look(const DecodeTask& task, int64_t key, int64_t keys, uint64_t* visible) {
+        const auto& self = *static_cast<const Decoding*>(task.context);
+        bool any = false;
+        for (int64_t g = 0; g < task.group && self.programs_->by_head; ++g)
+            any |= self.look_at({task.sequence, task.head + g, task.row, task.queries, key, keys}, visible + g * task.queries);
+        if (self.programs_->by_head) return any;
+        const Seen& seen = self.seen_by_all({task.sequence, task.head, task.row, task.queries, key, keys});
+        for (int64_t g = 0; g < task.group && seen.any; ++g)
+            std::copy(seen.visible.begin(), seen.visible.end(), visible + g * task.queries);
+        return seen.any;
+    }
+
+    // Gives whether anything is seen.
+    bool look_at(const Tile& tile, uint64_t* visible) const {
+        thread_local std::vector<uint64_t> scratch;
+        scratch.resize(static_cast<size_t>(programs_->mask->scratch(tile.rows)));
+        const State state = programs_->mask->look(tile, scratch.data(), visible);
+        if (state != kPartial) std::fill_n(visible, tile.rows, state == kFull ? ~uint64_t{0} : 0);
+        return state != kHidden;
+    }
+
+    // What all heads see of a tile. The calling thread, which has heads of a part one after the other, looks at it once.
+    struct Seen {
+        bool known = false, any = false;
+        std::vector<uint64_t> visible;
+    };
+    const Seen& seen_by_all(const Tile& tile) const {
+        thread_local struct {
+            uint64_t call = 0;
+            int64_t sequence = 0;
+            std::vector<Seen> tiles;
+        } found;
+        if (found.call != number_ || found.sequence != tile.batch) {
+            found.call = number_, found.sequence = tile.batch;
+            for (Seen& each : found.tiles) each.known = false;
+        }
+        const size_t at = static_cast<size_t>(tile.key / kTileKeys);
+        if (found.tiles.size() <= at) found.tiles.resize(2 * at + 1);
+        Seen& seen = found.tiles[at];
+        if (!seen.known) {
+            seen.visible.resize(static_cast<size_t>(tile.rows));
+            seen.known = true;
+            seen.any = look_at(tile, seen.visible.data());
+        }
+        return seen;
+    }
+
+    static void apply(const DecodeTask& task, int64_t key, int64_t keys, float* logits) {
+        const DecodePrograms& programs = *static_cast<const Decoding*>(task.context)->programs_;
+        for (int64_t g = 0; g < task.group; ++g)
+            programs.biases->add_and_apply({task.sequence, task.head + g, task.row, task.queries, key, keys},
+                                           logits + g * task.queries * kTileKeys, kTileKeys);
     }
 
     static void attend(int64_t begin, int64_t end, void* context) {
@@ -221,18 +287,20 @@ private:
 
     const DecodeCall& call_;
     const isa::Table& kernels_;
+    const DecodePrograms* programs_;
     const int64_t group_;
     int64_t slots_ = 0, most_rows_ = 0, multiplied_ = 0;
     std::vector<Sequence> sequences_;
     std::vector<Part> parts_;
+    uint64_t number_ = 0;                        // of this call, of all that there were in the process
     float *totals_ = nullptr, *sums_ = nullptr;  // of each part and row: greatest logits, totals; sums of values
 };
 
 }  // namespace
 
-void decode(const DecodeCall& call, const isa::Table& kernels) {
+void decode(const DecodeCall& call, const isa::Table& kernels, const DecodePrograms* programs) {
     if (call.d > kLargestHead || call.dv > kLargestHead) throw std::invalid_argument("a head size is greater than 1024");
-    Decoding(call, kernels).run();
+    Decoding(call, kernels, programs).run();
 }
 
 }  // namespace opkit::attention

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../isa/table.hpp"
+#include "bias.hpp"
 
 namespace opkit::attention {
 
@@ -38,7 +39,16 @@ struct DecodeCall {
 #undef OPKIT_DECODE_MEMBER
 };
 
-// Throws std::invalid_argument where a length, a start or a page that is needed is out of range.
-void decode(const DecodeCall& call, const isa::Table& kernels);
+// What else is hidden, and what is added to logits, by the positions of queries and keys in their sequence: the first query is at
+// `shift` as above.
+struct DecodePrograms {
+    const Mask* mask;
+    const Biases* biases;
+    bool by_head;  // whether query heads that share keys see different ones
+};
+
+// Throws std::invalid_argument where a length, a start or a page that is needed is out of range; with programs also where a sequence
+// has more queries than keys.
+void decode(const DecodeCall& call, const isa::Table& kernels, const DecodePrograms* programs = nullptr);
 
 }  // namespace opkit::attention

@@ -8,10 +8,12 @@
 namespace opkit::attention {
 namespace {
 
-// One row of a tile. Keys [first, last) of the tile's `keys` are visible.
+// One row of a tile.
 struct TileRow {
     float* logits;             // whole vectors, which become the exps
-    int64_t first, last, keys;
+    int64_t keys;
+    uint64_t visible;          // a bit for each key
+    bool scaled;               // the logits are
     float factor, softcap;
     const float *k_scale, *v_scale;  // of each key, to whole vectors; or null
 };
@@ -21,20 +23,29 @@ typename V::Floats capped(typename V::Floats x, float softcap) {
     return V::times(hyperbolic_tangent<V>(V::times(x, V::broadcast(1.0f / softcap))), V::broadcast(softcap));
 }
 
+template <class V>
+typename V::Floats scaled_logits(const TileRow& row, int64_t j) {
+    auto x = V::times(V::load(row.logits + j), V::broadcast(row.factor));
+    if (row.k_scale) x = V::times(x, V::load(row.k_scale + j));
+    return row.softcap > 0 ? capped<V>(x, row.softcap) : x;
+}
+
+template <class V>
+void scale_logits(const TileRow& row) {
+    for (int64_t j = 0; j < row.keys; j += V::kLanes) V::store(row.logits + j, scaled_logits<V>(row, j));
+}
+
 // Writes the final logits; -inf for hidden keys, whatever their product is. Gives the greatest.
 template <class V>
 float finish_logits(const TileRow& row) {
-    const float hidden = -__builtin_inff();
+    const auto hidden = V::broadcast(-__builtin_inff());
+    auto most = hidden;
     for (int64_t j = 0; j < row.keys; j += V::kLanes) {
-        auto x = V::times(V::load(row.logits + j), V::broadcast(row.factor));
-        if (row.k_scale) x = V::times(x, V::load(row.k_scale + j));
-        if (row.softcap > 0) x = capped<V>(x, row.softcap);
+        auto x = row.scaled ? V::load(row.logits + j) : scaled_logits<V>(row, j);
+        if (row.visible != ~uint64_t{0}) x = V::where(V::bits(row.visible, static_cast<int>(j / V::kLanes)), x, hidden);
         V::store(row.logits + j, x);
+        most = V::greatest(x, most);
     }
-    for (int64_t j = 0; j < row.first; ++j) row.logits[j] = hidden;
-    for (int64_t j = row.last; j < rounded_up(row.keys, V::kLanes); ++j) row.logits[j] = hidden;
-    auto most = V::broadcast(hidden);
-    for (int64_t j = 0; j < row.keys; j += V::kLanes) most = V::greatest(V::load(row.logits + j), most);
     return V::greatest_lane(most);
 }
 

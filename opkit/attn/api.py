@@ -19,7 +19,7 @@ from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged.api import paged_attention_operator
+from opkit.attn.paged.api import paged_attention_operator, paged_functions_operator
 from opkit.op import torch_private as private
 from opkit.op.dispatch.fastcall import GuardedCache, GuardedResult, bind, no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
@@ -363,9 +363,7 @@ def _with_functions(kernel: str | None, call: tuple[Any, ...], functions: Functi
 
 def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
     float8_call = float8.float8_call(call, descales)
-    if kernel is None:
-        return _FLOAT8(*float8_call)
-    with use_kernel(_FLOAT8, kernel):
+    with contextlib.nullcontext() if kernel is None else use_kernel(_FLOAT8, kernel):
         return _FLOAT8(*float8_call)
 
 
@@ -383,7 +381,7 @@ def batch_invariant() -> Generator[None]:
     shift is a multiple of 64. Padding must be finite. Gradients and other operators are not of it.
 
     Raises:
-        KernelError: at a call that no such kernel takes: float64, or with dropout.
+        KernelError: at a call that no such kernel takes: float64, with dropout, or of pages with functions.
 
     >>> import opkit, torch
     >>> from opkit.masks import Causal
@@ -394,5 +392,7 @@ def batch_invariant() -> Generator[None]:
     >>> torch.equal(whole[:1, :, -1:], last)
     True
     """
-    with use_kernel(attention_operator(), NAME), use_kernel(paged_attention_operator(), NAME):
+    with contextlib.ExitStack() as stack:
+        for operator in (attention_operator(), paged_attention_operator(), paged_functions_operator()):
+            stack.enter_context(use_kernel(operator, NAME))
         yield

@@ -9,7 +9,7 @@ https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ def register(op: CustomOp[Any, Any]) -> None:
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Register the kernel of ``opkit::paged_attention``."""
     op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
+
+
+def register_paged_functions(op: CustomOp[Any, Any]) -> None:
+    """Let ``opkit::paged_attention_with_functions`` refuse calls that must not depend on the batch."""
+    for device in ("cpu", "cuda"):
+        op.register_kernel(device, _refuse_functions, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
 def switched_on() -> bool:
@@ -98,6 +104,10 @@ def paged(
     return out, lse
 
 
+def _refuse_functions(*_: Any) -> tuple[Tensor, Tensor]:
+    _refuse("opkit::paged_attention_with_functions", "functions of positions")
+
+
 def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
     """Return the numbers of the pages of a sequence."""
     most = table.shape[0] * pages.shape[1]
@@ -120,7 +130,7 @@ def _band(lower: int, upper: int, shift: int) -> list[int]:
     return [program.BAND, *ends]
 
 
-def _refuse(operator: str, details: str) -> None:
+def _refuse(operator: str, details: str) -> NoReturn:
     raise KernelError(
         f"{operator}: no batch-invariant kernel takes {details}. It takes float32, bfloat16 and float16 without dropout, where "
         "opkit's compiled core is there. Convert the call, or make it outside of opkit.batch_invariant and OPKIT_BATCH_INVARIANT."

@@ -21,7 +21,6 @@ from opkit.attn.calls import (
     predicate,
 )
 from opkit.attn.cpu_programs import BiasSums
-from opkit.attn.masks import program
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.errors import KernelError
@@ -29,11 +28,13 @@ from opkit.op.dispatch.selection import Refused
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NAMES = {dtype: name for dtype, name in cpu_programs.NAMES.items() if dtype != torch.float64}
 DECODED = ((16, 256),)  #: the most rows per head of keys, and the fewest keys: such calls go to `decode`
 DECODED_BY_ISA = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
-"""The same for instruction sets of the tiles kernel with which both kernels were measured."""
-_BIAS_NAMES = {**NAMES, torch.float64: "float64"}
+"""The same for instruction sets of the tiles kernel with which both kernels were measured, without a mask or with bands.
+
+Other masks may show each row other keys; then the values are read for each row.
+"""
 Run = Callable[..., Any]
 
 
@@ -246,13 +247,15 @@ def _tensors_fit(call: AnyCall) -> bool | Refused:
     return True if obstacle is None else Refused(obstacle)
 
 
-def takes_few(call: AttentionCall) -> bool:
+def takes_few(call: AttentionCall) -> bool | Refused:
     """Return whether a call is for :func:`decode`: so few rows per head of keys that reading the keys takes the time."""
-    if not _decodes(call):
-        return False
+    supported = _decodes(call)
+    if not supported:
+        return supported
     (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
     rows = queries * heads // max(kv_heads, 1)
-    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in _decoded(call.q.dtype))
+    limits = DECODED if cpu_programs.split_bands(call.mask)[2] else _decoded(call.q.dtype)
+    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in limits)
 
 
 def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
@@ -262,11 +265,8 @@ def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
     return DECODED_BY_ISA.get(tiles, DECODED)
 
 
-def _decodes(call: AttentionCall) -> bool:
-    if not shapes_fit(call.q, call.k, call.v) or not sinks_fit(call.sinks, call.q):
-        return False
-    banded = not call.mask or (len(call.mask) == 3 and call.mask[0] == program.BAND)
-    return banded and not call.bias and call.dropout_p == 0 and paged_cpu.takes(*call[:3])
+def _decodes(call: AttentionCall) -> bool | Refused:
+    return paged_cpu.takes(*call[:3]) and takes(call)
 
 
 def _check_supported(supported: bool | Refused, name: str, call: AnyCall) -> None:
@@ -290,10 +290,12 @@ def decode(*arguments: Any) -> Run:
     """Compute attention of few queries: keys and values are read in place, once for all heads that share them."""
     call = AttentionCall(*arguments)
     _check_supported(_decodes(call), "decode", call)
-    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
     out = rows(call.q, call.v.shape[3], call.out_is_bshd)
-    run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap)
-    return lambda q, k, v, mask_tensors, bias_tensors, sinks, *_: run(q, k, v, sinks)
+    lower, upper, mask = cpu_programs.split_bands(call.mask)
+    sizes = call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    programs = cpu_programs.of_few(call._replace(mask=mask), sizes) if mask or call.bias else None
+    run = paged_cpu.contiguous(call.q, call.k, call.v, out, lower, upper, call.scale, call.softcap, programs)
+    return lambda q, k, v, mask_tensors, bias_tensors, sinks, *_: run(q, k, v, sinks, mask_tensors, bias_tensors)
 
 
 def _same(inputs: Sequence[Tensor], tensors: Sequence[Any]) -> bool:
@@ -312,18 +314,12 @@ def description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> d
         tensors: those that the kernel reads and writes.
         slopes: whether it reads the derivatives of functions.
     """
-    programs = cpu_programs.programs_of(call, slopes)
     (batch, heads, queries, head), (_, kv_heads, keys, columns) = call.q.shape, call.v.shape
     return {
         "dtype": NAMES[call.q.dtype],
         "sizes": (batch, heads, kv_heads, queries, keys, head, columns),
         "strides": [each.stride()[:3] for each in tensors],
-        "mask": programs.mask,
-        "mask_functions": programs.mask_functions,
-        "mask_tensors": [_strides(each) for each in call.mask_tensors],
-        "bias": programs.bias,
-        "bias_functions": programs.bias_functions,
-        "bias_tensors": [(_strides(each), _BIAS_NAMES.get(each.dtype, "float32")) for each in call.bias_tensors],
+        **cpu_programs.description(call, slopes),
         "scale": call.scale,
         "softcap": call.softcap,
     }
@@ -331,11 +327,6 @@ def description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> d
 
 def _in_float32(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.to(torch.float32).contiguous()
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Return the strides, 0 for dimensions of size 1, which broadcast; tensors of more than four dimensions are functions'."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
 
 
 def _of_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:

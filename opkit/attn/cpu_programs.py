@@ -9,14 +9,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall
+from opkit.attn.calls import AnyCall, AttentionCall, PagedFunctionsCall
 from opkit.attn.functions.c import compiled
 from opkit.attn.functions.c.compiled import CompiledFunction
 from opkit.attn.functions.expression import Function, indexed
 from opkit.attn.masks import program
-from opkit.attn.masks.program import BIAS_DENSE, BIAS_FUNCTION, BIAS_OPERANDS, FUNCTION, MASK_OPERANDS, instructions
+from opkit.attn.masks.program import (
+    AND,
+    BAND,
+    BIAS_DENSE,
+    BIAS_FUNCTION,
+    BIAS_OPERANDS,
+    DENSE,
+    FUNCTION,
+    MASK_OPERANDS,
+    NOT,
+    OR,
+    UNLIMITED,
+    instructions,
+)
 
-ADDED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}  #: of the tensors that are added
 _MAX_SUMS = 1 << 30  # bytes of the sums of a tensor's gradient
 
 
@@ -37,13 +55,13 @@ def functions_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> tuple[tuple[Fu
     return tuple(of_mask), tuple(of_bias)
 
 
-def obstacle(call: AnyCall) -> str | None:
+def obstacle(call: AnyCall | PagedFunctionsCall) -> str | None:
     """Return why the kernels do not run a call's functions, or add its tensors; None if they do."""
     if not call.mask_tensors and not call.bias_tensors and len(call.mask) <= 3 and not call.bias:
         return None
     of_mask, of_bias = functions_of(tuple(call.mask), tuple(call.bias))
-    if not all(each.dtype in ADDED for each in call.bias_tensors) and not all(
-        call.bias_tensors[number].dtype in ADDED for number in _added(call.bias)
+    if not all(each.dtype in NAMES for each in call.bias_tensors) and not all(
+        call.bias_tensors[number].dtype in NAMES for number in _added(call.bias)
     ):
         return "a bias is no floating tensor"
     listed = [(each, call.mask_tensors) for each in of_mask] + [(each, call.bias_tensors) for each in of_bias]
@@ -56,7 +74,7 @@ def _added(bias: Sequence[int]) -> set[int]:
     return {number for word in words for number in word[1 : 1 + program.BIAS_TENSORS[word[0]]]}
 
 
-def programs_of(call: AnyCall, slopes: bool) -> Programs:
+def programs_of(call: AnyCall | PagedFunctionsCall, slopes: bool) -> Programs:
     """Return a call's programs, whose functions are built if need be; ``slopes``: with their derivatives."""
     of_mask, of_bias = functions_of(tuple(call.mask), tuple(call.bias))
     return Programs(
@@ -75,6 +93,77 @@ def _numbered(words: Sequence[int], opcode: int) -> list[int]:
         found += [opcode, count] if word[0] == opcode else word
         count += word[0] == opcode
     return found
+
+
+def description(call: AnyCall | PagedFunctionsCall, slopes: bool) -> dict[str, Any]:
+    """Return the programs and the strides of their tensors; ``slopes`` as in :func:`programs_of`."""
+    return {
+        **programs_of(call, slopes)._asdict(),
+        "mask_tensors": [_strides(each) for each in call.mask_tensors],
+        "bias_tensors": [(_strides(each), NAMES.get(each.dtype, "float32")) for each in call.bias_tensors],
+    }
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Return the strides, 0 for dimensions of size 1, which broadcast; tensors of more than four dimensions are functions'."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:4], x.stride(), strict=False)]
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def of_few(call: AttentionCall | PagedFunctionsCall, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Return the programs as the decoding kernel takes them; ``sizes`` are those of the logits."""
+    batch, heads, queries, keys = sizes
+    whole = (batch, heads, 0, queries, keys, 0, 0)
+    return {**description(call, False), "sizes": whole, "by_head": _hides_by_head(call)}
+
+
+def _hides_by_head(call: AttentionCall | PagedFunctionsCall) -> bool:
+    """Return whether heads may see different keys."""
+    for opcode, *operands in instructions(call.mask, MASK_OPERANDS):
+        if opcode == DENSE and call.mask_tensors[operands[0]].shape[1] > 1:
+            return True
+        if opcode == FUNCTION and any(
+            node.data == "h" for node in Function.of(operands).root.walk() if node.op == "var"
+        ):
+            return True
+    return False
+
+
+def split_bands(mask: Sequence[int]) -> tuple[int, int, list[int]]:
+    """Return the ends of a band, and a program: a query sees what both let it see.
+
+    >>> split_bands([BAND, -UNLIMITED, 0, DENSE, 0, BAND, -9, UNLIMITED, AND, AND])
+    (-9, 0, [6, 0])
+    """
+    lower, upper = -UNLIMITED, UNLIMITED
+    rest: list[list[int]] = []
+    for part in _conjuncts(mask):
+        if part[0] == BAND and len(part) == 3:
+            lower, upper = max(lower, part[1]), min(upper, part[2])
+        else:
+            rest.append(part)
+    return lower, upper, _conjunction(rest)
+
+
+def _conjuncts(mask: Sequence[int]) -> list[list[int]]:
+    """Return the programs of which a mask is the conjunction."""
+    stack: list[list[list[int]]] = []
+    for opcode, *operands in instructions(mask, MASK_OPERANDS):
+        if opcode == AND:
+            second = stack.pop()
+            stack[-1] += second
+        elif opcode in (OR, NOT):
+            parts = [_conjunction(stack.pop()) for _ in range(2 if opcode == OR else 1)]
+            stack.append([[*(word for part in reversed(parts) for word in part), opcode]])
+        else:
+            stack.append([[opcode, *operands]])
+    return stack[0] if stack else []
+
+
+def _conjunction(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [word for n, part in enumerate(parts) for word in (*part, *([AND] if n else []))]
 
 
 # ---- gradients of biases ---------------------------------------------------------------------------------------------
@@ -113,7 +202,7 @@ def gradient_place(call: AnyCall, number: int) -> GradientPlace | None:
                 whole[dim] = whole[dim - 1] // max(tensor.shape[dim], 1)
             strides = tuple(0 if n == 1 else s for n, s in zip(tensor.shape, whole, strict=True))
             axes.append({axis for axis, size in zip("bhij", tensor.shape, strict=True) if size > 1})
-    if tensor.dtype not in ADDED:
+    if tensor.dtype not in NAMES:
         return None
     shared = set("bhij").intersection(*axes) if axes else set("bhij")
     place = GradientPlace(strides, "b" in shared, "h" in shared, "j" in shared)

@@ -142,6 +142,70 @@ def test_soft_caps_and_tensors_before_a_function():
     near_to(found, right, q.dtype, 20)
 
 
+# ---- few queries -----------------------------------------------------------------------------------------------------
+
+
+def later(function, by):
+    """A function of queries that come later in their sequence."""
+    return function and (lambda *at: function(*at[:-2], at[-2] + by, at[-1]))
+
+
+def check_few(q, k, v, mask=None, score=None, factor=4, **options):
+    """The decoding kernel computes the formula."""
+    out = opkit.attention(q, k, v, mask=mask, bias=score, kernel="decode", **options)
+    near_to([out], [oracle(q, k, v, mask, score, **options)], q.dtype, factor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("mask", "score"), CASES)
+def test_few_queries(mask, score, dtype):
+    for queries in (1, 5):
+        check_few(*inputs(dtype, queries), later(MASKS.get(mask), S - queries), later(SCORES.get(score), S - queries))
+
+
+def test_few_queries_with_instruction_sets(isa):
+    for dtype in DTYPES:
+        check_few(*inputs(dtype, 3), later(MASKS["neighbourhood"], S - 3), later(SCORES["relative"], S - 3))
+
+
+@pytest.mark.parametrize("band", [(0, 900), (300, 301), (37, 700), (100, 3)])
+def test_few_queries_and_many_keys(band):
+    q, k, v = (randn(B, heads, n, D, dtype=torch.float32, seed=n + heads) for heads, n in ((6, 2), (2, 901), (2, 901)))
+    ids = torch.arange(901) // 190 % 3
+    far, near = band
+    masks = (
+        lambda b, h, i, j: (j >= far) & (j <= near) & ((i + j) % 3 != 0),
+        lambda b, h, i, j: (i + near >= j) & (i + far - j <= 0) & (ids[i] == ids[j]),
+        lambda b, h, i, j: (i + near >= j) & ((j % 64 == h) | (j // 64 == 5 + b)),
+    )
+    for mask in masks:
+        check_few(q, k, v, mask, softcap=2.0)
+        check_few(q, k, v, mask, lambda s, b, h, i, j: s * 2 + (i - j) * 0.01 * h)
+
+
+def test_values_that_few_queries_do_not_see():
+    q, k, v = (x.detach() for x in inputs(queries=2))
+    for mask in (lambda b, h, i, j: j % 3 != 1, lambda b, h, i, j: (j + i) % 3 == h % 3):
+        seen = mask(0, torch.arange(H)[:, None, None], torch.arange(2)[:, None], torch.arange(S)).expand(H, 2, S).any(1)
+        hidden = ~seen.reshape(KV, -1, S).any(1)
+        spoiled = [x.masked_fill(hidden[None, :, :, None], torch.nan) for x in (k, v)]
+        expected = opkit.attention(q, k, v, mask=mask, kernel="decode")
+        torch.testing.assert_close(opkit.attention(q, *spoiled, mask=mask, kernel="decode"), expected, rtol=0, atol=0)
+
+
+def test_the_decoding_kernel_takes_few_queries_with_functions():
+    q, k, v = (randn(1, heads, n, 64, dtype=torch.float32) for heads, n in ((8, 1), (2, 512), (2, 512)))
+    mask, score = (lambda b, h, i, j: j % 3 != 1), (lambda s, b, h, i, j: s * torch.sigmoid(s))
+    assert api.select(q, k, v, mask=mask, bias=score).kernel == "decode"
+    ids = torch.arange(512)[None] // 100
+    for mask in (opkit.masks.Segments(ids[:, :1], ids), opkit.masks.Dense(ids[:, None, None] % 2 == 0)):
+        out = opkit.attention(q, k, v, mask=mask, kernel="decode")
+        near_to([out], [opkit.attention(q, k, v, mask=mask, kernel="reference").double()], q.dtype)
+
+
+# ---- gradients of tensors -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("shape", [(B, H, S, S), (1, H, S, S), (B, 1, 1, S), (1, 1, S, 1), (H, S, S)])
 def test_gradients_of_tensors_that_are_added(shape):
     table = torch.randn(shape, requires_grad=True)

@@ -7,7 +7,7 @@ import torch
 
 import opkit
 from opkit.attn.paged.api import append_kv_operator, paged_attention_operator
-from opkit.errors import ArgumentError, DtypeError, ShapeError
+from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, KernelError, ShapeError
 from opkit.testing import tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ class Cache:
         )
 
 
-def expected(cache, q, starts, left=None, right=0, scale=None, softcap=0.0, sinks=None):
+def expected(cache, q, starts, left=None, right=0, scale=None, softcap=0.0, sinks=None, mask=None, bias=None):
     """A sequence and a query at a time, of the keys that the query sees."""
     out = torch.zeros(*q.shape[:2], cache.v.shape[-1], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
@@ -77,15 +77,18 @@ def expected(cache, q, starts, left=None, right=0, scale=None, softcap=0.0, sink
             position = len(k) - (last - t)
             begin = 0 if left is None else max(0, position - left)
             end = max(begin, len(k) if right is None else position + right + 1)
-            out[t], lse[t] = attend(q[t].double(), k[begin:end], v[begin:end], scale, softcap, sinks)
+            at = b, torch.arange(q.shape[1])[:, None], position, torch.arange(begin, min(end, len(k)))
+            out[t], lse[t] = attend(q[t].double(), k[begin:end], v[begin:end], scale, softcap, sinks, mask, bias, at)
     return out, lse
 
 
-def attend(q, k, v, scale, softcap, sinks):
+def attend(q, k, v, scale, softcap, sinks, mask, bias, at):
     group = q.shape[0] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.einsum("hd,khd->hk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    logits = logits if bias is None else bias(logits, *at)
+    logits = logits if mask is None else logits.masked_fill(~mask(*at), -torch.inf)
     sink = torch.full((q.shape[0],), -torch.inf) if sinks is None else sinks
     lse = torch.cat([logits, sink.double()[:, None]], 1).logsumexp(1)
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[:, None])
@@ -182,6 +185,45 @@ def test_the_reference_computes_the_same(kv_dtype):
         softcap=4.0,
         sinks=torch.arange(8.0) - 4,
     )
+
+
+SLOPES = torch.linspace(0.01, 0.3, 8)
+FUNCTIONS = [
+    {"mask": lambda b, h, i, j: (i - j) % 3 != 1},
+    {
+        "mask": lambda b, h, i, j: ((i - j) % 3 != h % 3) | (j < 5 + b),
+        "bias": lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
+    },
+    {"mask": lambda b, h, i, j: (i // 40 == j // 40) & (b < 4)},
+    {"bias": lambda s, b, h, i, j: s * torch.sigmoid(s) + (i % 7) * 0.1},
+]
+
+
+@pytest.mark.parametrize("kernel", ["decode", "reference"])
+@pytest.mark.parametrize("kv_dtype", KV, ids=str)
+def test_functions_of_positions(subtests, kernel, kv_dtype):
+    for functions, dtype in itertools.product(FUNCTIONS, FLOATS):
+        cache = Cache(RAGGED[0], dtype=kv_dtype)
+        with subtests.test(f"{dtype}"):
+            check(cache, cache.queries(11, 8, dtype), RAGGED[1], {"kernel": kernel, **functions}, **functions)
+    cache, options = Cache(RAGGED[0], dtype=kv_dtype), {"softcap": 4.0, "sinks": torch.arange(8.0) - 4, **FUNCTIONS[1]}
+    meaning = {"left": 49, "right": 3, **options}
+    own = {"window": (49, 3), "causal": False, "kernel": kernel, **options}
+    check(cache, cache.queries(11, 8, torch.float32), RAGGED[1], own, **meaning)
+
+
+def test_functions_of_positions_that_do_not_fit_are_refused():
+    cache = Cache([2, 40])
+    q = cache.queries(2, 4, torch.float32)
+    few = torch.zeros(40)
+    with pytest.raises(ShapeError, match="40"):
+        cache.attend(q, bias=lambda s, b, h, i, j: s + few[j])
+    with pytest.raises(ArgumentTypeError, match="mask is Causal, expected a function"):
+        cache.attend(q, mask=opkit.masks.Causal())
+    with pytest.raises(ValueError, match="the number of queries of sequence 0"):
+        cache.attend(cache.queries(6, 4, torch.float32).unflatten(0, (2, 3)), mask=FUNCTIONS[0]["mask"])
+    with pytest.raises(KernelError), opkit.batch_invariant():
+        cache.attend(q, mask=FUNCTIONS[0]["mask"])
 
 
 def test_shapes_of_queries():

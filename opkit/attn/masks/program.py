@@ -277,24 +277,37 @@ def mask_fits(call: AnyCall, functions: bool = False) -> bool:
 
     Without ``functions`` a program that has some does not fit.
     """
-    return _fits(call.mask, call.mask_tensors, call, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit, functions)
+    return mask_words_fit(call.mask, call.mask_tensors, _logits(call), functions)
+
+
+def mask_words_fit(words: Sequence[int], tensors: Tensors, sizes: GridSizes, functions: bool = True) -> bool:
+    """Return :func:`mask_fits` of a program, its tensors, and the sizes of the logits."""
+    return _fits(words, tensors, sizes, MASK_OPERANDS, _MASK_TENSORS, _mask_tensors_fit, functions)
 
 
 def bias_fits(call: AnyCall, functions: bool = False) -> bool:
     """Return the same for a bias's program."""
-    return _fits(call.bias, call.bias_tensors, call, BIAS_OPERANDS, BIAS_TENSORS, _bias_tensors_fit, functions)
+    return bias_words_fit(call.bias, call.bias_tensors, _logits(call), functions)
+
+
+def bias_words_fit(words: Sequence[int], tensors: Tensors, sizes: GridSizes, functions: bool = True) -> bool:
+    """Return :func:`bias_fits` of the same."""
+    return _fits(words, tensors, sizes, BIAS_OPERANDS, BIAS_TENSORS, _bias_tensors_fit, functions)
+
+
+def _logits(call: AnyCall) -> GridSizes:
+    return call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
 
 
 def _fits(
     words: Sequence[int],
     tensors: Tensors,
-    call: AnyCall,
+    sizes: GridSizes,
     operands: Mapping[int, int],
     named: Mapping[int, int],
     check: Callable[[int, Sequence[int], Tensors, GridSizes], bool],
     functions: bool,
 ) -> bool:
-    sizes = call.q.shape[0], call.q.shape[1], call.q.shape[2], call.k.shape[2]
     at = 0
     while at < len(words):
         opcode = words[at]

@@ -7,20 +7,29 @@ Large Language Model Serving with PagedAttention", 2023).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant
+from opkit.attn.calls import PagedCall, PagedFunctionsCall, predicate
+from opkit.attn.functions import known
+from opkit.attn.functions.trace import describe, trace
 from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
-from opkit.attn.masks.program import UNLIMITED
+from opkit.attn.masks.algebra import Mask
+from opkit.attn.masks.biases import Bias
+from opkit.attn.masks.lowering import score_dtype
+from opkit.attn.masks.program import BIAS_FUNCTION, FUNCTION, UNLIMITED
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.attn.paged import reference as paged_reference
-from opkit.errors import ArgumentError, DtypeError, ShapeError
+from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
+from opkit.op import torch_private as private
 from opkit.op.definition import custom_op
 from opkit.op.forcing import use_kernel
 from opkit.op.operator import CustomOp
@@ -37,6 +46,18 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     decode_cuda.register_paged(op)
     mla_paged.register_paged(op)
     invariant.register_paged(op)
+    return op
+
+
+@functools.cache
+def paged_functions_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
+    """Return ``opkit::paged_attention_with_functions``; the first call defines it and registers its kernel."""
+    reference = paged_reference.paged_attention_with_functions
+    op = custom_op("opkit::paged_attention_with_functions", mutates_args=(), inline=False)(reference)
+    op.register_fake(_fake)
+    when = predicate(PagedFunctionsCall, paged_cpu.takes_functions)
+    op.register_kernel("cpu", paged_cpu.paged_with_functions, when=when, name="decode", trusted=True)
+    batch_invariant.register_paged_functions(op)
     return op
 
 
@@ -65,6 +86,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
+    mask: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    bias: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
 ) -> Any:
@@ -89,6 +112,11 @@ def paged_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         sinks: ``(heads,)``, one more logit for each query, without a value.
         k_scale, v_scale: what the elements of pages are times: a number, or ``(pages, page_size, kv_heads)``.
+        mask: a function ``mask_mod(b, h, q_idx, kv_idx)`` as in :func:`opkit.attention`, which hides further keys: ``b`` is the
+            sequence, ``q_idx`` and ``kv_idx`` are positions in it. What it captures has an element for each position that the
+            page table has room for, where it is indexed by one. Pass ``causal=False`` if it alone decides.
+        bias: a function ``score_mod(score, b, h, q_idx, kv_idx)``, whose result is the logit. On GPUs calls with functions run
+            their reference in torch operations, and compiled graphs end before them.
         return_lse: whether to return the log-sum-exp too.
         kernel: the name of the kernel to run, or "reference"; opkit chooses if it is left out.
 
@@ -101,6 +129,8 @@ def paged_attention(
         ShapeError: the shapes do not fit each other.
         DtypeError: int8 pages without scales.
         ArgumentError: ``window`` or ``softcap`` cannot be used.
+        ArgumentTypeError: ``mask`` or ``bias`` is no function.
+        KernelError: there are functions under :func:`opkit.batch_invariant`.
 
     >>> import opkit, torch
     >>> pages = torch.arange(8.0).reshape(4, 2, 1, 1)  # four pages of two keys
@@ -113,13 +143,38 @@ def paged_attention(
     lower, upper = _band(causal, window)
     if softcap is not None and softcap < 0:
         raise ArgumentError(f"opkit.paged_attention: softcap is {softcap}; it must be positive, or None for no cap")
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+    factor = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     scales = [_scale_of(name, s, p) for name, s, p in (("k_scale", k_scale, k_pages), ("v_scale", v_scale, v_pages))]
-    call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap or 0.0, sinks, *scales)
-    out, lse = _PAGED(*call) if kernel is None else _call_kernel(_PAGED, kernel, call)
+    call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, factor, softcap or 0.0, sinks, *scales)
+    op = _PAGED
+    if mask is not None or bias is not None:
+        op, call = _FUNCTIONS, _with_functions(PagedCall(*call), mask, bias)
+    out, lse = op(*call) if kernel is None else _call_kernel(op, kernel, call)
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
+
+
+@private.untraced
+def _with_functions(call: PagedCall, mask: Any, bias: Any) -> PagedFunctionsCall:
+    """Return a call with a mask's and a score's function."""
+    whole = PagedFunctionsCall(*call, [], [], [], [])
+    sizes = CallSizes(*whole.sizes, call.q.device)
+    for name, function, words, tensors in (
+        ("mask", mask, whole.mask, whole.mask_tensors),
+        ("bias", bias, whole.bias, whole.bias_tensors),
+    ):
+        if function is None:
+            continue
+        if isinstance(function, (Tensor, Mask, Bias)) or not callable(function):
+            raise ArgumentTypeError(
+                f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
+            )
+        kind = "mask" if name == "mask" else "score"
+        traced = trace(function, kind, score_dtype(call.q.dtype), sizes.device)
+        known.check_sizes(traced, traced.root, sizes, describe(function))
+        words += [FUNCTION if name == "mask" else BIAS_FUNCTION, *traced.function(traced.root, tensors).words()]
+    return whole
 
 
 def _call_kernel(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
@@ -253,4 +308,8 @@ def _check(
         raise ShapeError(f"opkit.{function}: {heads} heads of {name} are no multiple of k_pages' {kv_heads}")
 
 
-_PAGED, _APPEND = paged_attention_operator(), append_kv_operator()  # here, since compilers warn of cached functions
+_PAGED, _FUNCTIONS, _APPEND = (
+    paged_attention_operator(),
+    paged_functions_operator(),
+    append_kv_operator(),
+)  # here, since compilers warn of cached functions

@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opkit.attn import cpu_programs
 from opkit.attn.allocation import address, dense_rows, like, overwritten
-from opkit.attn.calls import PagedCall
-from opkit.attn.masks.program import UNLIMITED
+from opkit.attn.calls import PagedCall, PagedFunctionsCall
+from opkit.attn.masks.program import UNLIMITED, bias_words_fit, mask_words_fit
 from opkit.errors import KernelError
+from opkit.op.dispatch.selection import Refused
 from opkit.op.kernel_kinds import PreparedKernel
 
 LARGEST_HEAD = 1024
+Tensors = Sequence[Tensor]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
@@ -89,9 +92,20 @@ def decode(
 
 
 def contiguous(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lower: int, upper: int, scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lower: int,
+    upper: int,
+    scale: float,
+    softcap: float,
+    programs: dict[str, Any] | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """:func:`decode` of ``(q, k, v, sinks)`` for tensors of these sizes, strides and dtypes; its result is like ``out``."""
+    """:func:`decode` of ``(q, k, v, sinks)`` for tensors of these sizes, strides and dtypes; its result is like ``out``.
+
+    ``programs``: of masks and biases, whose tensors are further arguments: see :func:`opkit.attn.cpu_programs.of_few`.
+    """
     from opkit import _core
 
     new_out, new_lse = overwritten(out), overwritten(q.new_empty(q.shape[:3], dtype=torch.float32))
@@ -102,13 +116,20 @@ def contiguous(
         table_row=0, page_size=0, pages=0, from_end=False, **_shared(q, k, v, lower, upper, scale, softcap),
         **_strides("q", q, dims), **_strides("out", out, dims), **_strides("lse", new_lse(), dims, size=1),
         **_strides("k", k, ("page", "head", "token")), **_strides("v", v, ("page", "head", "token")),
-        **_scale_strides("k_scale", None), **_scale_strides("v_scale", None),
+        **_scale_strides("k_scale", None), **_scale_strides("v_scale", None), programs=programs,
     )  # fmt: skip
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask_tensors: Tensors = (), bias_tensors: Tensors = ()
+    ) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks))
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks)
+        if programs is None:
+            kernel(*addresses)
+        else:
+            lists = [[each.data_ptr() for each in tensors] for tensors in (mask_tensors, bias_tensors)]
+            kernel(*addresses, mask_tensors=lists[0], bias_tensors=lists[1])
         return out, lse
 
     return run
@@ -121,26 +142,64 @@ def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         ValueError: a length, a start of queries or a page that is needed is out of range.
     """
+    run = _prepared(PagedCall(*arguments), None)
+    return lambda *arguments: run(arguments)
+
+
+def takes_functions(call: PagedFunctionsCall) -> bool | Refused:
+    """Return whether :func:`paged_with_functions` takes a call: as :func:`takes_pages`, where there is a C compiler."""
+    fits = (
+        mask_words_fit(call.mask, call.mask_tensors, call.sizes)
+        and bias_words_fit(call.bias, call.bias_tensors, call.sizes)
+        and takes_pages(call.q, call.k_pages, call.v_pages)
+    )
+    obstacle = cpu_programs.obstacle(call) if fits else None
+    return fits if obstacle is None else Refused(obstacle)
+
+
+@PreparedKernel
+def paged_with_functions(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel of calls with functions; the arguments are a :class:`PagedFunctionsCall`.
+
+    Raises:
+        ValueError: as in :func:`paged`; or a sequence has fewer keys than queries.
+    """
+    call = PagedFunctionsCall(*arguments)
+    supported = takes_functions(call)
+    if not supported:
+        raise KernelError(
+            f"opkit::paged_attention_with_functions: kernel 'decode' does not take q {_shape(call.q)} with k_pages "
+            f"{_shape(call.k_pages)}{f': {supported.reason}' if isinstance(supported, Refused) else ''}"
+        )
+    run = _prepared(call.plain, cpu_programs.of_few(call, call.sizes))
+
+    def with_functions(*arguments: Any) -> tuple[Tensor, Tensor]:
+        lists = [[each.data_ptr() for each in tensors] for tensors in arguments[13:15]]
+        return run(arguments[:13], mask_tensors=lists[0], bias_tensors=lists[1])
+
+    return with_functions
+
+
+def _prepared(call: PagedCall, programs: dict[str, Any] | None) -> Callable[..., tuple[Tensor, Tensor]]:
     from opkit import _core
 
-    call = PagedCall(*arguments)
     if not takes_pages(call.q, call.k_pages, call.v_pages):
         raise KernelError(
             f"opkit::paged_attention: kernel 'decode' does not take q {_shape(call.q)} with k_pages {_shape(call.k_pages)}"
         )
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
-    kernel = _core.DecodeAttention(**_paged_shape(_readable(call), new_out(), new_lse()))
+    kernel = _core.DecodeAttention(**_paged_shape(_readable(call), new_out(), new_lse()), programs=programs)
     converted = not all(a is b for a, b in zip(call, _readable(call), strict=True))
 
-    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def run(arguments: Any, **tensors: list[int]) -> tuple[Tensor, Tensor]:
         q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = (
             _readable(PagedCall(*arguments)) if converted else arguments
         )
         out, lse = new_out(), new_lse()
         kernel(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks), table.data_ptr() or 64,
-            lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale),
+            lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale), **tensors,
         )  # fmt: skip
         return out, lse
 

@@ -1,9 +1,14 @@
 """The references of paged attention and of appending to a paged KV cache, in plain torch, on any device."""
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
+from opkit.attn.functions.expression import Function
 from opkit.attn.reference import softmax
 
 _ELEMENTS = 1 << 26  # of gathered keys at a time
@@ -31,6 +36,71 @@ def paged_attention(
     position p sees the key at j iff ``lower <= j - p <= upper``. Returns ``(total, heads, dv)`` of ``q``'s dtype, and the
     log-sum-exp ``(total, heads)``, float32 (float64 for float64).
     """
+    return _paged(
+        q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, None, None
+    )  # fmt: skip
+
+
+def paged_attention_with_functions(
+    q: Float[Tensor, "total heads d"],
+    k_pages: Shaped[Tensor, "pages size kv_heads d"],
+    v_pages: Shaped[Tensor, "pages size kv_heads dv"],
+    page_table: Integer[Tensor, "batch width"],
+    lengths: Integer[Tensor, "batch"],
+    starts: Integer[Tensor, "batch+1"],
+    lower: int,
+    upper: int,
+    scale: float,
+    softcap: float,
+    sinks: Float[Tensor, "heads"] | None,
+    k_scale: Float[Tensor, "pages size kv_heads"] | None,
+    v_scale: Float[Tensor, "pages size kv_heads"] | None,
+    mask_tensors: list[Tensor],
+    bias_tensors: list[Tensor],
+    mask: list[int],
+    bias: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The same with a function in ``mask`` that also hides keys, and one in ``bias`` that is applied to logits.
+
+    Each is a program of one ``FUNCTION`` (:mod:`opkit.attn.masks.program`) or is empty; its variables are the sequence, the head
+    and the positions of query and key there.
+    """
+    hides = _Function(Function.of(mask[1:]), mask_tensors) if mask else None
+    scores = _Function(Function.of(bias[1:]), bias_tensors) if bias else None
+    return _paged(
+        q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, hides, scores
+    )  # fmt: skip
+
+
+class _Function(NamedTuple):
+    function: Function
+    tensors: list[Tensor]
+
+    def at(self, sequence: Tensor, position: Tensor, heads: int, keys: int, score: Tensor | None) -> Tensor:
+        """Return its value for queries of sequences at positions, (queries, heads, keys)."""
+        h, j = (torch.arange(n, device=position.device, dtype=torch.int32) for n in (heads, keys))
+        variables = {"b": sequence.int()[:, None, None], "h": h[:, None], "i": position.int()[:, None, None], "j": j}
+        known = variables if score is None else {"score": score, **variables}
+        return self.function.evaluate(known, self.tensors).expand(len(sequence), heads, keys)
+
+
+def _paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    lower: int,
+    upper: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    hides: _Function | None,
+    scores: _Function | None,
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = page_table.shape[1] * k_pages.shape[1]
     out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
@@ -41,9 +111,12 @@ def paged_attention(
     for some in torch.split(tokens, block):
         pages = page_table[sequence[some]].clamp(0, max(k_pages.shape[0] - 1, 0)).long()
         visible = _visible(position[some], lengths[sequence[some]], keys, lower, upper)
-        k = _gathered(k_pages, k_scale, pages, visible, wide)
-        v = _gathered(v_pages, v_scale, pages, visible, wide)
-        out[some], lse[some] = _attend(q[some].to(wide), k, v, visible, scale, softcap, sinks, q.dtype)
+        at = sequence[some], position[some], q.shape[1], keys
+        seen = visible[:, None] if hides is None else visible[:, None] & hides.at(*at, None)
+        k = _gathered(k_pages, k_scale, pages, seen.any(1), wide)
+        v = _gathered(v_pages, v_scale, pages, seen.any(1), wide)
+        score = None if scores is None else functools.partial(scores.at, *at)
+        out[some], lse[some] = _attend(q[some].to(wide), k, v, seen, scale, softcap, sinks, q.dtype, score)
     return out, lse
 
 
@@ -83,14 +156,22 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     dtype: torch.dtype,
+    score: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     grouped = q.unflatten(1, (k.shape[2], q.shape[1] // max(k.shape[2], 1)))
     logits = torch.einsum("thgd,tkhd->thgk", grouped, k).flatten(1, 2) * scale
     logits = torch.tanh(logits / softcap) * softcap if softcap > 0 else logits
-    weights, logits, masked = softmax(logits.unsqueeze(2), visible[:, None, None], sinks)  # one query a sequence
+    logits = logits if score is None else score(logits).to(logits.dtype)
+    weights, logits, masked = softmax(logits.unsqueeze(2), visible.unsqueeze(2), sinks)  # one query a sequence
     lse = torch.where(masked.squeeze(-1), -torch.inf, logits.logsumexp(-1)).squeeze(2)
-    out = torch.einsum("thgk,tkhd->thgd", weights.squeeze(2).unflatten(1, grouped.shape[1:3]), v).flatten(1, 2)
-    return out.to(dtype), lse
+    weights = weights.squeeze(2).unflatten(1, grouped.shape[1:3])
+    out = torch.einsum("thgk,tkhd->thgd", weights, v)
+    if visible.shape[1] > 1:  # what some heads see may be no number, and hidden from others
+        bad = ~v.isfinite()
+        seen = visible.unflatten(1, grouped.shape[1:3]).to(weights.dtype)
+        meets = torch.einsum("thgk,tkhd->thgd", seen, bad.to(weights.dtype)) > 0
+        out = torch.where(meets, out, torch.einsum("thgk,tkhd->thgd", weights, v.masked_fill(bad, 0.0)))
+    return out.flatten(1, 2).to(dtype), lse
 
 
 def append_kv(
