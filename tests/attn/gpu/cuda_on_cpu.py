@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hopper_calls import BF16, shaped
 
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.hopper import backward, calls, library
+from opkit.attn.gpu.hopper import calls, library
 from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.cc import toolchain
@@ -116,7 +116,6 @@ def on_cpu(
         return KernelsOnCpu(build(name, dtype, folder, defect, unused, defined), seed)
 
     monkeypatch.setattr(library, "kernels", kernels)
-    monkeypatch.setattr(backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
     monkeypatch.setattr(calls, "processors", lambda device: processors)
     yield seed
 
@@ -140,32 +139,32 @@ def survives(seed, run, check):
 
 
 def lists_in_torch(call, shape, blocks, by_keys):
-    """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU, of masks that are the same for all heads."""
+    """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU."""
     seen = program.visible(call.mask, call.mask_tensors, program.Grid(call.q.shape[2], call.k.shape[2], call.q.device))
-    assert seen.shape[1] == 1
     rows, keys = (blocks.keys, blocks.rows) if by_keys else (blocks.rows, blocks.keys)
-    seen = seen[:, 0].mT if by_keys else seen[:, 0]
-    batch, own, others = seen.shape[0], -(-seen.shape[1] // rows), -(-seen.shape[2] // keys)
-    tiles, counts = torch.full((batch, 1, own, others), -1), torch.zeros(batch, 1, own, 2)
-    for b, n in itertools.product(range(batch), range(own)):
-        found = seen[b, n * rows : (n + 1) * rows].split(keys, 1)
+    seen = seen.mT if by_keys else seen
+    batch, heads, own, others = *seen.shape[:2], -(-seen.shape[2] // rows), -(-seen.shape[3] // keys)
+    tiles, counts = torch.full((batch, heads, own, others), -1), torch.zeros(batch, heads, own, 2)
+    for b, h, n in itertools.product(range(batch), range(heads), range(own)):
+        found = seen[b, h, n * rows : (n + 1) * rows].split(keys, 1)
         complete = [x.shape[1] == keys and (x.shape[0] == rows or not by_keys) for x in found]
         whole = [m for m, x in enumerate(found) if x.all() and complete[m]]
         partly = [m for m, x in enumerate(found) if x.any() and m not in whole]
-        tiles[b, 0, n, : len(whole)] = torch.tensor(whole)
-        tiles[b, 0, n, others - len(partly) :] = torch.tensor(partly[::-1])
-        counts[b, 0, n] = torch.tensor([len(whole), len(whole) + len(partly)])
+        tiles[b, h, n, : len(whole)] = torch.tensor(whole)
+        tiles[b, h, n, others - len(partly) :] = torch.tensor(partly[::-1])
+        counts[b, h, n] = torch.tensor([len(whole), len(whole) + len(partly)])
     return tile_lists.TileLists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
 
 
 def visits_in_torch(lists, *of_call):
-    """What :func:`opkit.attn.gpu.tile_lists.visits_of_call` finds on a GPU, of masks that are the same for all heads; else -1."""
+    """What :func:`opkit.attn.gpu.tile_lists.visits_of_call` finds on a GPU; else -1."""
     (whole, total), turns = lists.counts.unsqueeze(-2).unbind(-1), turns_of(*lists)
     place = torch.arange(turns.shape[3])
     numbers = torch.stack([2 * lists.tiles + (place >= turns.shape[3] - total + whole), turns], -1)
     behind = numbers[..., :1].masked_fill(turns[..., None] < 0, torch.iinfo(torch.int32).max)
     numbers = numbers.where(turns[..., None] >= 0, -1).gather(3, behind.argsort(3).expand_as(numbers))
-    return numbers[:, :1].int().contiguous().expand_as(numbers)
+    heads = 1 if lists.tiles.stride(1) == 0 else None
+    return numbers[:, :heads].int().contiguous().expand_as(numbers)
 
 
 def turns_of(tiles, counts):

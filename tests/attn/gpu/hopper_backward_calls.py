@@ -1,4 +1,4 @@
-"""Calls of ``opkit::attention_backward`` for the kernel for sm_90, and its gradients beside the reference's."""
+"""Calls of ``opkit::attention_backward`` for the kernels for sm_90, and their gradients beside the reference's."""
 
 from __future__ import annotations
 
@@ -221,9 +221,9 @@ def expected_of(given):
     return gradients.attention_backward(*exact)
 
 
-def compared(given, found=None):
+def compared(given, kernel=hopper_backward.backward, found=None):
     """The kernel's gradients beside the reference's in float64."""
-    found = hopper_backward.backward(*given) if found is None else found
+    found = kernel(*given) if found is None else found
     eps = torch.finfo(given[2].dtype).eps
     for name, mine, exact in zip(("q", "k", "v"), found, expected_of(given), strict=False):
         assert (mine.transpose(1, 2) if given[13] else mine).is_contiguous()
@@ -296,7 +296,7 @@ ROWS_HIDING = {
 }
 
 
-def compared_where_rows_are_hidden(tensors, what):
+def compared_where_rows_are_hidden(tensors, what, kernel=hopper_backward.backward):
     """The gradients that queries, and gradients of results, which are not finite must not reach; of 300 queries and keys.
 
     They are where the reference has them when these are zeros, and NaN where a gradient that is not finite is seen.
@@ -310,7 +310,7 @@ def compared_where_rows_are_hidden(tensors, what):
     for i in lost:
         gradient[:, :, i], gradient[:, :, i, ::7] = float("nan"), float("inf")
     given = called((changed, k, v), **what)
-    found = hopper_backward.backward(gradient, *given[1:])
+    found = kernel(gradient, *given[1:])
     seen = program.visible(clean[9], clean[7], program.Grid(300, 300, q.device)).expand(*q.shape[:3], 300)
     rows = torch.zeros(300, dtype=torch.bool, device=q.device)
     rows[[*bad, *lost]] = True
@@ -330,24 +330,24 @@ def compared_where_rows_are_hidden(tensors, what):
 QUERY_HIDING = {"a hidden query, 128": 128, "a hidden query, 64": 64, "a hidden query, 256": 256}  # a head's size
 
 
-def compared_where_a_query_is_hidden(tensors):
+def compared_where_a_query_is_hidden(tensors, kernel=hopper_backward.backward):
     """The gradients of keys and values that come after query 200 of 300, which is NaN and which they do not see."""
     q, k, v = tensors
     clean, changed = called((q.clone(), k, v), mask=CAUSAL), q.clone()
     changed[:, :, 200] = float("nan")
-    found = hopper_backward.backward(clean[0], *called((changed, k, v), mask=CAUSAL)[1:])
+    found = kernel(clean[0], *called((changed, k, v), mask=CAUSAL)[1:])
     exact = expected_of(clean)
     for mine, expected in zip(found[1:3], exact[1:3], strict=True):
         torch.testing.assert_close(mine[:, :, 201:].double(), expected[:, :, 201:], rtol=2e-2, atol=2e-2)
         assert mine[:, :, :201].isnan().any(-1).all()
 
 
-def compared_where_hidden(tensors, what):
+def compared_where_hidden(tensors, what, kernel=hopper_backward.backward):
     """The gradients that keys and values which are not finite must not reach, of tensors of 300 queries and keys."""
     q, k, v = tensors
     hide(k, v)
     given = called((q, k, v), **what)
-    of_q, of_k, of_v, _ = hopper_backward.backward(*given)
+    of_q, of_k, of_v, _ = kernel(*given)
     exact = expected_of(given)
     clean = given[5].isfinite().all(-1)  # the rows that see none of the three
     seen = program.visible(given[9], given[7], program.Grid(300, 300, q.device)).expand(*q.shape[:3], 300)

@@ -3,12 +3,23 @@
 import pytest
 import torch
 from cuda_on_cpu import NONE, filled, on_cpu, survives
+from hopper_backward_calls import (
+    CALLS,
+    HIDING,
+    LARGE,
+    ROWS_HIDING,
+    called,
+    compared,
+    compared_where_hidden,
+    compared_where_rows_are_hidden,
+    large,
+)
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import gradients, reference
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu.hopper import backward_cuda
+from opkit.attn.gpu.hopper import backward_cuda, backward_kinds
 from opkit.attn.masks import program
 
 pytestmark = pytest.mark.emulated
@@ -58,8 +69,13 @@ def off(found, expected):
 
 def let_helpers_prepare(monkeypatch):
     """Rows of all heads but the first ones, also in short calls."""
-    for name in ("_CACHED", "_CACHED_SHORT", "_AHEAD", "_ALL_AHEAD"):
+    for name in ("_CACHED", "_CACHED_SHORT", "_CACHED_WIDE", "_AHEAD", "_HELPED"):
         monkeypatch.setattr(backward_cuda, name, 0)
+
+
+def problem_of(call):
+    given = GradientCall(*call)
+    return backward_cuda._problem(given, backward_kinds.kind_of(given, ordered=False))
 
 
 class TestBackward:
@@ -81,7 +97,7 @@ class TestBackward:
     def test_rows_that_helpers_prepare(self, machine, monkeypatch, head, mask, order):
         let_helpers_prepare(monkeypatch)
         call, expected = gradient_call((2, (6, 3), 200, 170, head, head), of_lse=True, mask=mask)
-        assert backward_cuda._problem(GradientCall(*call), False).prepared < 12
+        assert problem_of(call).prepared < 12
         machine[0] = order
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
@@ -114,19 +130,15 @@ class TestBackward:
         )  # no query sees them; keys before them, in the same tile, are seen
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
-    @pytest.mark.parametrize("mask", [CAUSAL, ()])
     @pytest.mark.parametrize("helpers", [False, True])
-    def test_rows_of_huge_logits_are_left_to_others(self, machine, monkeypatch, helpers, mask):
+    @pytest.mark.parametrize("case", LARGE)
+    def test_rows_of_huge_logits(self, listed, monkeypatch, helpers, case):
         if helpers:
             let_helpers_prepare(monkeypatch)
-        q, k, v = filled(1, (4, 2), 200, 200, 64, 64)
-        q[:, :, ::3] *= 2.0**20
-        call, _ = with_results(q, k, v, mask=mask)
-        call[0][:, :, ::3] = 0  # then their part is 0
-        wide = [x.double() if isinstance(x, torch.Tensor) else x for x in call]
-        expected = gradients.attention_backward(*wide)
-        call[0][:, :, ::3] = 1
-        assert off(backward_cuda.backward(*call)[:3], expected[:3]) < 2 * torch.finfo(BF16).eps
+        sizes, what = LARGE[case]
+        tensors = large(filled(*sizes, FP16, what.get("out_is_bshd", False)), "some" in case)
+        listed[0] = 1
+        compared(called(tensors, **what), backward_cuda.backward)
 
     @pytest.mark.parametrize("head", [64, 128])
     def test_a_query_that_is_not_finite_reaches_what_it_sees_alone(self, machine, head):
@@ -222,6 +234,57 @@ class TestSegments:
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
 
+# ---- what else calls ask for -------------------------------------------------------------------------------------------
+
+ASKED = (
+    "capped", "64, capped", "72 and 128", "40", "96", "lengths", "causal with lengths", "bools of heads", "seven tensors",
+    "not these documents, or near", "a diagonal of each query", "blocks of bools, 64", "documents, 72 and 128",
+    "256, tails", "256, causal", "256, capped", "136", "192 and 128", "64 and 256", "256, documents", "256, causal with lengths",
+    "136, blocks of bools, capped", "192, bools of heads",
+)  # fmt: skip
+KEPT = (
+    "capped", "72 and 128", "causal with lengths", "bools of heads", "a diagonal of each query", "256, causal",
+    "136, blocks of bools, capped",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
+@pytest.mark.sweep(keep=KEPT)
+@pytest.mark.parametrize("case", ASKED)
+def test_numbers_are_the_references_of_what_calls_ask_for(listed, request, monkeypatch, case, ordered):
+    let_helpers_prepare(monkeypatch)
+    if ordered:
+        request.getfixturevalue("deterministic")
+    sizes, what = CALLS[case]
+    given = called(filled(*sizes, out_is_bshd=what.get("out_is_bshd", False)), **what)
+    first = compared(given, backward_cuda.backward)
+    listed[0] = 1
+    found = backward_cuda.backward(*given)
+    assert all(map(torch.equal, first[not ordered :], found[not ordered :]))
+
+
+HIDDEN = (
+    "hidden, 96, both sides",
+    "hidden, 64, bools",
+    "hidden, 136, lengths",
+    "hidden, 256, causal documents, capped",
+)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("case", HIDDEN)
+def test_hidden_keys_and_values_do_not_leak(listed, case):
+    head, what = HIDING[case]
+    compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), what, backward_cuda.backward)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("case", ["hidden rows, 128, bools", "hidden rows, 200, causal documents, capped"])
+def test_hidden_queries_and_gradients_do_not_leak(listed, case):
+    head, what = ROWS_HIDING[case]
+    compared_where_rows_are_hidden(filled(1, (2, 1), 300, 300, head, head), what, backward_cuda.backward)
+
+
 # ---- the machine finds what it is for ---------------------------------------------------------------------------------
 
 BACKWARD_DEFECTS = {
@@ -234,10 +297,10 @@ BACKWARD_DEFECTS = {
 HELPERS_DEFECTS = {
     "rows that nobody waits for": ("        if (head >= problem.prepared) wait_count(", "        if (false) wait_count("),
     "gradients that are rounded before all is added": (
-        "        wait_count(summed(problem, key_head), tiles_of_head(problem));\n", "",
+        "        wait_count(summed(problem, key_head), tiles_of_head<S>(problem));\n", "",
     ),
     "rounded numbers that are overwritten": ("        stores_commit();\n        stores_read();\n", "        stores_commit();\n"),
-    "an item that is overwritten": ("        if (it >= STAGES) wait(place.done(), place.parity() ^ 1);\n", ""),
+    "an item that is overwritten": ("        if (it >= AT_ONCE) wait(place.done(), place.parity() ^ 1);\n", ""),
 }  # fmt: skip
 LISTS_DEFECTS = {
     "none": NONE,
@@ -246,12 +309,13 @@ LISTS_DEFECTS = {
     ),
     "a span that is not asked for": ("past = min(past, span.y)", "past = min(past, problem.queries)"),
     "a span from its end on": ("from = max(from, span.x)", "from = max(from, 0)"),
-    "gradients that are not cleaned": ("    if (S::LISTED) clean<S::BLOCK_BYTES>(", "    if (false) clean<S::BLOCK_BYTES>("),
+    "gradients that are not cleaned": ("    if (S::HIDES_ROWS) clean<S::BLOCK_BYTES>(", "    if (false) clean<S::BLOCK_BYTES>("),
 }  # fmt: skip
-
-WIDE = r"(?m)^\w+\((rows|gradients)_128.*\n"  # kernels for heads of 128
-NOT_BANDED = r"GRADIENTS\(\w+, \d+, false\)"
-BANDED = r"GRADIENTS\(\w+, \d+, true\)"
+WIDE_DEFECTS = {
+    "none": NONE,
+    "weights that are not waited for": ("        wait(W::barrier(WEIGHTS_FULL), it & 1);\n", ""),
+    "slopes that are not waited for": ("        if constexpr (FOLLOWS) W::wait_slopes(it - 1);\n", ""),
+}
 
 
 class TestDefects:
@@ -268,8 +332,7 @@ class TestDefects:
 
         let_helpers_prepare(monkeypatch)
         defect = (BACKWARD_DEFECTS | HELPERS_DEFECTS)[case]
-        unused = f"{WIDE}|{BANDED if case in HELPERS_DEFECTS else NOT_BANDED}"
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect, unused=unused) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, defect) as seed:
             assert survives(seed, lambda: backward_cuda.backward(*call), check) == (case == "none")
 
     @pytest.mark.sweep(2)
@@ -283,5 +346,16 @@ class TestDefects:
             found, exact = ([x[:, :, ids[0] != 1] for x in each[:3]] for each in (found, expected))
             assert off(found, exact) < 2 * torch.finfo(BF16).eps
 
-        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, LISTS_DEFECTS[case], unused=WIDE) as seed:
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, LISTS_DEFECTS[case]) as seed:
+            assert survives(seed, lambda: backward_cuda.backward(*call), check) == (case == "none")
+
+    @pytest.mark.sweep(2)
+    @pytest.mark.parametrize("case", WIDE_DEFECTS)
+    def test_of_wide_heads_are_found(self, case, tmp_path):
+        call, expected = gradient_call((1, (2, 1), 300, 130, 136, 136))
+
+        def check(found):
+            assert off(found, expected) < 2 * torch.finfo(BF16).eps
+
+        with pytest.MonkeyPatch.context() as patch, on_cpu(patch, tmp_path, WIDE_DEFECTS[case]) as seed:
             assert survives(seed, lambda: backward_cuda.backward(*call), check) == (case == "none")

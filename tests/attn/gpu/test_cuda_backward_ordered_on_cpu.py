@@ -6,11 +6,8 @@ from cuda_on_cpu import NONE, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, bottom_right
 from hopper_masks import packed
 from test_cuda_backward_on_cpu import (
-    BANDED,
     GRADIENTS,
-    NOT_BANDED,
     SEGMENTS,
-    WIDE,
     gradient_call,
     let_helpers_prepare,
     off,
@@ -82,12 +79,15 @@ def test_its_room_is_as_large_as_what_it_puts_there(machine, monkeypatch):
 
 
 THE_ONE_BEFORE = """\
-                if (before) add_count(before, 1);
-                before = added<S>(problem, head, visit_of<S>(problem, tile, step).block);
+            if (before) add_count(before, 1);
+            before = added<S>(problem, walk.head, walk.visit(problem, tile).block);
 """
-THIS_ONE = "                add_count(added<S>(problem, head, visit_of<S>(problem, tile, step).block), 1);\n"
+THIS_ONE = """\
+            before = added<S>(problem, walk.head, walk.visit(problem, tile).block);
+            add_count(before, 1);
+"""
 THE_LAST_IS_ADDED = "        wait(barriers + SUMMED + (n & 1) * 8, n >> 1 & 1);\n"
-TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block)"
+TURN = "wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, head, step, block)"
 DEFECTS = {
     "none": NONE,
     "nobody waits for a turn": (f"        {TURN});\n", ""),
@@ -95,7 +95,10 @@ DEFECTS = {
     "a turn too late": (TURN, f"{TURN} + 1"),
     "passed on before it is added": (THE_ONE_BEFORE, THIS_ONE),
     "the last one passed on before it is added": (THE_LAST_IS_ADDED, ""),
-    "products wait for no turn": ("S::ORDERED && of_turns", "S::ORDERED && barrier == K_EMPTY"),
+    "products wait for no turn": (
+        "S::ORDERED && (barrier == K_EMPTY || of_slopes)",
+        "S::ORDERED && barrier == K_EMPTY",
+    ),
     "first keys first": ("S::ORDERED && !down ? of_head - 1 - rest / width", "false ? rest / width"),
 }
 OF_BANDS = {"first keys first"}
@@ -107,10 +110,10 @@ def test_defects_are_found(defect, monkeypatch, tmp_path):
     mask = CAUSAL if defect in OF_BANDS else ()
     call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=mask)
     in_sections(monkeypatch, call, 1, 1)
-    shown(call, expected, DEFECTS[defect], monkeypatch, tmp_path, f"{WIDE}|{NOT_BANDED if mask else BANDED}")
+    shown(call, expected, DEFECTS[defect], monkeypatch, tmp_path)
 
 
-def shown(call, expected, defect, monkeypatch, tmp_path, unused):
+def shown(call, expected, defect, monkeypatch, tmp_path):
     """Some order of events shows a defect."""
     first = []
 
@@ -119,7 +122,7 @@ def shown(call, expected, defect, monkeypatch, tmp_path, unused):
         assert all(map(torch.equal, found, first))
         assert off(found, expected) < 2**-6
 
-    with on_cpu(monkeypatch, tmp_path, defect, unused=unused) as seed:
+    with on_cpu(monkeypatch, tmp_path, defect) as seed:
         assert survives(seed, lambda: backward_cuda.backward(*call), check) == (defect is NONE)
 
 
@@ -141,11 +144,11 @@ def test_any_order_of_events_gives_the_same_bits_under_segments(listed, monkeypa
 
 DEFECTS_OF_LISTS = {
     "none": NONE,
-    "no turns": ("return listed_visit<S>(problem, tile, step).y;", "return 0;"),
+    "no turns": ("return listed_visit<S>(problem, tile, head, step).y;", "return 0;"),
     "parts not known": ("(mark & 1) != 0}", "false}"),
     "always the first visit": (
-        "lists.visits[place_of_list<S>(problem, tile) + step]",
-        "lists.visits[place_of_list<S>(problem, tile)]",
+        "lists.visits[place_of_list<S>(problem, tile, head) + step]",
+        "lists.visits[place_of_list<S>(problem, tile, head)]",
     ),
 }
 
@@ -155,4 +158,4 @@ DEFECTS_OF_LISTS = {
 def test_defects_of_turns_in_lists_are_found(listed, defect, monkeypatch, tmp_path):
     ids = packed(650, 50)
     call, expected = gradient_call((1, (2, 1), 700, 700, 64, 64), mask=(program.SEGMENTS, 0, 1), masks=[ids, ids])
-    shown(call, expected, DEFECTS_OF_LISTS[defect], monkeypatch, tmp_path, WIDE)
+    shown(call, expected, DEFECTS_OF_LISTS[defect], monkeypatch, tmp_path)

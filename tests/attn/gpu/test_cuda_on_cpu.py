@@ -6,7 +6,7 @@ import torch
 from cuda_on_cpu import filled, on_cpu
 from hopper_calls import BF16, CAUSAL, arguments, compared
 from paged_calls import Cache, of_pages
-from test_cuda_backward_on_cpu import NOT_BANDED, WIDE, gradient_call, let_helpers_prepare, off
+from test_cuda_backward_on_cpu import gradient_call, let_helpers_prepare, off
 from test_cuda_decode_on_cpu import OTHERS, divided
 
 from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda
@@ -44,7 +44,7 @@ def test_the_backward(machine, monkeypatch, request, ordered):
         request.getfixturevalue("deterministic")
     let_helpers_prepare(monkeypatch)
     call, expected = gradient_call((2, (2, 1), 200, 150, HEAD, HEAD), of_lse=True, mask=CAUSAL)
-    with machine(f"{WIDE}|{NOT_BANDED}"):
+    with machine():
         assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from function_calls import BOTH, bias_call, call_of, gradient_call
+from function_calls import BOTH, MASKS, bias_call, call_of, gradient_call
 from hopper_calls import on_hopper_with_compiler
 from torch.utils import _pytree as pytree
 
@@ -11,7 +11,7 @@ from opkit.attn.api import lowered
 from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.functions.trace import trace
 from opkit.attn.gpu import kernels, limits, tile_lists
-from opkit.attn.gpu.hopper import forward_cuda
+from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.masks import program
 from opkit.testing import compile_launches
 
@@ -120,8 +120,8 @@ def test_compiles(name, target):
 
 def lists(call, shape, blocks, by_keys):
     """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU: here all tiles, each of them partly visible."""
-    assert not by_keys
     own, others = -(-call.q.shape[2] // blocks.rows), -(-call.k.shape[2] // blocks.keys)
+    own, others = (others, own) if by_keys else (own, others)
     tiles = torch.arange(others).flip(0).int().expand(*call.q.shape[:2], own, others).contiguous()
     counts = torch.tensor([0, others]).int().expand(*call.q.shape[:2], own, 2).contiguous()
     return tile_lists.TileLists(tiles, counts)
@@ -137,6 +137,22 @@ def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
     exact, exact_lse = exactly(call)
     close(out, exact, BOUNDS[torch.bfloat16])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.emulated
+@pytest.mark.sweep(keep=("dilated", "by head"))
+@pytest.mark.parametrize("name", MASKS)
+def test_cuda_backward_of_the_formula(machine, monkeypatch, name):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    call = call_of(name, torch.bfloat16, 64, 64)
+    exact, exact_lse = exactly(call)
+    given = gradient_call(call, exact.bfloat16(), exact_lse.float())
+    assert backward_cuda.fits(given)
+    found = backward_cuda.backward(*given)
+    precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse)
+    expected, delta = gradients.reference_gradients(precise)
+    for mine, right in zip(found, (*expected, delta), strict=True):
+        close(mine, right, 4 * BOUNDS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_gpu import imported
+from hopper_backward_calls import arguments as backward_arguments
 from hopper_calls import (
     BF16,
     CAUSAL,
@@ -29,8 +30,8 @@ from hopper_calls import (
 from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import api
-from opkit.attn.calls import AttentionCall
-from opkit.attn.gpu.hopper import backward_cuda, calls, decode_cuda, forward_kinds, library
+from opkit.attn.calls import AttentionCall, GradientCall
+from opkit.attn.gpu.hopper import backward_cuda, backward_kinds, calls, decode_cuda, forward_kinds, library
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.attn.masks import program
 from opkit.errors import KernelError, ToolchainError
@@ -40,9 +41,6 @@ from opkit.masks import Causal, Segments
 _fixtures = imported("opkit_fake_driver_of_cuda", Path(__file__).parents[2] / "kernels" / "conftest.py")
 fake_libraries, fake = _fixtures.fake_libraries, _fixtures.fake
 OF_FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-OF_BACKWARD = {  # how many kernels multiply, and the most bytes that a thread puts aside
-    "backward": (4, 300), "backward_of_lists": (2, 520), "backward_in_order": (4, 300), "backward_of_lists_in_order": (2, 760),
-}  # fmt: skip
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
@@ -76,7 +74,7 @@ def resources(name, dtype, folder, defined=""):
         "backward": backward_cuda.BackwardProblem,
         "decode": decode_cuda.DecodeProblem,
     }
-    assert made["problem"] == (ctypes.sizeof(problem[library.source_of(name)]),)
+    assert made["problem"] == (ctypes.sizeof(problem[name]),)
     assert {kernel for kernel, *_ in found} == made.keys() - {"problem"}
     assert all(numbers[1] <= SHARED for kernel, numbers in made.items() if kernel != "problem")
     return {kernel: (int(registers), int(stored), int(loaded)) for kernel, stored, loaded, registers in found}
@@ -138,23 +136,41 @@ def test_the_forward_of_float8_compiles_without_spills(dtype, head, tmp_path, re
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
+BACKWARD_KINDS = {  # the most bytes that a thread puts aside, heads of queries and of values, a mask, and what else
+    "64": (120, 64, 64, (), {}),
+    "64, causal": (140, 64, 64, CAUSAL, {}),
+    "64, causal, a cap": (400, 64, 64, CAUSAL, {"softcap": 30.0}),
+    "128": (140, 128, 128, (), {}),
+    "128, causal": (300, 128, 128, CAUSAL, {}),
+    "128, causal, a cap": (400, 128, 128, CAUSAL, {"softcap": 30.0}),
+    "128, lengths": (300, 128, 128, (program.LENGTH, 0), {}),
+    "128, documents": (560, 128, 128, (program.SEGMENTS, 0, 1), {}),
+    "96, causal": (300, 96, 96, CAUSAL, {}),
+    "192 and 128, causal": (300, 192, 128, CAUSAL, {}),
+    "160": (300, 160, 160, (), {}),
+    "256": (300, 256, 256, (), {}),
+    "256, causal, a cap": (300, 256, 256, CAUSAL, {"softcap": 30.0}),
+    "256, documents": (400, 256, 256, (program.SEGMENTS, 0, 1), {}),
+    **{f"{head}, {name}": (700, head, head, mask, {}) for head in (64, 128, 256) for name, mask in MASKS.items()},
+}
+
+
 @pytest.mark.build
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(
-    ("name", "kernels", "spills"),  # of heads of 64 and 128, under a band, and without; of segments with any band
-    [(name, *of) for name, of in OF_BACKWARD.items()],
-)
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "in order"])
+@pytest.mark.sweep(keep=["64, causal", "128, causal, a cap", "192 and 128, causal", "256, bools"])
+@pytest.mark.parametrize("case", BACKWARD_KINDS)
 @pytest.mark.usefixtures("compiler")
-def test_the_backward_compiles_with_few_spills(name, kernels, spills, dtype, tmp_path, record_property):
-    found = resources(name, dtype, tmp_path)
+def test_the_backward_compiles_with_few_spills(case, ordered, tmp_path, record_property):
+    spills, head, columns, mask, what = BACKWARD_KINDS[case]
+    given = backward_arguments(*shaped((256, 256), 8192, 8192, head, columns), mask=mask, **what)
+    defined = backward_kinds.kind_of(GradientCall(*given), ordered).definitions
+    found = resources("backward", BF16, tmp_path, defined)
     record_property("resources", str(found))
-    multiplying = [each for kernel, each in found.items() if "gradients" in kernel]
-    assert [registers for registers, *_ in multiplying] == [168] * kernels
-    assert (
-        max(max(stored, loaded) for _, stored, loaded in multiplying) <= spills
-    )  # in a step of lists a few, else none
-    others = [each for kernel, each in found.items() if "gradients" not in kernel]
-    assert all(stored == loaded == 0 for _, stored, loaded in others)
+    assert found.keys() == {"rows", "gradients", "after_products"}
+    registers, stored, loaded = found["gradients"]
+    assert registers == 168
+    assert max(stored, loaded) <= spills  # of those that load, and of what is done once for a tile, most
+    assert all(max(each[1:]) <= 64 for kernel, each in found.items() if kernel != "gradients")
 
 
 @pytest.mark.build

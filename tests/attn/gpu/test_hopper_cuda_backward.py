@@ -4,7 +4,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, on_hopper_with_compiler, refuses, shaped, unlike
+from hopper_backward_calls import (
+    CALLS,
+    HIDING,
+    LARGE,
+    REPRESENTATIVE,
+    ROWS_HIDING,
+    called,
+    compared,
+    compared_where_hidden,
+    compared_where_rows_are_hidden,
+    large,
+)
+from hopper_calls import (
+    BF16,
+    CAUSAL,
+    FP16,
+    arguments,
+    bottom_right,
+    filled,
+    on_hopper_with_compiler,
+    refuses,
+    shaped,
+    unlike,
+)
 from hopper_masks import documents, packed, shuffled
 
 from opkit.attn import gradients, reference
@@ -12,7 +35,7 @@ from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as gluon_backward
-from opkit.attn.gpu.hopper import backward_cuda, calls, decode_cuda, library
+from opkit.attn.gpu.hopper import backward_cuda, backward_kinds, calls, decode_cuda, library
 from opkit.attn.gpu.hopper import forward_cuda as cuda
 from opkit.attn.gpu.portable import forward as portable_forward
 from opkit.attn.masks import program
@@ -63,57 +86,68 @@ def with_results(q, k, v, mask=(), scale=None, softcap=0.0, dropout_p=0.0, out_i
     )
 
 
-LONG_GRADIENTS = {
-    "128": lambda: gradient_call(2, (4, 2), 2048, 2048, 128, 128),
+def bools(queries, keys):
+    return {"mask": (program.DENSE, 0), "masks": [torch.ones(1, 1, queries, keys, dtype=torch.bool)]}
+
+
+TAKEN = {
+    "128": lambda: gradient_call(2, (4, 4), 4096, 4096, 128, 128),
     "128, causal": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=CAUSAL),
     "128, a window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -1024, 0)),
-    "128, short": lambda: gradient_call(2, (4, 2), 512, 512, 128, 128, mask=CAUSAL),
-    "64": lambda: gradient_call(2, (4, 2), 1024, 1024, 64, 64),
-    "64 and 128": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 128, mask=CAUSAL),
-    "documents": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, mask=SEGMENTS, masks=[documents(2, 4096, 9)] * 2),
-}
-OTHER_GRADIENTS = {
-    "short": lambda: gradient_call(2, (4, 2), 256, 256, 128, 128, mask=CAUSAL),
-    "64, short": lambda: gradient_call(2, (4, 2), 512, 512, 64, 64, mask=CAUSAL),
+    "128, 512 queries": lambda: gradient_call(16, (16, 16), 512, 512, 128, 128, mask=CAUSAL),
+    "128, short and capped": lambda: gradient_call(16, (16, 16), 256, 256, 128, 128, softcap=3.0),
+    "64, short": lambda: gradient_call(32, (32, 16), 128, 128, 64, 64),
+    "64 and 128": lambda: gradient_call(2, (4, 2), 8192, 8192, 64, 128, mask=CAUSAL),
+    "40": lambda: gradient_call(2, (4, 2), 8192, 8192, 40, 40),
+    "96": lambda: gradient_call(2, (4, 2), 8192, 8192, 96, 96),
+    "192": lambda: gradient_call(2, (4, 2), 4096, 4096, 192, 192, mask=CAUSAL),
+    "192 and 256": lambda: gradient_call(2, (4, 2), 4096, 4096, 192, 256, mask=CAUSAL),
+    "72, short": lambda: gradient_call(16, (16, 16), 256, 256, 72, 72),
+    "256, documents": lambda: gradient_call(
+        2, (4, 2), 8192, 8192, 256, 256, mask=SEGMENTS, masks=[documents(2, 8192, 9)] * 2
+    ),
+    "a soft cap": lambda: gradient_call(2, (4, 2), 8192, 8192, 64, 64, softcap=3.0),
+    "documents": lambda: gradient_call(2, (4, 2), 8192, 8192, 64, 64, mask=SEGMENTS, masks=[documents(2, 8192, 9)] * 2),
+    "bools": lambda: gradient_call(2, (4, 2), 8192, 8192, 64, 64, **bools(8192, 8192)),
+    "documents and lengths": lambda: gradient_call(
+        1, (2, 2), 16384, 16384, 64, 64, mask=(*SEGMENTS, program.LENGTH, 2, program.AND),
+        masks=[documents(1, 16384, 9)] * 2 + [torch.tensor([9], dtype=torch.int32)],
+    ),
+    "many heads": lambda: gradient_call(2, (32768, 32768), 2, 2, 64, 64),
+}  # fmt: skip
+SLOWER = {
+    "short": lambda: gradient_call(32, (16, 16), 256, 256, 128, 128, mask=CAUSAL),
+    "96, short": lambda: gradient_call(32, (16, 16), 256, 256, 96, 96, mask=CAUSAL),
     "a narrow window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -256, 0)),
+    "fewer tiles than multiprocessors": lambda: gradient_call(1, (16, 16), 1024, 1024, 64, 64),
+    "256": lambda: gradient_call(2, (4, 2), 8192, 8192, 256, 256),
 }
 REFUSED_GRADIENTS = {
-    "256": lambda: gradient_call(2, (4, 2), 4096, 4096, 256, 256),
-    "96": lambda: gradient_call(2, (4, 2), 4096, 4096, 96, 96),
+    "264": lambda: gradient_call(2, (4, 2), 4096, 4096, 264, 264),
+    "100": lambda: gradient_call(2, (4, 2), 4096, 4096, 100, 100),
     "float32": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, torch.float32),
-    "bools": lambda: gradient_call(
-        2, (4, 2), 4096, 4096, 64, 64, mask=(program.DENSE, 0), masks=[torch.ones(1, 1, 4096, 4096, dtype=torch.bool)]
-    ),
-    "documents and lengths": lambda: gradient_call(
-        1,
-        (2, 2),
-        4096,
-        4096,
-        64,
-        64,
-        mask=(*SEGMENTS, program.LENGTH, 2, program.AND),
-        masks=[documents(1, 4096, 9)] * 2 + [torch.tensor([9], dtype=torch.int32)],
-    ),
-    "a soft cap": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, softcap=3.0),
     "dropout": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, dropout_p=0.5),
-    "many heads": lambda: gradient_call(2, (32768, 32768), 2, 2, 64, 64),
+    "the least scales": lambda: gradient_call(2, (4, 2), 4096, 4096, 64, 64, scale=2.0**-70),
 }
 
 
 @pytest.mark.usefixtures("a_hopper")
 class TestTakesGradients:
-    def test_long_calls_and_no_others(self):
-        calls = LONG_GRADIENTS | OTHER_GRADIENTS | REFUSED_GRADIENTS
+    def test_calls_for_which_it_is_faster_and_no_others(self):
+        calls = TAKEN | SLOWER | REFUSED_GRADIENTS
         taken = [case for case, given in calls.items() if backward_cuda.takes(GradientCall(*given()))]
-        assert taken == [*LONG_GRADIENTS]
+        assert taken == [*TAKEN]
+
+    def test_it_fits_others_too(self):
+        assert all(backward_cuda.fits(GradientCall(*given())) for given in SLOWER.values())
 
     def test_none_without_a_compiler(self, monkeypatch):
         monkeypatch.setattr(library, "compiler_there", lambda: False)
-        assert not backward_cuda.takes(GradientCall(*LONG_GRADIENTS["128"]()))
+        assert not backward_cuda.takes(GradientCall(*TAKEN["128"]()))
 
 
 def test_refuses_gradients():
-    said = r"kernel 'hopper_cuda' does not take q, k, v of .* force kernel='hopper'"
+    said = r"kernel 'hopper_cuda' does not take q, k, v of .* Leave the choice"
     assert not unlike(REFUSED_GRADIENTS, refuses(backward_cuda.backward, said))
 
 
@@ -125,7 +159,7 @@ def test_where_the_compiler_refuses_it_calls_get_another_one(kernel, monkeypatch
 
     module, other, call = {
         "forward": (cuda, portable_forward, arguments(*shaped((4, 2), 8192, 8192, 64, 64), mask=CAUSAL)),
-        "backward": (backward_cuda, gluon_backward, LONG_GRADIENTS["128"]()),
+        "backward": (backward_cuda, gluon_backward, TAKEN["128"]()),
         "decode": (decode_cuda, decoding, arguments(*shaped((4, 2), 1, 8192, 64, 64))),
     }[kernel]
     monkeypatch.setattr(library, "_refused", set())
@@ -153,16 +187,20 @@ def causal_call(batch, heads, queries, head=128, mask=CAUSAL, masks=()):
     return GradientCall(q, None, q, q, q, q, q[..., 0], list(masks), [], list(mask), [], 1.0, 0.0, False)
 
 
+def problem_of(call, ordered=False):
+    return backward_cuda._problem(call, backward_kinds.kind_of(call, ordered))
+
+
 def test_sections_are_about_as_large(monkeypatch):
     monkeypatch.setattr(calls, "processors", lambda device: 132)
     of = (2, 16, 8192), (1, 16, 16384), (1, 40, 8192), (16, 16, 512)
-    assert [backward_cuda._problem(causal_call(*sizes), False).section for sizes in of] == [4, 2, 4, 32]
+    assert [problem_of(causal_call(*sizes)).section for sizes in of] == [4, 2, 4, 32]
 
 
 def test_all_rows_of_short_calls_are_prepared_before(monkeypatch):
     monkeypatch.setattr(calls, "processors", lambda device: 2)
     for queries, all_of_them in ((512, True), (1023, True), (1024, False)):
-        prepared = backward_cuda._problem(causal_call(64, 8, queries), False).prepared
+        prepared = problem_of(causal_call(64, 8, queries)).prepared
         assert (prepared == 64 * 8) == all_of_them, queries
 
 
@@ -175,7 +213,9 @@ def test_the_longest_tiles_do_not_come_last():
     ):
         section = calls.evenly(heads, backward_cuda._CACHED // (length * head * 8))
         call = causal_call(1, heads, length, head, mask)
-        found = backward_cuda._turned(call, plans.shape_of(mask, ()), section)
+        found = backward_cuda._turned(
+            call, plans.shape_of(mask, ()), section, backward_kinds.kind_of(call, ordered=True)
+        )
         assert found == share * heads * (length // 128), (heads, length, head, mask)
 
 
@@ -191,23 +231,22 @@ def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another():
     ids = [torch.empty(1, 16384, device="meta")] * 2
     for case, (mask, expected) in INTERLEAVED.items():
         calls = [causal_call(2, 16, 16384, head, mask, ids) for head in (64, 128)]
-        found = [tuple(backward_cuda._problem(call, ordered).section for ordered in (False, True)) for call in calls]
+        found = [tuple(problem_of(call, ordered).section for ordered in (False, True)) for call in calls]
         assert found == expected, case
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_call_has_the_library_of_whether_sums_are_made_in_order(monkeypatch):
+def test_a_call_has_the_kernels_of_whether_sums_are_made_in_order(monkeypatch):
     asked, made = [], SimpleNamespace(launching=lambda *of_call: lambda problem, stream: None)
-    made.numbers = {"gradients_64": (384, 0, 128, 128, 1)}
-    monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype: asked.append(name) or made)
+    made.numbers = {"gradients": (384, 0, 128, 128, 1, 64), "after_products": (256, 0, 2)}
+    monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype, defined: asked.append(defined) or made)
     monkeypatch.setattr(calls, "processors", lambda device: 2)
-    monkeypatch.setattr(gluon_backward, "large_rows", lambda call: lambda *of_call: None)  # in Triton
     call = gradient_call(1, (1, 1), 128, 128, 64, 64, device="cpu")
     run = backward_cuda.backward.prepare(*call)
     for ordered in (True, False, True, False):
         torch.use_deterministic_algorithms(ordered)
         run(*call)
-    assert asked == ["backward_in_order", "backward"]
+    assert [text.splitlines()[0].split()[-1] for text in asked] == ["true>", "false>"]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -241,8 +280,51 @@ def compared_gradients(call):
     return found
 
 
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("case", CALLS)
+class TestNumbersOfAllCalls:
+    pytestmark = on_hopper_with_compiler
+
+    def test_are_the_references(self, case, dtype):
+        sizes, what = CALLS[case]
+        compared(called(filled(*sizes, dtype, what.get("out_is_bshd", False)), **what), backward_cuda.backward)
+
+
+@pytest.mark.sweep(keep=REPRESENTATIVE)
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.usefixtures("deterministic")
+class TestDeterministic:
+    pytestmark = on_hopper_with_compiler
+
+    def test_numbers_are_the_references_and_the_same_in_every_run(self, case):
+        sizes, what = CALLS[case]
+        given = called(filled(*sizes, out_is_bshd=what.get("out_is_bshd", False)), **what)
+        first = compared(given, backward_cuda.backward)
+        for _ in range(3):
+            assert all(map(torch.equal, first, backward_cuda.backward(*given)))
+
+
 class TestGradientsOnGpu:
     pytestmark = on_hopper_with_compiler
+
+    @pytest.mark.parametrize("case", LARGE)
+    def test_of_huge_logits(self, case):
+        sizes, what = LARGE[case]
+        made = filled(*sizes, FP16, what.get("out_is_bshd", False))
+        compared(called(large(made, "some" in case), **what), backward_cuda.backward)
+
+    @pytest.mark.sweep(keep=["hidden, 64, bools", "hidden, 136, lengths", "hidden, 256, causal documents, capped"])
+    @pytest.mark.parametrize("case", HIDING)
+    def test_what_is_hidden_does_not_leak(self, case):
+        head, what = HIDING[case]
+        compared_where_hidden(filled(1, (2, 1), 300, 300, head, head), what, backward_cuda.backward)
+
+    @pytest.mark.sweep(keep=["hidden rows, 128, bools", "hidden rows, 200, causal documents, capped"])
+    @pytest.mark.parametrize("case", ROWS_HIDING)
+    def test_hidden_queries_and_gradients_do_not_leak(self, case):
+        head, what = ROWS_HIDING[case]
+        compared_where_rows_are_hidden(filled(1, (2, 1), 300, 300, head, head), what, backward_cuda.backward)
 
     @pytest.mark.sweep
     @pytest.mark.parametrize("dtype", [BF16, FP16])

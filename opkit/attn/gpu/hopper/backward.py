@@ -44,7 +44,6 @@ _CACHED = 24 << 20  #: bytes of queries, their gradients and the sums of those t
 _ALIGNED = 8  #: elements: TMA's strides are multiples of 16 bytes
 _MOST = 128  #: rows of a block
 _WIDE = 32  #: floats in a row of the sums
-_LARGE_ROWS = 512  #: of a program that only looks for rows kept apart: so many that a call has few programs
 _BACKWARD_KERNEL = Named("opkit.attn.gpu.hopper.device.backward", "hopper_backward")
 _WIDE_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_wide", "hopper_backward_wide")
 _BEGIN_KERNEL = Named("opkit.attn.gpu.hopper.device.backward_rows", "hopper_backward_begin")
@@ -217,33 +216,6 @@ def _series(call: GradientCall, shape: MaskShape, tile: BackwardTile) -> Callabl
         return PreparedSeries([begin, main[ordered], end], _INPUTS + more, made, rooms[ordered])
 
     return series
-
-
-def large_rows(call: GradientCall) -> Callable[..., None]:
-    """Return a function that adds the part of rows kept apart to gradients that another kernel has computed without them.
-
-    It takes a call like ``call``, of the same strides, and the gradients of q, k and v, and delta.
-    """
-    shape = arguments.shape_of(call)
-    q, v, of_rows = call.q, call.v, _row_numbers(call, shape)
-    wide, tile = padded(max(q.shape[3], v.shape[3])), BackwardTile(_LARGE_ROWS, False, False)
-    begin = PreparedLaunch(
-        _begin_kernel(v.shape[3], wide, tile, False, shape.mask), _BEGIN, {**of_rows, "channels": q.shape[3]}
-    )
-    end = PreparedLaunch(_end_kernel(q.shape[3], wide, tile.rows, shape.mask), _END, {**of_rows, "columns": v.shape[3]})
-    masks = [name for name, x in zip(plans.TENSORS, arguments.tensors_of(call, shape), strict=True) if x is not None]
-    optional = [] if call.sinks is None else ["sinks"]
-    names = ("q", "k", "v", "gradient", "lse", *_RESULTS, "counter", *masks, *optional)
-    series = PreparedSeries([begin, end], names, {}, _scratch_of_large_rows(call))
-    counter = counters(q.device, 2 + call.k.shape[0] * call.k.shape[1])
-
-    def add(call: GradientCall, *results: Tensor) -> None:
-        more = [x for x in arguments.tensors_of(call, shape) if x is not None]
-        if call.sinks is not None:
-            more.append(call.sinks.to(torch.float32).contiguous())
-        series(call.q, call.k, call.v, call.gradient, call.lse, *results, counter(), *more)
-
-    return add
 
 
 def _made(call: GradientCall) -> dict[str, Callable[[], Tensor]]:

@@ -6,12 +6,12 @@ buffer by itself; that sums go to memory from registers while others multiply; a
 prepare rows of later heads and round gradients of earlier ones during the products, where other kernels did both before and
 after them. Long calls get it, the kernel in Gluon is called for others.
 
-Rows with huge logits are left out; two short launches look for them and add their part, as the kernel in Gluon does
-(:func:`opkit.attn.gpu.hopper.backward.large_rows`).
+Rows with huge logits are left out, and the last kernel adds their part (``cuda/backward_after.cuh``).
 
 Under ``torch.use_deterministic_algorithms`` tiles take turns at the gradient of queries (``cuda/backward_ordered.cuh``); under
-segments the blocks of queries that a tile visits are listed (:mod:`opkit.attn.gpu.tile_lists`), with their turns. The source
-is compiled for each way, when it is first needed.
+masks that are more than a band and lengths the blocks of queries that a tile visits are listed
+(:mod:`opkit.attn.gpu.tile_lists`), with their turns. :mod:`opkit.attn.gpu.hopper.backward_kinds` says what is compiled for which
+calls.
 """
 
 from __future__ import annotations
@@ -25,53 +25,63 @@ from torch import Tensor
 
 from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
-from opkit.attn.gpu import plans
+from opkit.attn.gpu import arguments, plans
 from opkit.attn.gpu.hopper import backward as gluon
-from opkit.attn.gpu.hopper import calls, library
-from opkit.attn.gpu.hopper.library import Lists, Rows, lists_of, of_segments
+from opkit.attn.gpu.hopper import calls, functions, library
+from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, keys_of_tile, kind_of
+from opkit.attn.gpu.hopper.library import Lists, Rows
+from opkit.attn.gpu.hopper.masks import Mask, mask_of, shape_of
+from opkit.attn.gpu.portable import backward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
-NAME = "hopper_cuda"
-HEADS = (64, 128)  #: channels
+NAME, _SOURCE = "hopper_cuda", "backward"
 _PRIORITY = 2  # above the kernel in Gluon
-_FROM = {64: 1024, 128: 512}  #: queries from which on it is the faster one, and keys that each sees; by the larger head
+_ENOUGH = 512  #: queries, and keys that each sees, of heads of more than 64 from which on it is the faster one
+_NARROW = 192  #: channels of queries up to which it is
+_SECTOR = 16  #: channels that memory moves at once
 _PART_ROWS = 64
-_PART = _PART_ROWS * 64  #: floats of a warpgroup's part of the gradient of a block of queries
-_CACHED, _CACHED_SHORT = 36 << 20, 16 << 20
+_SUM_FLOATS = 8  #: that products read of a row
+_CACHED, _CACHED_SHORT, _CACHED_WIDE = 36 << 20, 16 << 20, 24 << 20
 """Bytes of queries, their gradients and the sums of those that shall stay in the L2 cache; of calls of up to 1024 queries fewer.
 benchmarks/README.md explains the choice ("The backward for Hopper")."""
-_WIDER = {64: 2, 128: 1}
+_WIDER = {64: 2, 128: 1, 256: 1}
 """Of deterministic calls under windows or segments so many times as many, by the larger head, and once more without a band: the
 more heads are interleaved, the less do tiles of one head wait for one another."""
 _SHORT = 1024
-_KEYS = 128  #: of a tile
 _AHEAD = 2  #: tiles of each multiprocessor, at least, whose queries' rows are prepared before the products begin
-_ALL_AHEAD = 1024  #: queries: of calls with fewer all rows are, since their products leave helpers no time for any
-_TURNED = {64: 0, 128: 16}  #: tiles of a head up to which all go from the last queries to the first; by the larger head
+_HELPED = 1024
+"""Queries: in shorter calls, whose products leave helpers no time, a kernel of its own prepares all rows; of heads of more than
+128 another one rounds all gradients of queries. Of other calls it rounds those of the last section's heads."""
+_TURNED = {
+    64: 0,
+    128: 16,
+    256: 32,
+}  #: tiles of a head up to which all go from the last queries to the first; by the larger head
 _COUNTERS = 3  #: in addition to those of heads
-_MOST = 65535  #: heads of all batches
 _TENSORS = ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v", "lse", "of_lse")
-_POINTERS = ("delta", "sums", "total", "counter")
+_POINTERS = ("delta", "sums", "total", "counter", "exact", "large", "sinks")
 _INTS = (
-    "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "banded", "section",
-    "turned", "prepared", "tiles", "processors", "device",
+    "batch", "heads", "key_heads", "queries", "keys", "head_size", "value_size", "lower", "upper", "section",
+    "turned", "prepared", "finished", "tiles", "processors", "device",
 )  # fmt: skip
+_OF_LARGE = 5  #: numbers of rows with huge logits in addition to those of heads
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class BackwardProblem(ctypes.Structure):
-    """A call, as ``cuda/backward_tiles.cuh`` says."""
+    """A call, as ``cuda/backward_call.cuh`` says."""
 
     _fields_ = (
         *((name, Rows) for name in _TENSORS),
         ("lists", Lists),
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int) for name in _INTS),
-        ("scale", ctypes.c_float),
-        ("factor", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "factor", "inner", "offset")),
+        ("mask", Mask),
+        ("functions", functions.Functions),
     )
 
 
@@ -83,36 +93,59 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 
 def takes(call: GradientCall) -> bool:
-    """Return whether a call is for :func:`backward`: long, on sm_90 with a CUDA compiler."""
-    return fits(call) and _long(call) and gluon.takes(call) and library.there("backward", call.q.dtype)
+    """Return whether a call is for :func:`backward`: it fits, on sm_90 with a CUDA compiler."""
+    if not fits(call) or not calls.on_hopper(call.q) or _is_slower(call):
+        return False
+    return library.there(_SOURCE, call.q.dtype, lambda: kind_of(call, private.deterministic()).definitions)
+
+
+def _is_slower(call: GradientCall) -> bool:
+    """Return whether the kernel in Gluon is faster, as measured on an H200.
+
+    It is where a multiprocessor has one tile at most, in short calls of heads of more than 64, and for wide heads, whose sums of
+    the gradient of queries are all that the L2 cache can do.
+    """
+    head, values, shape = call.q.shape[3], call.v.shape[3], shape_of(call)
+    if shape.functions:  # which that kernel does not call
+        return False
+    size = calls.padded(max(head, values))
+    if call.k.shape[0] * call.k.shape[1] * -(-call.k.shape[2] // keys_of_tile(size)) <= calls.processors(call.q.device):
+        return True
+    short = min(call.q.shape[2], shape.upper - shape.lower) < _ENOUGH and size == calls.HEADS[1]
+    whole = head % _SECTOR == 0 and values % _SECTOR == 0  # of others it is slow
+    return (short and whole and not call.softcap) or (
+        head > _NARROW and not (library.of_segments(shape) or shape.lengths)
+    )
 
 
 def fits(call: GradientCall) -> bool:
     """Return whether :func:`backward` can compute a call."""
-    shape = plans.shape_of(tuple(call.mask), ())
-    plain = gluon.may_be_large(call) and not shape.lengths and (not shape.mask or of_segments(shape))
-    heads = call.q.shape[3] in HEADS and call.v.shape[3] in HEADS
-    return gluon.fits(call) and plain and heads and call.q.shape[0] * call.q.shape[1] <= _MOST
-
-
-def _long(call: GradientCall) -> bool:
-    shape = plans.shape_of(tuple(call.mask), ())
-    seen = min(call.k.shape[2], shape.upper - shape.lower)
-    return min(call.q.shape[2], seen) >= _FROM[_widest(call)]
-
-
-def _widest(call: GradientCall) -> int:
-    return max(call.q.shape[3], call.v.shape[3])
+    return call.q.dtype in calls.DTYPES and calls.gradient_fits(call)
 
 
 @PreparedKernel
 def backward(*args: Any) -> Callable[..., Results]:
     """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
-    It takes bfloat16 and float16; heads of 64 and 128, those of queries and of values of any two; grouped heads; any numbers of
-    queries and keys but none; no mask, a band, segments or both; a positive scale; a gradient of the log-sum-exp. What
-    :func:`opkit.attn.gpu.hopper.backward.backward` says of rounding, of what is hidden, of the order of sums and of strides holds
-    here too, but that with deterministic algorithms some heads' parts are added up from the first keys to the last.
+    It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
+    sizes; grouped heads; any numbers of queries and keys but none; every mask, also of users' functions; a positive scale; a soft
+    cap; a gradient of the log-sum-exp. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no
+    biases and no dropout.
+
+    Rows whose log-sum-exp is beyond 4096 are computed apart, slowly, of logits that are exact to the rounding of products: in
+    probabilities the rounding of a log-sum-exp as large as L, up to L / 2^24, would be seen.
+
+    Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
+    Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
+    gradients of a row that sees a key or a value that is not finite, and of the keys that such a row sees, may be NaN where the
+    reference has numbers, or other numbers. Under a mask that is more than a band, gradients of results do not reach what is
+    hidden from their rows either; those of a row that are not finite may make NaN of the gradients of all that it sees.
+
+    Parts of the gradient of queries are added up in memory in any order, so that its last bits differ from run to run, unless
+    ``torch.are_deterministic_algorithms_enabled()`` at the time of a call: then they are added up by the order of keys, of some
+    heads from the first keys to the last, of others from the last. The other gradients are the same in every run.
+
+    Tensors are read as they lie where TMA can follow their strides, and copied where it cannot.
 
     Raises:
         KernelError: it does not take the call.
@@ -123,12 +156,10 @@ def backward(*args: Any) -> Callable[..., Results]:
         shapes = dtypes_and_shapes((call.q, call.k, call.v))
         raise KernelError(
             f"opkit::attention_backward: kernel {NAME!r} does not take q, k, v of {shapes}, mask={call.mask}, bias={call.bias}, "
-            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}: it takes heads of 64 and 128, under bands "
-            "and segments or no mask. Leave the choice to opkit, or force kernel='hopper'."
+            f"scale={call.scale}, softcap={call.softcap}, dropout_p={call.dropout_p}. Leave the choice to opkit, or force "
+            "kernel='reference'."
         )
-    runs: dict[
-        bool, Callable[..., Results]
-    ] = {}  # by whether algorithms are deterministic; as a rule one of them is compiled
+    runs: dict[bool, Callable[..., Results]] = {}  # by whether algorithms are deterministic
 
     def run(*args: Any) -> Results:
         ordered = private.deterministic()
@@ -140,70 +171,82 @@ def backward(*args: Any) -> Callable[..., Results]:
 
 
 def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
-    listed = bool(plans.shape_of(tuple(call.mask), ()).mask)
-    name = f"backward{'_of_lists' if listed else ''}{'_in_order' if ordered else ''}"
-    kernels = library.kernels_or_none(name, call.q.dtype)
+    kind = kind_of(call, ordered)
+    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions)
     if kernels is None:
-        return gluon.backward.prepare(*call)
+        return portable.prepare_backward(call) if shape_of(call).functions else gluon.backward.prepare(*call)
+    shape, fits_slots = shape_of(call), arguments.shape_of(call).fits
+    masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
-    common, gpu = _problem(call, ordered), call.q.get_device()
-    launch = kernels.launching(*_steps(kernels, call, common), BackwardProblem, gpu)
-    sums, total, counts = _room(call, ordered)
-    tile = _rows(call), _KEYS
-    as_they_lie, copied = (gluon.large_rows(call) for _ in range(2))  # copies have strides of their own
+    common, gpu, large = _problem(call, kind), call.q.get_device(), may_be_large(call)
+    launch = kernels.launching(*_steps(kernels, call, common, kind), BackwardProblem, gpu)
+    total, sums, exact, counts = _room(call, kind)
+    counter = calls.counters(call.q.device, _OF_LARGE + call.k.shape[0] * call.k.shape[1])
 
     def run(*args: Any) -> Results:
         gradient, of_lse, q, k, v, out, lse = args[:7]
         results = [each() for each in new]
-        room = allocate_scratch(q, sums + total + counts, torch.float32)
+        room = allocate_scratch(q, total + sums + exact + counts, torch.float32)
         inputs = [readable(each) for each in (q, k, v, out, gradient)]
         problem = BackwardProblem.from_buffer_copy(common)
         for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
             setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
-        if listed:
-            # What is read is held until the launch.
-            problem.lists, _read = lists_of(GradientCall(*args), *tile, by_keys=True, in_order=ordered)
-        problem.delta, problem.total = results[3].data_ptr(), room.data_ptr()
-        problem.sums, problem.counter = room.data_ptr() + 4 * total, room.data_ptr() + 4 * (total + sums)
+        held: list[Any] = []  # until the launch
+        if masked:
+            of_mask = GradientCall(*args) if fits_slots else arguments.fit_to_slots(GradientCall(*args))
+            problem.mask, problem.lists, read = mask_of(
+                of_mask, shape, (kind.rows, kind.keys), by_keys=True, in_order=ordered
+            )
+            held += [of_mask, read]
+        if captured:
+            functions.set_addresses(problem.functions, captured, *args[7:9])
+        at = room.data_ptr()
+        problem.delta, problem.total, problem.sums = results[3].data_ptr(), at, at + 4 * total
+        problem.counter = at + 4 * (total + sums + exact)
+        if large:
+            held.append(counter())
+            problem.exact, problem.large = at + 4 * (total + sums), held[-1].data_ptr()
+            if (sinks := GradientCall(*args).sinks) is not None:
+                held.append(sinks.to(torch.float32).contiguous())
+                problem.sinks = held[-1].data_ptr()
         launch(problem, private.current_stream(gpu))
-        q, k, v, _, gradient = inputs
-        same = gradient is args[0] and all(x is y for x, y in zip(inputs[:3], args[2:5], strict=True))
-        add_large_rows = as_they_lie if same else copied
-        add_large_rows(GradientCall(*args)._replace(gradient=gradient, q=q, k=k, v=v), *results)
         return results[0], results[1], results[2], results[3]
 
     return run
 
 
+def may_be_large(call: GradientCall) -> bool:
+    """Return whether logits may be so large that rows are computed apart."""
+    return call.softcap == 0
+
+
 def _steps(
-    kernels: library.Kernels, call: GradientCall, problem: BackwardProblem
+    kernels: library.Kernels, call: GradientCall, problem: BackwardProblem, kind: Kind
 ) -> tuple[list[library.Step], list[library.Map]]:
-    """Return the launches of a call, and the maps of ``cuda/backward_tiles.cuh``; set how many tiles the problem has."""
+    """Return the launches of a call, and the maps of ``cuda/backward_call.cuh``; set how many tiles the problem has."""
     q, k, v = call[2:5]
-    shape, size = plans.shape_of(tuple(call.mask), ()), HEADS[_widest(call) > HEADS[0]]
-    name = f"gradients_{size}{'_banded' if shape.banded or shape.mask else ''}"
-    _, _, block, keys, boxes = kernels.numbers[name]
-    problem.tiles = -(-k.shape[2] // keys) * k.shape[0] * k.shape[1]
+    _, _, block, keys, boxes, piece = kernels.numbers["gradients"]
+    problem.tiles, batch_heads = -(-k.shape[2] // keys) * k.shape[0] * k.shape[1], q.shape[0] * q.shape[1]
     parts = (  # a tensor's name, another one of its sizes, rows of a box, and boxes
         ("q", q, block, boxes), ("k", k, keys, boxes), ("v", v, keys, boxes),
-        *((name, call.out, rows, boxes) for name, rows in (("gradient", block), ("out", block // 2), ("gradient", block // 2))),
+        *((name, call.out, rows, boxes) for name, rows in (("gradient", block), ("out", piece), ("gradient", piece))),
         ("of_q", q, _PART_ROWS, 1),
     )  # fmt: skip
     maps = [
         library.map_of(getattr(BackwardProblem, name).offset, q.dtype, x.shape[:3], x.shape[3], rows, at_once)
         for name, x, rows, at_once in parts
     ]
-    return [
-        library.Step(f"rows_{size}", (-(-q.shape[2] // block), problem.prepared, 1)),
-        library.Step(name, (min(problem.tiles, problem.processors), 1, 1)),
-    ], maps
-
-
-def _rows(call: GradientCall) -> int:
-    """Queries of a block."""
-    return 2 * _PART // _widest(call)
+    steps = [
+        library.Step("rows", (-(-q.shape[2] // block) * problem.prepared, 1, 1)),
+        library.Step("gradients", (min(problem.tiles, problem.processors), 1, 1)),
+    ]
+    items = (batch_heads - problem.finished) * -(-q.shape[2] // block) * kind.parts
+    at_once = kernels.numbers["after_products"][2]
+    after = min(max(-(-items // at_once), problem.processors), 2 * problem.processors)
+    steps.append(library.Step("after_products", (after, 1, 1)))
+    return steps, maps
 
 
 def readable(x: Tensor) -> Tensor:
@@ -213,38 +256,48 @@ def readable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _room(call: GradientCall, ordered: bool) -> tuple[int, int, int]:
-    """Return how many floats the kernels pass one to another: numbers of rows, and the gradient of queries; and counts."""
+def _room(call: GradientCall, kind: Kind) -> tuple[int, int, int, int]:
+    """Return how many floats the kernels pass one to another: the gradient of queries, and numbers of rows; and counts."""
     batch, heads, queries, _ = call.q.shape
-    block = _rows(call)
-    blocks = batch * heads * -(-queries // block)
-    counts = _COUNTERS + batch * (heads + call.k.shape[1]) + (blocks if ordered else 0)
-    return blocks * block * 8, blocks * 2 * _PART, counts
+    blocks = batch * heads * -(-queries // kind.rows)
+    counts = _COUNTERS + batch * (heads + call.k.shape[1]) + (blocks if kind.ordered else 0)
+    exact = 2 * batch * heads * queries if may_be_large(call) else 0
+    return blocks * kind.parts * PART, blocks * kind.rows * _SUM_FLOATS, exact, counts
 
 
-def _problem(call: GradientCall, ordered: bool) -> BackwardProblem:
+def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
     """Return what is the same for all calls like this one, but for tensors."""
     q, k, v = call[2:5]
-    shape = plans.shape_of(tuple(call.mask), ())
-    group, processors = q.shape[1] // k.shape[1], calls.processors(q.device)
-    all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // _KEYS)
-    section = calls.evenly(all_heads, _cached(call, shape, ordered) // (group * q.shape[2] * _widest(call) * 8))
-    ahead = all_heads if q.shape[2] < _ALL_AHEAD else max(section, -(-_AHEAD * processors // tiles))
+    shape, group, processors = shape_of(call), q.shape[1] // k.shape[1], calls.processors(q.device)
+    all_heads, tiles = k.shape[0] * k.shape[1], -(-k.shape[2] // kind.keys)
+    section = calls.evenly(all_heads, _cached(call, shape, kind) // (group * q.shape[2] * kind.size * 8))
+    ahead, finished = max(section, -(-_AHEAD * processors // tiles)), (all_heads - 1) // section * section
+    if q.shape[2] < _HELPED:
+        ahead = all_heads
+        finished = 0 if kind.size > calls.HEADS[1] else finished
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
-        "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper, "banded": shape.banded,
-        "section": section, "turned": _turned(call, shape, section), "prepared": group * min(ahead, all_heads),
+        "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,
+        "section": section, "turned": _turned(call, shape, section, kind), "prepared": group * min(ahead, all_heads),
+        "finished": group * finished,
         "processors": processors, "device": q.get_device(), "scale": call.scale, "factor": call.scale * calls.LOG2E,
     }  # fmt: skip
+    if call.softcap:  # as in the forward
+        offset = call.softcap * calls.LOG2E
+        numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
+    if shape.functions:
+        numbers["functions"] = functions.captured(call)
     return BackwardProblem(**numbers)
 
 
-def _cached(call: GradientCall, shape: plans.MaskShape, ordered: bool) -> int:
+def _cached(call: GradientCall, shape: plans.MaskShape, kind: Kind) -> int:
     """Bytes that the heads of a section have, at most."""
-    cached = _CACHED_SHORT if call.q.shape[2] <= _SHORT else _CACHED
-    if not (ordered and _local(call, shape)):
+    cached = _CACHED_WIDE if kind.size > 128 else _CACHED
+    if call.q.shape[2] <= _SHORT:
+        cached = _CACHED_SHORT
+    if not (kind.ordered and _local(call, shape)):
         return cached
-    return cached * (_WIDER[_widest(call)] + (not shape.banded))
+    return cached * (_WIDER[kind.size] + (not shape.banded))
 
 
 def _local(call: GradientCall, shape: plans.MaskShape) -> bool:
@@ -252,15 +305,15 @@ def _local(call: GradientCall, shape: plans.MaskShape) -> bool:
     return bool(shape.mask) or shape.lower > -call.q.shape[2]
 
 
-def _turned(call: GradientCall, shape: plans.MaskShape, section: int) -> int:
+def _turned(call: GradientCall, shape: plans.MaskShape, section: int, kind: Kind) -> int:
     """Return, for ordered sums, how many tiles come before those that visit queries from the last to the first.
 
     Others, which go on from the keys of one to those before them, have tiles of the same queries two steps apart where a query
     sees what is before it. But then the longest ones come last, and multiprocessors have nothing to do meanwhile.
     """
-    all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // _KEYS)
+    all_heads, tiles = call.k.shape[0] * call.k.shape[1], -(-call.k.shape[2] // kind.keys)
     if _local(call, shape):  # no tile is much longer than others, and lists have turns of that order alone
         return all_heads * tiles
-    if tiles <= _TURNED[_widest(call)]:
+    if tiles <= _TURNED[kind.size]:
         return 0
     return (all_heads - 1) // section * section * tiles

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from opkit import config
-from opkit.attn.calls import AnyCall, AttentionCall
+from opkit.attn.calls import AnyCall, AttentionCall, GradientCall
+from opkit.attn.gpu.arguments import MIN_SCALE
 from opkit.attn.gpu.hopper import functions
-from opkit.attn.masks.program import bias_fits, mask_fits, shapes_fit, sinks_fit
+from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.op import torch_private as private
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,9 +39,14 @@ def fits(call: AttentionCall) -> bool:
     return call.q.dtype in DTYPES and sizes_fit(call)
 
 
-def sizes_fit(call: AttentionCall) -> bool:
+def gradient_fits(call: GradientCall) -> bool:
+    """Return whether the backward can compute a call in DTYPES."""
+    return not call.bias and sizes_fit(call) and results_fit(call) and (call.softcap > 0 or call.scale > MIN_SCALE)
+
+
+def sizes_fit(call: AttentionCall | GradientCall) -> bool:
     """Return the same of one in DTYPES."""
-    q, k, v = call[:3]
+    q, k, v = call.q, call.k, call.v
     if not shapes_fit(q, k, v) or 0 in q.shape or 0 in v.shape:
         return False
     heads = all(size % _ALIGNED == 0 and size <= HEADS[-1] for size in (q.shape[3], v.shape[3]))

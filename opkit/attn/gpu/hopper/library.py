@@ -43,14 +43,6 @@ _INSTEAD = {
     "decode": ("split_cuda", "split"),
 }
 """By the source, the kernel of the operator's that it is, and the one that calls get without it."""
-_LISTED_STEPS = "#define STEPS_LISTED\n"
-_IN_ORDER = "#define SUMS_ORDERED\n"
-_DEFINED = {
-    "backward_of_lists": _LISTED_STEPS,
-    "backward_in_order": _IN_ORDER,
-    "backward_of_lists_in_order": _LISTED_STEPS + _IN_ORDER,
-}
-"""The definitions with which a source is compiled under a longer name than its own."""
 _FLOAT8 = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 _TYPES = {
     torch.bfloat16: "#define ELEMENT Bfloat16\n",
@@ -99,7 +91,7 @@ def kernels_or_none(name: str, dtype: torch.dtype, defined: str = "") -> Kernels
         return kernels(name, dtype, defined)
     except CompileError as error:
         _refused.add((name, dtype, defined))
-        file, (kernel, instead) = f"{source_of(name)}.cu", _INSTEAD[source_of(name)]
+        file, (kernel, instead) = f"{name}.cu", _INSTEAD[name]
         warnings.warn(
             f"opkit::attention: {file} could not be compiled, so that calls get kernel {instead!r} in place of {kernel!r}: "
             f"{str(error).splitlines()[0]} It needs CUDA 12.5 or newer; OPKIT_CUDA_COMPILER chooses between NVRTC and nvcc.",
@@ -109,20 +101,11 @@ def kernels_or_none(name: str, dtype: torch.dtype, defined: str = "") -> Kernels
         return None
 
 
-def source_of(name: str) -> str:
-    """Return the source that a name begins with, without its ending.
-
-    >>> source_of("backward_of_lists")
-    'backward'
-    """
-    return name.split("_")[0]
-
-
 def request(name: str, dtype: torch.dtype, defined: str = "") -> Request:
     """Return what a compiler is asked for: a source for elements of a dtype, in the way that ``name`` and definitions say."""
-    file = f"{source_of(name)}.cu"
+    file = f"{name}.cu"
     source = (SOURCES / file).read_text(encoding="utf-8")
-    text = f'{_TYPES[dtype]}{_DEFINED.get(name, "")}{defined}#line 1 "{file}"\n{source}'
+    text = f'{_TYPES[dtype]}{defined}#line 1 "{file}"\n{source}'
     unit = Unit(f"{file} for {dtype}", text, "cuda")
     return Request(f"hopper_{name}", (unit,), flags=_FLAGS, include_dirs=(SOURCES,), kind="cubin")
 
@@ -194,7 +177,7 @@ class Kernels:
         found = [(self._binary(step.kernel, step.early), step.grid) for step in steps]
         run, instead = (
             _core.ProblemLaunch(found, maps, ctypes.sizeof(problem), device),
-            _INSTEAD[source_of(self._name)][1],
+            _INSTEAD[self._name][1],
         )
 
         def launch(call: ctypes.Structure, stream: int) -> None:

@@ -105,6 +105,7 @@ static inline int atomicAdd(int* at, int x) {
 }
 
 static inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+static inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 
 // ---- the host ------------------------------------------------------------------------------------------------------------------
 

@@ -320,6 +320,7 @@ SM90 float load_one(uint32_t at) {
     std::memcpy(&x, machine::at(*self().block, at), 4);
     return x;
 }
+SM90 float2 load_two(uint32_t at) { return {load_one(at), load_one(at + 4)}; }
 SM90 void store_one(uint32_t at, uint32_t x) { std::memcpy(machine::at(*self().block, at), &x, 4); }
 SM90 void store_one(uint32_t at, float x) { std::memcpy(machine::at(*self().block, at), &x, 4); }
 SM90 void add_four(float* to, float a, float b, float c, float d) { to[0] += a, to[1] += b, to[2] += c, to[3] += d; }

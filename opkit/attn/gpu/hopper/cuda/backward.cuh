@@ -9,92 +9,14 @@
 // FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024).
 #pragma once
 
+#include "backward_after.cuh"
 #include "backward_helpers.cuh"
-#include "backward_hidden.cuh"
 #include "backward_ordered.cuh"
+#include "backward_wide.cuh"
 
 namespace {
 
 using namespace sm90;
-
-// ---- products -------------------------------------------------------------------------------------------------------------
-
-// Begin a product of 64 keys, or values, with a block of queries, or their gradients; less numbers of these.
-template <class S>
-SM90 void multiply_rows(float (&s)[S::ROWS / 2], uint32_t left, uint32_t right, int slot, uint32_t numbers) {
-    products_fence();
-    broadcast(s, further(numbers_of_columns(numbers, S::SUM_BYTES), slot * S::SUM_ROOM));
-    const uint64_t a = along_rows(left), b = further(along_rows(right), slot * S::BLOCK_BYTES);
-#pragma unroll
-    for (int k = 0; k < S::D / 16; k++)
-        Product<T, S::ROWS>::template ss<0, 0>(s, further(a, k / 4 * S::KEY_BOX + k % 4 * 32), further(b, k / 4 * S::ROW_BOX + k % 4 * 32), 1);
-    products_commit();
-}
-
-// Begin to add probabilities, or slopes, times a block of gradients of results, or of queries.
-template <class S>
-SM90 void gather(float (&sums)[S::D / 2], const uint32_t (&left)[S::ROWS / 4], uint32_t right, int slot) {
-    products_fence();
-    const uint64_t b = further(across_rows(right, S::ROW_BOX), slot * S::BLOCK_BYTES);
-#pragma unroll
-    for (int k = 0; k < S::ROWS / 16; k++)
-        Product<T, S::D>::template rs<1>(sums, left[4 * k], left[4 * k + 1], left[4 * k + 2], left[4 * k + 3], further(b, k * 16 * ROW_BYTES), 1);
-    products_commit();
-}
-
-// Begin this warpgroup's part of the gradient of queries: half of the channels, or of the queries.
-template <class S>
-SM90 void multiply_slopes(float (&sums)[HALF / 2], uint32_t slopes, int slot, uint32_t keys, int me) {
-    products_fence();
-    const uint32_t left = slopes + (S::ROWS > HALF ? me * HALF * ROW_BYTES : 0), right = keys + (S::ROWS > HALF ? 0 : me * S::KEY_BOX);
-    const uint64_t first_a = further(along_rows(left), slot * S::SLOPE_BYTES), first_b = across_rows(right, S::KEY_BOX);
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) {
-        const uint64_t a = further(first_a, k / 4 * S::ROW_BOX + k % 4 * 32), b = further(first_b, k * 16 * ROW_BYTES);
-        if (k == 0) Product<T, HALF>::template first<0, 1>(sums, a, b);
-        else Product<T, HALF>::template ss<0, 1>(sums, a, b, 1);
-    }
-    products_commit();
-}
-
-// Add a part of the gradient of queries to memory, `of_all` being the number of its block among all.
-SM90 void add_part(const Problem& problem, const float (&dq)[HALF / 2], int me, int thread, int of_all) {
-    float* to = problem.total + (int64_t(of_all) * 2 + me) * PART + thread * 4;
-#pragma unroll
-    for (int j = 0; j < HALF / 8; j++) add_four(to + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-}
-
-template <int N>
-SM90 void narrow(const float (&x)[N], uint32_t (&y)[N / 2]) {
-#pragma unroll
-    for (int j = 0; j < N / 2; j++) y[j] = pack<T>(x[2 * j], x[2 * j + 1]);
-    hold(y);
-}
-
-// Logits become weights, some of a thread's.
-template <int FROM, int TO, int N>
-SM90 void weigh(float (&s)[N], float factor) {
-#pragma unroll
-    for (int j = FROM; j < TO; j++) s[j] = exp2_approx(s[j] * factor);
-}
-
-// Gradients of probabilities times these: 0 where a key is hidden, whatever the gradient is there.
-template <int N>
-SM90 void multiply_weights(float (&dp)[N], const float (&p)[N], bool part) {
-#pragma unroll
-    for (int j = 0; j < N; j++) dp[j] *= p[j];
-    if (!part) return;
-#pragma unroll
-    for (int j = 0; j < N; j++) dp[j] = p[j] == 0 ? 0 : dp[j];
-}
-
-// Slopes to shared memory, each four matrices where `to` says for a lane.
-template <int N>
-SM90 void put(uint32_t to, const uint32_t (&slopes)[N]) {
-#pragma unroll
-    for (int j = 0; j < N / 4; j++)
-        store_across(to + j * 16 * ROW_BYTES, slopes[4 * j], slopes[4 * j + 1], slopes[4 * j + 2], slopes[4 * j + 3]);
-}
 
 // ---- multiplying ----------------------------------------------------------------------------------------------------------
 
@@ -123,16 +45,19 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         wait(barriers + K_FULL, n & 1);
         const Tile tile = read_tile(base + S::PUBLISHED_TILES + (n & 1) * 16);
         if (tile.steps < 0) break;
-        const int at = tile.at + me * HALF, total = tile.steps * group;
-        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
-        float dk[S::D / 2], dv[S::D / 2], s[S::ROWS / 2];
+        const int at = tile.at + me * HALF, total = S::LISTED ? tile.steps : tile.steps * group;
+        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads, keys_there = keys_of(problem, batch);
+        float dk[S::OF_K / 2], dv[S::OF_V / 2], s[S::ROWS / 2];
 #pragma unroll
-        for (int i = 0; i < S::D / 2; i++) dk[i] = dv[i] = 0;
+        for (float& x : dk) x = 0;
+#pragma unroll
+        for (float& x : dv) x = 0;
         hold(dk), hold(dv);  // else they are set later, when products are under way
-        int block = S::LISTED ? tile.first : visit_of<S>(problem, tile, 0).block, left = tile.steps;  // the latter of a head, where it is asked for
+        int block = 0, left = tile.steps;  // the latter of a head, where it is asked for
+        if (!S::LISTED) block = visit_of<S>(problem, tile, 0, 0).block;
         int of_head = (batch * problem.heads + key_head * group) * blocks, before = 0;
         const auto begin = [&](int it) {  // a step's logits
-            multiply_rows<S>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
+            multiply_rows<S, S::DK, !CAPPED>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
         };
         const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
             constexpr bool FOLLOWS = decltype(follows)::value;
@@ -149,40 +74,44 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 begin(it);
             }
             bool part;
+            int head = 0;
             if constexpr (S::LISTED) {
                 const int4 numbers = load_four(base + S::PUBLISHED_STEPS + slot * 16);
-                block = __shfl_sync(~0u, numbers.x, 0), part = __shfl_sync(~0u, numbers.y, 0);
+                block = __shfl_sync(~0u, numbers.x, 0), part = __shfl_sync(~0u, numbers.y, 0), head = __shfl_sync(~0u, numbers.z, 0);
+                of_head = head * blocks;
             } else {
-                part = partial<S>(problem, block * S::ROWS, at);
+                part = partial<S>(problem, block * S::ROWS, at, keys_there);
             }
             const int row = block * S::ROWS;
             if (!FOLLOWS) wait(barriers + V_FULL, n & 1);
             wait(barriers + G_FULL + slot * 8, parity);
-            multiply_rows<S>(dp, my_values, base + S::G, slot, base + S::DELTAS);
+            multiply_rows<S, S::DV>(dp, my_values, base + S::G, slot, base + S::DELTAS);
             if constexpr (!S::AHEAD) {
                 products_wait<1>();
                 hold(s);
             }
-            if (part) {
-                if (S::BANDED) odd = __any_sync(~0u, not_finite(s));
-                hide<S>(problem, s, batch, row, at, warp, lane);
-                if (S::LISTED && !in_order(problem, batch, at)) hide_others<S>(problem, s, batch, row, at, warp, lane);
-            }
-            weigh<0, FIRST>(s, problem.factor);
+            if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
+            cap(problem, s);
+            if (part) hide_unseen<S>(problem, s, batch, head % problem.heads, row, at, keys_there, warp, lane);
+            if (!CAPPED) weigh<0, FIRST>(s, problem.factor);
             hold(s);
             // Has a branch, above which ptxas moves no wait for a product.
             wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
-            if (S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
+            if (!CAPPED && S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
-            if (S::LISTED && part) odd |= __any_sync(~0u, not_finite(dp));
-            weigh<FIRST, S::ROWS / 2>(s, problem.factor);
-            multiply_weights(dp, s, part);
-            narrow(dp, slopes);
-            if (S::ROWS > HALF) narrow(s, weights);
+            if (S::HIDES_ROWS && part) odd |= __any_sync(~0u, not_finite(dp));
+            if constexpr (CAPPED) {
+                weigh_capped(problem, s, dp, base + S::POWERS + slot * S::SUM_ROOM, part, weights, slopes);
+            } else {
+                weigh<FIRST, S::ROWS / 2>(s, problem.factor);
+                multiply_weights(dp, s, part);
+                narrow(dp, slopes);
+                if (S::ROWS > HALF) narrow(s, weights);
+            }
 
             put(my_slopes + slot * S::SLOPE_BYTES, slopes);
-            if (S::BANDED && odd) clean_all<S>(base, slot, my_keys, warp, lane);
+            if (S::HIDES && odd) clean_all<S>(base, slot, my_keys, warp, lane);
             fence_stores();
             __syncwarp();
             free(SLOPES_FULL + slot * 8);
@@ -204,19 +133,17 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             if constexpr (FOLLOWS) {
                 free(SLOPES_EMPTY + (slot ^ 1) * 8);
-                add_part(problem, dq, me, thread, before);
+                add_part<S>(problem, dq, me, thread, before);
             }
             products_wait<0>();  // of the next logits too: ptxas lets no product go on from one round of a loop to the next
             if constexpr (S::AHEAD) hold(s);
             hold(dk), hold(dv), hold(slopes);
             free(Q_EMPTY + slot * 8);
             before = of_head + block;
-            if constexpr (S::LISTED) {
-                if (--left == 0) left = tile.steps, of_head += blocks;
-            } else if constexpr (S::ORDERED) {
+            if constexpr (!S::LISTED && S::ORDERED) {
                 block += goes_down<S>(tile) ? -1 : 1;
-                if (--left == 0) left = tile.steps, of_head += blocks, block = visit_of<S>(problem, tile, 0).block;
-            } else {
+                if (--left == 0) left = tile.steps, of_head += blocks, block = visit_of<S>(problem, tile, 0, 0).block;
+            } else if constexpr (!S::LISTED) {
                 if (++block == tile.first + tile.steps) block = tile.first, of_head += blocks;
             }
             it++;
@@ -239,7 +166,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             products_wait<0>();
             hold(dq), hold(s);
             free(SLOPES_EMPTY + slot * 8), free(K_EMPTY);
-            add_part(problem, dq, me, thread, before);
+            add_part<S>(problem, dq, me, thread, before);
         } else {
             wait(barriers + V_FULL, n & 1);
             __syncwarp();
@@ -255,7 +182,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
 }
 
 template <class S>
-SM90 void gradients(const Problem& problem, const Maps& maps) {
+SM90 void differentiate(const Problem& problem, const Maps& maps) {
     const uint32_t bytes = shared(dynamic_shared()), base = bytes + (-bytes & 1023), barriers = base + S::BARRIERS;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / LANES, 0);
     if (threadIdx.x == 0) {
@@ -263,12 +190,13 @@ SM90 void gradients(const Problem& problem, const Maps& maps) {
         for (int i = 0; i < BARRIER_BYTES; i += 8) barrier_init(barriers + i, arrivals_at<S>(i));
         barriers_ready();
     }
-    for (int i = threadIdx.x * 16; i < 2 * STAGES * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
+    for (int i = threadIdx.x * 16; i < (STAGES + S::G_STAGES) * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
     fence_stores();
     __syncthreads();
     if (warp < WARPS) {
         more_registers<240>();
-        if constexpr (S::D == HALF) multiply<S>(problem, base, warp / (WARPS / 2));
+        if constexpr (S::WIDE) multiply_wide<S>(problem, base, warp / (WARPS / 2));
+        else if constexpr (S::D == HALF) multiply<S>(problem, base, warp / (WARPS / 2));
         else if (warp < WARPS / 2) multiply<S>(problem, base, Known<0>());
         else multiply<S>(problem, base, Known<1>());
     } else {

@@ -25,11 +25,11 @@ SM90 void clean(uint32_t at, int lane) {
     }
 }
 
-// Of a block of queries, where steps are listed of their gradients too, and of a warp's keys.
+// Of a block of queries, if these are hidden from keys of their gradients too, and of a warp's keys.
 template <class S>
 SM90 void clean_all(uint32_t base, int slot, uint32_t keys, int warp, int lane) {
     clean<S::BLOCK_BYTES>(base + S::Q + slot * S::BLOCK_BYTES, lane);
-    if (S::LISTED) clean<S::BLOCK_BYTES>(base + S::G + slot * S::BLOCK_BYTES, lane);
+    if (S::HIDES_ROWS) clean<S::BLOCK_BYTES>(base + S::G + slot * S::BLOCK_BYTES, lane);
 #pragma unroll 1
     for (int c = 0; c < S::BOXES; c++) clean<16 * ROW_BYTES>(keys + c * S::KEY_BOX + warp * 16 * ROW_BYTES, lane);
 }
@@ -43,10 +43,10 @@ SM90 bool not_finite(const float (&s)[N]) {
     return found;
 }
 
-// Whether some of the queries from `row` do not see some of 64 keys from `at`, or are not there.
+// Whether some of the queries from `row` do not see some of 64 keys from `at`, or are not there; `keys` are those of the batch.
 template <class S>
-SM90 bool partial(const Problem& problem, int row, int at) {
-    bool found = row + S::ROWS > problem.queries || at + HALF > problem.keys;
+SM90 bool partial(const Problem& problem, int row, int at, int keys) {
+    bool found = row + S::ROWS > problem.queries || at + HALF > keys;
     if (S::BANDED) found |= at + (HALF - 1) - row > problem.upper || at - row - (S::ROWS - 1) < problem.lower;
     return found;
 }
@@ -54,7 +54,7 @@ SM90 bool partial(const Problem& problem, int row, int at) {
 // -infinity where a query does not see a key by the band or, if there are segments, is beyond the key's span; s is (keys from `at`,
 // queries from `row`).
 template <class S, int N>
-SM90 void hide(const Problem& problem, float (&s)[N], int batch, int row, int at, int warp, int lane) {
+SM90 void hide_beyond(const Problem& problem, float (&s)[N], int batch, int row, int at, int keys, int warp, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
@@ -64,7 +64,7 @@ SM90 void hide(const Problem& problem, float (&s)[N], int batch, int row, int at
             const int2 span = problem.lists.spans[batch * problem.lists.spans_batch + min(key, problem.keys - 1)];
             past = min(past, span.y), from = max(from, span.x);
         }
-        if (key >= problem.keys) past = 0;
+        if (key >= keys) past = 0;
         past -= here, from -= here;
 #pragma unroll
         for (int j = 0; j < N / 4; j++)
@@ -101,6 +101,19 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int row,
             const int of_32 = i / 4 * 8 + 2 * (lane % 4) + i % 2;
             if (!(seen[i / 2 % 2] >> of_32 & 1)) s[from / 2 + i] = -INFINITY;
         }
+    }
+}
+
+// -infinity where a query does not see a key of 64 from `at`, which `keys` of the batch and the mask say; of a head of queries. `row` is
+// that of a block's first query.
+template <class S, int N>
+SM90 void hide_unseen(const Problem& problem, float (&s)[N], int batch, int head, int row, int at, int keys, int warp, int lane) {
+    if constexpr (PROGRAM) {
+        const Seen seen = seen_columns<N / 2, S::BANDED>(problem, {batch, head, at + 16 * warp + lane / 4, row + 2 * (lane % 4)});
+        hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
+    } else {
+        hide_beyond<S>(problem, s, batch, row, at, keys, warp, lane);
+        if (S::LISTED && !in_order(problem, batch, at)) hide_others<S>(problem, s, batch, row, at, warp, lane);
     }
 }
 

@@ -12,7 +12,6 @@ using namespace sm90;
 template <class S>
 SM90 void pass_turns(const Problem& problem, uint32_t base) {
     const uint32_t barriers = base + S::BARRIERS;
-    const int group = problem.heads / problem.key_heads;
     int it = 0;
     for (int n = 0;; n++) {
         wait(barriers + K_FULL, n & 1);
@@ -20,16 +19,18 @@ SM90 void pass_turns(const Problem& problem, uint32_t base) {
         const Tile tile{x.x, x.y, x.z, x.w};
         arrive(barriers + K_EMPTY);
         if (tile.steps < 0) break;
+        int left = S::LISTED ? tile.steps : tile.steps * (problem.heads / problem.key_heads);
+        if (left == 0) continue;
         int* before = nullptr;
-        for (int head = tile.head * group; head < (tile.head + 1) * group; head++) {
-            for (int step = 0; step < tile.steps; step++, it++) {
-                wait(barriers + Q_EMPTY + it % STAGES * 8, it / STAGES & 1);
-                arrive(barriers + PASSED + it % STAGES * 8);
-                if (before) add_count(before, 1);
-                before = added<S>(problem, head, visit_of<S>(problem, tile, step).block);
-            }
+        for (Walk<S> walk(problem, tile);; it++) {
+            wait(barriers + Q_EMPTY + it % STAGES * 8, it / STAGES & 1);
+            arrive(barriers + PASSED + it % STAGES * 8);
+            if (before) add_count(before, 1);
+            before = added<S>(problem, walk.head, walk.visit(problem, tile).block);
+            if (--left == 0) break;
+            walk.next(problem, tile);
         }
-        if (!before) continue;
+        it++;
         wait(barriers + SUMMED + (n & 1) * 8, n >> 1 & 1);
         add_count(before, 1);
     }

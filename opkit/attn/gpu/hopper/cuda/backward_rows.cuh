@@ -40,22 +40,36 @@ SM90 Numbers numbers_of(const Problem& problem, int of_head, int row) {
     return found;
 }
 
-// Whether other kernels add a row's part of the gradients, as `is_apart` of device/backward_large.py says too.
-SM90 bool is_apart(float power, float delta) {
+// Whether another kernel adds a row's part of the gradients, with logits that are exact to the rounding of products: of a log-sum-exp
+// as large as L the rounding, up to L / 2^24, would be seen in probabilities. Not of those whose gradients are NaN anyway.
+SM90 bool is_large(float power, float delta) {
     constexpr float LARGE = 4096;
     return fabsf(power) > LARGE && fabsf(power) < INFINITY && fabsf(delta) < INFINITY;
 }
 
-// Tell what products read of a row, whose result times its gradient sums up to `sum`, and its delta.
+// What is added to a row's logits, so that their exponentials are probabilities; for capped logits, which have a factor of their own,
+// to exponents.
 template <class S>
-SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& numbers, float sum) {
-    const float delta = sum - numbers.gradient;
-    float4* to = reinterpret_cast<float4*>(sums_of<S>(problem, of_head, row / S::ROWS)) + row % S::ROWS;
-    float power = -numbers.power / problem.scale;
-    if (numbers.power == -INFINITY) power = -INFINITY;
-    else if (S::LISTED && !(fabsf(delta) < INFINITY)) power = NAN;  // what the row sees is to be NaN, though its gradient be cleaned
-    else if (is_apart(numbers.power, delta)) power = -INFINITY;
-    to[0] = in_parts(power);
+SM90 float power_of(const Problem& problem, float lse, float delta) {
+    if (lse == -INFINITY) return -INFINITY;
+    if (S::HIDES_ROWS && !(fabsf(delta) < INFINITY)) return NAN;  // what the row sees is to be NaN, though its gradient be cleaned
+    if (CAPPED) return problem.offset - lse * LOG2E;
+    if (problem.large && is_large(lse, delta)) {
+        *problem.large = 1;
+        return -INFINITY;
+    }
+    return -lse / problem.scale;
+}
+
+// Publish what products read of a row, whose result times its gradient sums up to `sum`, and its delta. Products add the numbers of
+// logits by one of their own, and that of capped logits are read by threads.
+template <class S>
+SM90 void publish_row(const Problem& problem, int of_head, int row, const Numbers& numbers, float sum) {
+    const float delta = sum - numbers.gradient, power = power_of<S>(problem, numbers.power, delta);
+    float* block = sums_of<S>(problem, of_head, row / S::ROWS);
+    float4* to = reinterpret_cast<float4*>(block) + row % S::ROWS;
+    if (CAPPED) block[row % S::ROWS] = power;
+    else to[0] = in_parts(power);
     to[S::ROWS] = in_parts(-delta);
     if (row < problem.queries) problem.delta[int64_t(of_head) * problem.queries + row] = delta;
 }
@@ -65,10 +79,10 @@ SM90 void tell_row(const Problem& problem, int of_head, int row, const Numbers& 
 template <class S>
 SM90 void before(const Problem& problem, const Maps&) {
     constexpr int OF_ROW = S::D / 8, AT_ONCE = ROW_THREADS / OF_ROW, PASSES = S::ROWS / AT_ONCE;
-    const int of_head = gridDim.y - 1 - blockIdx.y, at = gridDim.x - 1 - blockIdx.x;
+    const int64_t block = gridDim.x - 1 - blockIdx.x;
+    const int blocks = blocks_of<S>(problem), of_head = int(block / blocks), at = int(block % blocks);
     const int batch = of_head / problem.heads, head = of_head % problem.heads;
     const int column = threadIdx.x % OF_ROW * 8, first = threadIdx.x / OF_ROW;
-    const int64_t block = int64_t(of_head) * gridDim.x + at;
     const T *out = first_of<const T>(problem.out, batch, head), *gradient = first_of<const T>(problem.gradient, batch, head);
     uint4 x[PASSES], y[PASSES];
     Numbers numbers[PASSES];
@@ -82,15 +96,15 @@ SM90 void before(const Problem& problem, const Maps&) {
         }
         if (column == 0) numbers[i] = numbers_of(problem, of_head, row);
     }
-    float4* zeros = reinterpret_cast<float4*>(problem.total + block * (2 * PART));
+    float4* zeros = reinterpret_cast<float4*>(problem.total + block * (S::PARTS * PART));
 #pragma unroll
-    for (int i = 0; i < 2 * PART / 4 / ROW_THREADS; i++) zeros[i * ROW_THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < S::PARTS * PART / 4 / ROW_THREADS; i++) zeros[i * ROW_THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
         float sum = dot(x[i], y[i]);
 #pragma unroll
         for (int bit = OF_ROW / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (column == 0) tell_row<S>(problem, of_head, at * S::ROWS + i * AT_ONCE + first, numbers[i], sum);
+        if (column == 0) publish_row<S>(problem, of_head, at * S::ROWS + i * AT_ONCE + first, numbers[i], sum);
     }
     if (block == 0)
         for (int i = threadIdx.x; i < counts_of<S>(problem); i += ROW_THREADS) problem.counter[i] = 0;

@@ -1,9 +1,8 @@
 // The tiles of the backward: how a block's work and its shared memory are laid out, and the thread that loads.
 #pragma once
 
-#include <type_traits>
-
-#include "tensors.cuh"
+#include "backward_call.cuh"
+#include "masks.cuh"
 
 namespace {
 
@@ -12,72 +11,66 @@ using namespace sm90;
 constexpr int WARPS = 8;                               // warps that multiply
 constexpr int HALF = 64;                               // keys of a warpgroup; rows and columns of its part of the gradient of queries
 constexpr int PART = HALF * HALF;                      // floats
-constexpr int KEYS = 2 * HALF;                         // of a block of threads
 constexpr int STAGES = 2;                              // blocks of queries that are there at once
 constexpr int THREADS = 3 * WARPGROUP, ROW_THREADS = 256;
 constexpr int FIRST_WORKER = THREADS - 2 * LANES;  // threads from there on do what goes before products, and after
 
-// A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
-struct Problem {
-    Rows q, k, v, out, gradient, of_q, of_k, of_v, lse, of_lse;  // of_lse: no data if there is no gradient of the log-sum-exp
-    Lists lists;
-    float* delta;  // (batch, heads, queries), dense
-    float* sums;   // of a block of rows: -lse / scale, then -delta, four floats each
-    float* total;  // of a block of rows: two parts of the gradient of queries, in the order of threads
-    int* counter;  // of tiles, of halves of blocks that helpers prepare and finish, and counts of heads, as said below
-    int batch, heads, key_heads, queries, keys, head_size, value_size, lower, upper, banded;
-    int section;   // heads of keys whose tiles are interleaved, so that their queries stay in the L2 cache
-    int turned;    // where sums are made in order: of tiles, how many go from the first queries to the last; the others the other way
-    int prepared;  // heads of queries, the first ones, whose rows are prepared before the products
-    int tiles, processors, device;
-    float scale;
-    float factor;  // of logits, whose exponentials' base is 2
-};
-
-// How TMA finds them: blocks of rows, keys and values; and for helpers halves of blocks, and parts of the gradient of queries.
-struct Maps {
-    CUtensorMap q, k, v, gradient, half_of_out, half_of_gradient, part_of_q;
-};
-
-// Barriers, as offsets from the first; those from Q_FULL to ITEM_FULL and from Q_EMPTY on have two stages. At the first ones one
-// thread arrives, from K_EMPTY on a thread of each warp that multiplies, at ITEM_DONE one of each that works on items. The last two are
-// for sums that are made in order (backward_ordered.cuh).
+// Barriers, as offsets from the first; those from Q_FULL to ITEM_FULL and from Q_EMPTY to PASSED have two stages. At the first ones one
+// thread arrives, from K_EMPTY on a thread of each warp that multiplies, at ITEM_DONE one of each that works on items. PASSED and SUMMED are
+// for sums that are made in order (backward_ordered.cuh), the last two for heads of 256.
 constexpr int K_FULL = 0, V_FULL = 8, Q_FULL = 16, G_FULL = 32, ITEM_FULL = 48;
 constexpr int K_EMPTY = 64, V_EMPTY = 72, Q_EMPTY = 80, G_EMPTY = 96, SLOPES_FULL = 112, SLOPES_EMPTY = 128, SUMMED = 144;
-constexpr int ITEM_DONE = 160, PASSED = 176, BARRIER_BYTES = 192;
+constexpr int ITEM_DONE = 160, PASSED = 176, WEIGHTS_FULL = 192, WEIGHTS_EMPTY = 200, BARRIER_BYTES = 208;
 
-// How shared memory is laid out for heads of D channels: D / 64 boxes of keys, values, queries and gradients of results. LISTED:
-// there are segments, and a list of the blocks that a tile visits. ORDERED: the gradient of queries is summed up in one order.
-template <int D_, bool BANDED_, bool LISTED_, bool ORDERED_>
+// Whether some queries do not see some keys that are there; and whether what such queries' gradients hold must not reach these keys.
+constexpr bool hides(bool banded, bool listed) { return banded || listed || LENGTHS; }
+constexpr bool hides_rows(bool listed) { return listed || LENGTHS; }
+
+// How shared memory is laid out for heads of up to D channels: D / 64 boxes of keys, values, queries and gradients of results. Products
+// take DK channels of keys and DV of values. LISTED: there are segments or a mask's program, and a list of the blocks that a tile visits.
+// ORDERED: the gradient of queries is summed up in one order. Of heads of 256 warpgroups divide products, not keys (backward_wide.cuh).
+template <int D_, int DK_, int DV_, bool BANDED_, bool LISTED_, bool ORDERED_>
 struct Shape {
-    static constexpr int D = D_, ROWS = 2 * PART / D;  // queries of a step
-    static constexpr bool BANDED = BANDED_, LISTED = LISTED_, ORDERED = ORDERED_;
+    static constexpr int D = D_, DK = DK_, DV = DV_;
+    static constexpr bool BANDED = BANDED_, LISTED = LISTED_, ORDERED = ORDERED_, WIDE = D > 2 * HALF;
+    static constexpr int ROWS = WIDE ? HALF : 2 * PART / D, KEYS = WIDE ? HALF : 2 * HALF;  // queries of a step, and keys
+    static constexpr int SUM_STEP = WIDE ? 64 : 32, OF_K = (DK + SUM_STEP - 1) / SUM_STEP * SUM_STEP;  // channels of sums
+    static constexpr int OF_V = (DV + SUM_STEP - 1) / SUM_STEP * SUM_STEP;
+    static constexpr int PARTS = ROWS * D / PART, ITEM_ROWS = ROWS / PARTS;  // of the gradient of a block of queries; rows of an item of helpers
+    static constexpr bool HIDES = hides(BANDED, LISTED), HIDES_ROWS = hides_rows(LISTED);
     static constexpr int WORKERS = (ORDERED ? 1 : 2) * LANES;  // threads that work on items; a warp less where one passes turns on
     static constexpr bool AHEAD = D == 64;  // the next logits are begun before a step ends
+    static constexpr int G_STAGES = WIDE ? 1 : STAGES, ITEM_STAGES = WIDE ? 1 : STAGES;
     static constexpr int BOXES = D / COLUMNS, KEY_BOX = KEYS * ROW_BYTES, ROW_BOX = ROWS * ROW_BYTES;
-    static constexpr int KEY_BYTES = BOXES * KEY_BOX, BLOCK_BYTES = BOXES * ROW_BOX, SLOPE_BYTES = 2 * ROW_BOX;
+    static constexpr int KEY_BYTES = BOXES * KEY_BOX, BLOCK_BYTES = BOXES * ROW_BOX, SLOPE_BYTES = KEYS / HALF * ROW_BOX;
+    static constexpr int PIECE_BYTES = BLOCK_BYTES / PARTS;
     static constexpr int SUM_FLOATS = 4 * ROWS, SUM_BYTES = SUM_FLOATS * 4, SUM_ROOM = 2 * SUM_BYTES;
     // Offsets. Slopes are gradients of logits.
-    static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, G = Q + STAGES * BLOCK_BYTES, SLOPES = G + STAGES * BLOCK_BYTES;
-    static constexpr int ITEMS = SLOPES + STAGES * SLOPE_BYTES;  // what helpers work on, for a half of a block each
-    static constexpr int ROUNDED = ITEMS + STAGES * BLOCK_BYTES;  // parts of the gradient of queries that helpers store
-    static constexpr int POWERS = ROUNDED + STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
-    static constexpr int ROW_SUMS = DELTAS + STAGES * SUM_ROOM, PUBLISHED_TILES = ROW_SUMS + STAGES * ROWS / 2 * 4, PUBLISHED_ITEMS = PUBLISHED_TILES + 2 * 16;
-    static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + STAGES * 16;  // of listed steps the block, and whether some see not all keys
-    static constexpr int BARRIERS = PUBLISHED_STEPS + (LISTED ? STAGES * 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
+    static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, G = Q + STAGES * BLOCK_BYTES, SLOPES = G + G_STAGES * BLOCK_BYTES;
+    static constexpr int WEIGHTS = SLOPES + STAGES * SLOPE_BYTES;  // that one warpgroup passes to the other
+    static constexpr int ITEMS = WEIGHTS + (WIDE ? PART * 4 : 0);  // what helpers work on, for a part of a block each
+    static constexpr int ROUNDED = ITEMS + ITEM_STAGES * 2 * PIECE_BYTES;  // parts of the gradient of queries that helpers store
+    static constexpr int POWERS = ROUNDED + ITEM_STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
+    static constexpr int ROW_SUMS = DELTAS + G_STAGES * SUM_ROOM, PUBLISHED_TILES = ROW_SUMS + ITEM_STAGES * ITEM_ROWS * 4;
+    static constexpr int PUBLISHED_ITEMS = PUBLISHED_TILES + 2 * 16;
+    static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + ITEM_STAGES * 16;  // of listed steps the block, whether it is a part, and the head
+    static constexpr int ODD = PUBLISHED_STEPS + (LISTED ? STAGES * 16 : 0);  // of weights that are passed, by warps whether they are odd
+    static constexpr int BARRIERS = ODD + (WIDE ? 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
 // How many threads arrive at a barrier before it lets others go on.
 template <class S>
 SM90 int arrivals_at(int barrier) {
+    if (barrier >= WEIGHTS_FULL) return WARPS / 2;
     if (barrier < K_EMPTY || barrier >= PASSED) return 1;
     if (barrier >= ITEM_DONE) return S::WORKERS / LANES;
-    const bool of_turns = barrier == K_EMPTY || barrier / 16 == SLOPES_FULL / 16;  // who passes turns on reads what a tile is; who loads gives them
-    return WARPS + (S::ORDERED && of_turns ? 1 : 0);
+    const bool of_slopes = barrier / 16 == SLOPES_FULL / 16;
+    // Who passes turns on reads what a tile is; who loads gives them. Of heads of 256 one warpgroup has slopes.
+    return (S::WIDE && of_slopes ? WARPS / 2 : WARPS) + (S::ORDERED && (barrier == K_EMPTY || of_slopes) ? 1 : 0);
 }
 
-// Counts behind those of Problem::counter: of each head of queries how many halves of blocks of rows helpers have prepared, of each
+// Counts behind those of Problem::counter: of each head of queries how many items helpers have prepared, of each
 // head of keys how many tiles have added all that they have to the gradient of queries; where that is summed up in order, of each block of
 // rows how many tiles have added to it.
 constexpr int COUNTERS = 3;
@@ -87,8 +80,8 @@ SM90 int* summed(const Problem& problem, int key_head) { return problem.counter 
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------------
 
-// How many blocks of queries of a head a tile has, -1 after the last tile; the first of them, its complement if they are visited from the
-// last one on, or where they are listed how many see all of its keys; the first key; the head of keys, of all batches.
+// How many blocks of queries of a head a tile has, where they are listed of all heads that share its keys, -1 after the last tile; the
+// first of them, its complement if they are visited from the last one on; the first key; the head of keys, of all batches.
 struct Tile {
     int steps, first, at, head;
 };
@@ -109,15 +102,20 @@ SM90 int* added(const Problem& problem, int head, int block) {
     return problem.counter + counts_of_heads(problem) + head * blocks_of<S>(problem) + block;
 }
 
-SM90 int tiles_of_head(const Problem& problem) { return (problem.keys + KEYS - 1) / KEYS; }
+template <class S>
+SM90 int tiles_of_head(const Problem& problem) { return (problem.keys + S::KEYS - 1) / S::KEYS; }
 
-// Where a tile's counts and list are.
-SM90 const int* counts_of_tile(const Problem& problem, const Tile& tile) {
-    return problem.lists.counts + tile.head / problem.key_heads * problem.lists.counts_batch + tile.at / KEYS * 2;
+// The counts of a tile's list for a head of queries, of all batches: of the blocks that see all of its keys, and of all. And where the
+// list is.
+template <class S>
+SM90 const int* counts_of_list(const Problem& problem, const Tile& tile, int head) {
+    const int* counts = problem.lists.counts + head / problem.heads * problem.lists.counts_batch + tile.at / S::KEYS * 2;
+    return PROGRAM ? counts + head % problem.heads * problem.mask.counts_head : counts;
 }
 template <class S>
-SM90 int64_t place_of_list(const Problem& problem, const Tile& tile) {
-    return tile.head / problem.key_heads * problem.lists.blocks_batch + int64_t(tile.at / KEYS) * blocks_of<S>(problem);
+SM90 int64_t place_of_list(const Problem& problem, const Tile& tile, int head) {
+    const int64_t place = head / problem.heads * problem.lists.blocks_batch + int64_t(tile.at / S::KEYS) * blocks_of<S>(problem);
+    return PROGRAM ? place + head % problem.heads * problem.mask.blocks_head : place;
 }
 
 // A block of queries that a tile visits, and whether by a list some of those do not see some keys.
@@ -128,39 +126,77 @@ struct Visit {
 
 // Where sums are made in order twice a step's block, and one more if it is such a part; and the tile's turn there.
 template <class S>
-SM90 int2 listed_visit(const Problem& problem, const Tile& tile, int step) {
-    return problem.lists.visits[place_of_list<S>(problem, tile) + step];
+SM90 int2 listed_visit(const Problem& problem, const Tile& tile, int head, int step) {
+    return problem.lists.visits[place_of_list<S>(problem, tile, head) + step];
 }
 
-// A step of a tile. In lists parts come first, from the back; where sums are made in order steps are in order too, since the parts of
-// several tiles are often of one block, at which all would meet.
+// A step of a tile, of a head of queries, of whose list so many steps are parts. In lists parts come first, from the back; where sums are made in order steps are in order
+// too, since the parts of several tiles are often of one block, at which all would meet.
 template <class S>
-SM90 Visit visit_of(const Problem& problem, const Tile& tile, int step) {
+SM90 Visit visit_of(const Problem& problem, const Tile& tile, int head, int step, int parts = 0) {
     if constexpr (!S::LISTED) {
         return {goes_down<S>(tile) ? (S::BANDED ? ~tile.first : 0) + tile.steps - 1 - step : tile.first + step, false};
     } else if constexpr (S::ORDERED) {
-        const int mark = listed_visit<S>(problem, tile, step).x;
+        const int mark = listed_visit<S>(problem, tile, head, step).x;
         return {mark >> 1, (mark & 1) != 0};
     } else {
-        const int parts = tile.steps - tile.first;
         const int place = step < parts ? blocks_of<S>(problem) - 1 - step : step - parts;
-        return {problem.lists.blocks[place_of_list<S>(problem, tile) + place], step < parts};
+        return {problem.lists.blocks[place_of_list<S>(problem, tile, head) + place], step < parts};
     }
 }
 
+// How many steps a tile has of a head of queries.
+template <class S>
+SM90 int steps_of(const Problem& problem, const Tile& tile, int head) {
+    return S::LISTED ? counts_of_list<S>(problem, tile, head)[1] : tile.steps;
+}
+
+// The steps of a tile that has some, one after another: of each head of queries that shares its keys.
+template <class S>
+struct Walk {
+    int head, step, steps, parts;
+
+    __device__ __forceinline__ Walk(const Problem& problem, const Tile& tile) : head(tile.head * (problem.heads / problem.key_heads)) {
+        begin(problem, tile);
+        if (S::LISTED) pass_over(problem, tile);
+    }
+    __device__ __forceinline__ void begin(const Problem& problem, const Tile& tile) {
+        step = 0, steps = tile.steps, parts = 0;
+        if constexpr (S::LISTED) {
+            const int* counts = counts_of_list<S>(problem, tile, head);
+            steps = counts[1], parts = steps - counts[0];
+        }
+    }
+    __device__ __forceinline__ void pass_over(const Problem& problem, const Tile& tile) {
+        while (step == steps) head++, begin(problem, tile);
+    }
+    __device__ __forceinline__ void next(const Problem& problem, const Tile& tile) {
+        step++;
+        if (S::LISTED) pass_over(problem, tile);
+        else if (step == steps) head++, step = 0;
+    }
+    __device__ __forceinline__ Visit visit(const Problem& problem, const Tile& tile) const {
+        return visit_of<S>(problem, tile, head, step, parts);
+    }
+};
+
 template <class S>
 SM90 Tile tile_of(const Problem& problem, int number) {
-    const int of_head = tiles_of_head(problem), size = problem.section * of_head;
+    const int of_head = tiles_of_head<S>(problem), size = problem.section * of_head;
     const int first = number / size * problem.section, rest = number % size;
     const int width = min(problem.section, problem.tiles / of_head - first);
-    const bool down = S::ORDERED && (!S::BANDED || number >= problem.turned);
+    const bool down = S::ORDERED && !S::LISTED && (!S::BANDED || number >= problem.turned);
     const int place = S::ORDERED && !down ? of_head - 1 - rest / width : rest / width;
-    Tile tile{blocks_of<S>(problem), 0, place * KEYS, first + rest % width};
+    Tile tile{blocks_of<S>(problem), 0, place * S::KEYS, first + rest % width};
+    const int keys = keys_of(problem, tile.head / problem.key_heads);
     if (S::LISTED) {
-        const int* counts = counts_of_tile(problem, tile);
-        tile.first = counts[0], tile.steps = counts[1];
+        const int group = problem.heads / problem.key_heads, alike = PROGRAM && problem.mask.counts_head ? 1 : group;
+        tile.steps = 0;
+        for (int head = 0; head < group; head += alike) tile.steps += alike * steps_of<S>(problem, tile, tile.head * group + head);
+    } else if (LENGTHS && tile.at >= keys) {
+        tile.steps = 0;
     } else if (S::BANDED) {
-        const int last = min(min(tile.at + KEYS, problem.keys) - 1 - problem.lower, problem.queries - 1);
+        const int last = min(min(tile.at + S::KEYS, keys) - 1 - problem.lower, problem.queries - 1);
         tile.first = max(tile.at - problem.upper, 0) / S::ROWS;
         tile.steps = max((max(last, -1) + S::ROWS) / S::ROWS - tile.first, 0);
         if (down) tile.first = ~tile.first;
@@ -170,11 +206,11 @@ SM90 Tile tile_of(const Problem& problem, int number) {
 
 // How many tiles add to the block of rows of a tile's step before this tile: those of later keys that see it, or of earlier ones.
 template <class S>
-SM90 int turn_of(const Problem& problem, const Tile& tile, int step, int block) {
-    if (S::LISTED) return listed_visit<S>(problem, tile, step).y;
-    const int last = tiles_of_head(problem) - 1, place = tile.at / KEYS;
-    if (goes_down<S>(tile)) return place - (S::BANDED ? max(block * S::ROWS + problem.lower, 0) / KEYS : 0);
-    return (S::BANDED ? min(((block + 1) * S::ROWS - 1 + problem.upper) / KEYS, last) : last) - place;
+SM90 int turn_of(const Problem& problem, const Tile& tile, int head, int step, int block) {
+    if (S::LISTED) return listed_visit<S>(problem, tile, head, step).y;
+    const int last = (keys_of(problem, tile.head / problem.key_heads) - 1) / S::KEYS, place = tile.at / S::KEYS;
+    if (goes_down<S>(tile)) return place - (S::BANDED ? max(block * S::ROWS + problem.lower, 0) / S::KEYS : 0);
+    return (S::BANDED ? min(((block + 1) * S::ROWS - 1 + problem.upper) / S::KEYS, last) : last) - place;
 }
 
 // From the first lane, so that the compiler knows that it is the same for a warp.
@@ -185,7 +221,7 @@ SM90 Tile read_tile(uint32_t at) {
 
 // ---- loading --------------------------------------------------------------------------------------------------------------
 
-// What products read of a block of rows, behind one another: -lse / scale, and -delta.
+// What products read of a block of rows, behind one another: -lse / scale, or of capped logits another number, and -delta.
 template <class S>
 SM90 float* sums_of(const Problem& problem, int head, int block) {
     return problem.sums + int64_t(head * blocks_of<S>(problem) + block) * (2 * S::SUM_FLOATS);
@@ -202,27 +238,31 @@ struct Loader {
     __device__ __forceinline__ uint32_t barrier(int which) const { return base + S::BARRIERS + which; }
     __device__ __forceinline__ uint32_t place_of(int n) const { return base + S::PUBLISHED_TILES + (n & 1) * 16; }
 
-    // A block of rows of a head, with numbers of these.
+    // A block of rows of a head, with numbers of these, to one of COUNT buffers.
+    template <bool ODD, int COUNT>
     __device__ __forceinline__ void load_block(int full, int to, const CUtensorMap* map, int head, int block, int numbers,
                                                const float* sums) const {
-        const int slot = it % STAGES;
+        const int slot = it % COUNT;
         expect_bytes(barrier(full + slot * 8), S::BLOCK_BYTES + S::SUM_BYTES);
-        load_boxes(base + to + slot * S::BLOCK_BYTES, map, barrier(full + slot * 8), block * S::ROWS, head % problem.heads, head / problem.heads);
+        load_rows_of<ODD, S::BOXES>(base + to + slot * S::BLOCK_BYTES, map, barrier(full + slot * 8), block * S::ROWS, head % problem.heads,
+                                    head / problem.heads, S::ROW_BOX);
         load_bytes(base + numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier(full + slot * 8));
     }
-    __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % STAGES * 8), (it / STAGES & 1) ^ 1); }
+    template <int COUNT = STAGES>
+    __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % COUNT * 8), (it / COUNT & 1) ^ 1); }
     __device__ __forceinline__ void load_rows(int head, const Visit& visit) const {
         wait_empty(Q_EMPTY);
-        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block, visit.part, 0, 0});
-        load_block(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block));
+        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block, visit.part, head, 0});
+        load_block<ODD_KEYS, STAGES>(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {
-        wait_empty(G_EMPTY);
-        load_block(G_FULL, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
+        wait_empty<S::G_STAGES>(G_EMPTY);
+        load_block<ODD_VALUES, S::G_STAGES>(G_FULL, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
     }
+    template <bool ODD>
     __device__ __forceinline__ void load_keys(int full, int to, const CUtensorMap* map, const Tile& tile) const {
         expect_bytes(barrier(full), S::KEY_BYTES);
-        load_boxes(base + to, map, barrier(full), tile.at, tile.head % problem.key_heads, tile.head / problem.key_heads);
+        load_rows_of<ODD, S::BOXES>(base + to, map, barrier(full), tile.at, tile.head % problem.key_heads, tile.head / problem.key_heads, S::KEY_BOX);
     }
 
     // Once nobody multiplies with the keys of the tile before, tile n.
@@ -238,15 +278,15 @@ struct Loader {
     }
     // Until helpers have prepared the rows of a head.
     __device__ __forceinline__ void wait_ready(int head) const {
-        if (head >= problem.prepared) wait_count(ready(problem, head), 2 * blocks_of<S>(problem));
+        if (head >= problem.prepared) wait_count(ready(problem, head), S::PARTS * blocks_of<S>(problem));
     }
 
     // Where sums are made in order: let the products for the gradient of queries of a tile's step be made, of that before number `it`,
     // when the tile's turn to add them has come. Nobody multiplies any more then in the step before.
     __device__ __forceinline__ void give_turn(const Tile& tile, int head, int step) const {
         wait_empty(PASSED);
-        const int block = visit_of<S>(problem, tile, step).block;
-        wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, step, block));
+        const int block = visit_of<S>(problem, tile, head, step).block;
+        wait_count(added<S>(problem, head, block), turn_of<S>(problem, tile, head, step, block));
         arrive(barrier(SLOPES_FULL + (it - 1) % STAGES * 8));
     }
 
@@ -258,36 +298,38 @@ struct Loader {
         arrive(barrier(V_FULL));
         tell_summed(n - 1);
     }
+    // Tile n, as who multiplies reads it: so it takes no registers.
+    __device__ __forceinline__ Tile published(int n) const {
+        const int4 x = load_four(place_of(n));
+        return {x.x, x.y, x.z, x.w};
+    }
     __device__ __forceinline__ void load_tile(int n, const Tile& tile) {
-        const int group = problem.heads / problem.key_heads;
-        int head = tile.head * group, step = 0;
-        Visit visit = visit_of<S>(problem, tile, 0);
-        wait_ready(head);
-        load_rows(head, visit);
+        Walk<S> walk(problem, tile);
+        Visit visit = walk.visit(problem, tile);
+        wait_ready(walk.head);
+        load_rows(walk.head, visit);
         tell(n, tile);
-        load_keys(K_FULL, S::K, &maps.k, tile);
-        load_gradients(head, visit.block);
+        load_keys<ODD_KEYS>(K_FULL, S::K, &maps.k, tile);
+        load_gradients(walk.head, visit.block);
         wait(barrier(V_EMPTY), (n & 1) ^ 1);
-        load_keys(V_FULL, S::V, &maps.v, tile);
+        load_keys<ODD_VALUES>(V_FULL, S::V, &maps.v, tile);
         tell_summed(n - 1);
-        for (int heads = head + group;;) {
+        int left = S::LISTED ? tile.steps : tile.steps * (problem.heads / problem.key_heads);
+        for (;;) {
             it++;
-            const int4 x = load_four(place_of(n));
-            const Tile same{x.x, x.y, x.z, x.w};
-            if (++step == x.x) {
-                if (head + 1 == heads) break;
-                head++, step = 0;
-                wait_ready(head);
-            }
-            visit = visit_of<S>(problem, same, step);
-            load_rows(head, visit);
-            load_gradients(head, visit.block);
-            if constexpr (S::ORDERED) give_turn(same, step > 0 ? head : head - 1, step > 0 ? step - 1 : x.x - 1);
+            if (--left == 0) break;
+            const Tile same = published(n);
+            const int head = walk.head, step = walk.step;
+            walk.next(problem, same);
+            if (walk.head != head) wait_ready(walk.head);
+            visit = walk.visit(problem, same);
+            load_rows(walk.head, visit);
+            load_gradients(walk.head, visit.block);
+            if constexpr (S::ORDERED) give_turn(same, head, step);
         }
         if constexpr (S::ORDERED) {
-            const int4 x = load_four(place_of(n));
             wait_empty(Q_EMPTY);
-            give_turn({x.x, x.y, x.z, x.w}, head, x.x - 1);
+            give_turn(published(n), walk.head, walk.step);
         }
     }
     __device__ __forceinline__ void load_tiles() {

@@ -349,6 +349,11 @@ SM90 float load_one(uint32_t at) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
     return x;
 }
+SM90 float2 load_two(uint32_t at) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+    return x;
+}
 SM90 void store_one(uint32_t at, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
 SM90 void store_one(uint32_t at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 // Add four floats to global memory, without waiting.

@@ -50,7 +50,6 @@ def hopper_backward_begin(
     something is NaN if it or delta is not finite, so that their probabilities are.
 
     Where logits may be large, rows whose log-sum-exp is are kept APART (:mod:`opkit.attn.gpu.hopper.device.backward_large`).
-    That alone is left to do for calls of the kernel in CUDA C++, which have delta already, and no ``sums``.
     """
     slots = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
@@ -67,26 +66,23 @@ def hopper_backward_begin(
     of_delta = delta + (b * heads + h).to(tl.int64) * queries
     lse += b.to(tl.int64) * lse_stride_0 + h.to(tl.int64) * lse_stride_1
     sum_of_row = tl.load(lse + i * lse_stride_2, mask=i < queries, other=float("-inf"))
-    if sums is None:
-        found = tl.load(of_delta + i, mask=i < queries, other=0.0)
-    else:
-        found = delta_of(
-            out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
-            gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E, E0,
-        )  # fmt: skip
-        tl.store(of_delta + i, found, mask=i < queries)
-        power = sum_of_row * LOG2E
-        if LISTED:
-            lost = (power != float("-inf")) & ((power == float("inf")) | ((tl.abs(found) < float("inf")) == 0))
-            power = tl.where(lost, float("nan"), power)
-        if APART:
-            power = tl.where(is_apart(sum_of_row, found), float("inf"), power)
-        block = of_head.to(tl.int64) * tl.num_programs(0) + at
-        tl.store(sums + block * (2 * ROWS) + within, tl.where(power == float("-inf"), float("inf"), power))
-        tl.store(sums + block * (2 * ROWS) + ROWS + within, found)
-        tl.store(total + block * (ROWS * D) + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
-        if turns is not None:
-            tl.store(turns + block, 0)
+    found = delta_of(
+        out, gradient, of_lse, b, h, i, out_stride_0, out_stride_1, out_stride_2, gradient_stride_0, gradient_stride_1,
+        gradient_stride_2, of_lse_stride_0, of_lse_stride_1, of_lse_stride_2, queries, E, E0,
+    )  # fmt: skip
+    tl.store(of_delta + i, found, mask=i < queries)
+    power = sum_of_row * LOG2E
+    if LISTED:
+        lost = (power != float("-inf")) & ((power == float("inf")) | ((tl.abs(found) < float("inf")) == 0))
+        power = tl.where(lost, float("nan"), power)
+    if APART:
+        power = tl.where(is_apart(sum_of_row, found), float("inf"), power)
+    block = of_head.to(tl.int64) * tl.num_programs(0) + at
+    tl.store(sums + block * (2 * ROWS) + within, tl.where(power == float("-inf"), float("inf"), power))
+    tl.store(sums + block * (2 * ROWS) + ROWS + within, found)
+    tl.store(total + block * (ROWS * D) + tl.arange(0, ROWS * D), tl.zeros([ROWS * D], tl.float32))
+    if turns is not None:
+        tl.store(turns + block, 0)
     large = is_apart(sum_of_row, found)
     if APART:  # noqa: SIM102 - the one is compiled, the other a branch
         if tl.max(large.to(tl.int32), 0) > 0:
@@ -144,8 +140,7 @@ def hopper_backward_end(
 ):  # fmt: skip
     """The gradient of a block of queries: what was summed up for it, times ``scale``, rounded.
 
-    If rows of the head, or of another that shares its keys, are kept APART, their part of all gradients; without a ``total``
-    that alone.
+    If rows of the head, or of another that shares its keys, are kept APART, their part of all gradients.
     """
     slots = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
@@ -160,14 +155,13 @@ def hopper_backward_end(
     state = 0
     if APART:
         state = tl.load(flag)
-    if total is not None:
-        block = of_head.to(tl.int64) * tl.num_programs(0) + first
-        found = in_rows(tl.load(total + block * (ROWS * D) + tl.arange(0, ROWS * D)) * scale, ROWS, D)
-        i = first * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, D)
-        at = of_q + b.to(tl.int64) * of_q_stride_0 + h.to(tl.int64) * of_q_stride_1
-        inside = (i < queries)[:, None] & (column < E)[None, :]
-        tl.store(at + i[:, None] * of_q_stride_2 + column[None, :], found.to(of_q.dtype.element_ty), mask=inside)
+    block = of_head.to(tl.int64) * tl.num_programs(0) + first
+    found = in_rows(tl.load(total + block * (ROWS * D) + tl.arange(0, ROWS * D)) * scale, ROWS, D)
+    i = first * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    at = of_q + b.to(tl.int64) * of_q_stride_0 + h.to(tl.int64) * of_q_stride_1
+    inside = (i < queries)[:, None] & (column < E)[None, :]
+    tl.store(at + i[:, None] * of_q_stride_2 + column[None, :], found.to(of_q.dtype.element_ty), mask=inside)
     if APART:  # noqa: SIM102 - the one is compiled, the other a branch
         if state != 0:
             tl.debug_barrier()  # these gradients are stored again, by other threads

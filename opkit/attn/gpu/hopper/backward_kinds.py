@@ -1,0 +1,83 @@
+"""What the backward for sm_90a is compiled for: sizes of heads, and what calls ask for.
+
+Each kind of call has kernels of its own, which are compiled at the first such call, as those of the forward are
+(:mod:`opkit.attn.gpu.hopper.forward_kinds`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from opkit.attn.calls import GradientCall
+from opkit.attn.gpu.hopper import calls, functions
+from opkit.attn.gpu.hopper.library import of_segments
+from opkit.attn.gpu.hopper.masks import asked_of, definitions_of, shape_of
+from opkit.attn.gpu.plans import Words
+
+PART = 64 * 64  #: floats of a part of the gradient of a block of queries
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        size: of a head in shared memory.
+        head: channels of queries and keys.
+        values: channels of values.
+        banded: whether there is a band, or segments, whose keys see spans of queries.
+        listed: whether steps are listed: a mask is more than a band and lengths.
+        ordered: whether the gradient of queries is summed up in one order.
+        asked: of ``Asked`` in ``cuda/asked.cuh``.
+        mask: the program; empty where bands, segments and lengths say all.
+        functions: those of users in masks.
+    """
+
+    size: int
+    head: int
+    values: int
+    banded: bool
+    listed: bool
+    ordered: bool
+    asked: tuple[bool, ...]
+    mask: Words
+    functions: functions.Texts = functions.Texts("", "")
+
+    @property
+    def rows(self) -> int:
+        """Queries of a step."""
+        return max(2 * PART // self.size, 64)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return keys_of_tile(self.size)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the gradient of a block of queries."""
+        return self.rows * self.size // PART
+
+    @property
+    def definitions(self) -> str:
+        """The definitions with which ``backward.cu`` is compiled."""
+        sizes = f"{self.size}, {self.head}, {self.values}"
+        ways = ", ".join(str(each).lower() for each in (self.banded, self.listed, self.ordered))
+        return definitions_of(self.asked, self.mask, self.functions, LAYOUT=f"Shape<{sizes}, {ways}>")
+
+
+_STEP = 16  # channels of a product
+
+
+def keys_of_tile(size: int) -> int:
+    """Return how many keys a tile has, of heads of that size in shared memory."""
+    return 128 if size <= calls.HEADS[1] else 64
+
+
+def kind_of(call: GradientCall, ordered: bool) -> Kind:
+    """Return the kind of a call."""
+    shape, head, values = shape_of(call), *(-(-size // _STEP) * _STEP for size in (call.q.shape[3], call.v.shape[3]))
+    spans = of_segments(shape)
+    return Kind(
+        calls.padded(max(head, values)), head, values, shape.banded or spans, bool(shape.mask), ordered,
+        asked_of(call, shape, sinks=False), () if spans else shape.mask, functions.texts_of(call),
+    )  # fmt: skip
