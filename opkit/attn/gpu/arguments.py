@@ -112,9 +112,10 @@ def invariant_blocks_of(call: AnyCall, shape: MaskShape) -> BlockSizes:
 
 
 def _pair(call: AnyCall, shape: MaskShape) -> int:
-    """Return the bytes of masks and biases that are read for each pair of a query and a key."""
+    """Return the bytes of masks and biases, and of what functions capture, that are read for each pair of a query and a key."""
     lists = {"mask": call.mask_tensors, "bias": call.bias_tensors}
-    return sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
+    of_slots = sum(lists[whose][n].element_size() for whose, n, layout in shape.slots if layout == "bhqk")
+    return of_slots + sum(functions.pair_bytes(each, lists[each.whose]) for each in shape.functions)
 
 
 def constants_of(call: AnyCall, shape: MaskShape, size: BlockSizes) -> Constants:

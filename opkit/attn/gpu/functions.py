@@ -82,6 +82,20 @@ def fit(placed: Sequence[Placed]) -> bool:
     return tensors <= SLOTS and numbers <= NUMBERS and all(max(each.dims, default=0) <= DIMS for each in placed)
 
 
+def pair_bytes(placed: Placed, tensors: Sequence[Tensor]) -> int:
+    """Return the bytes that a function reads of captured tensors for each pair of a query and a key."""
+    numbers = placed.function.tensors
+    loads = (node for node, _ in indexed(placed.function.root) if _variables_of_place(node) >= _PAIR)
+    return sum(tensors[numbers[int(node.data[0][1:])]].element_size() for node in loads)
+
+
+_PAIR = frozenset("ij")
+
+
+def _variables_of_place(load: Expr) -> frozenset[str]:
+    return frozenset().union(*map(variables_of, coordinates(load)))
+
+
 def tensors_of(
     placed: Sequence[Placed], masks: Sequence[Tensor], biases: Sequence[Tensor] | None
 ) -> list[Tensor | None]:
