@@ -248,10 +248,14 @@ LARGE = {  # as CALLS, of queries and keys that :func:`large` makes
 
 
 def large(tensors, some):
-    """Fill queries, keys and values so that logits are some 1e6 and exact; of ``some`` rows, one in three, a few hundred."""
-    for x in tensors:
-        x.copy_(torch.randint(-3, 4, x.shape))
-    q, k, _ = tensors
+    """Fill queries, keys and values so that logits are some 1e6 and exact; of ``some`` rows, one in three, a few hundred.
+
+    Those of a row have one sign: where huge terms added up to little, products would round what they add to it.
+    """
+    q, k, v = tensors
+    v.copy_(torch.randint(-3, 4, v.shape))
+    k.copy_(torch.randint(1, 4, k.shape))
+    q.copy_(torch.randint(1, 4, q.shape) * (1 - 2 * torch.randint(0, 2, (*q.shape[:3], 1))))
     q *= 2.0**11
     q[..., 4:] = 0  # so that the greatest logits are some keys', and gradients not 0
     k *= 2.0**10  # gradients of queries are within float16
