@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from function_calls import BOTH, MASKS, bias_call, call_of, gradient_call
+from function_calls import BOTH, bias_call, call_of, gradient_call
+from hopper_backward_calls import large
 from hopper_calls import on_hopper_with_compiler
 from torch.utils import _pytree as pytree
 
@@ -140,19 +141,36 @@ def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
 
 
 @pytest.mark.emulated
-@pytest.mark.sweep(keep=("dilated", "by head"))
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.sweep(keep=("dilated", "by head", "soft cap and more", "both"))
+@pytest.mark.parametrize("name", BOTH)
 def test_cuda_backward_of_the_formula(machine, monkeypatch, name):
     monkeypatch.setattr(tile_lists, "lists_of", lists)
-    call = call_of(name, torch.bfloat16, 64, 64)
+    check_cuda_backward(backward_cuda.backward, call_of(name, torch.bfloat16, 64, 64))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("name", "head"), [("product", 128), ("both", 200)])
+def test_cuda_backward_of_the_formula_of_larger_heads(machine, monkeypatch, name, head):
+    monkeypatch.setattr(tile_lists, "lists_of", lists)
+    check_cuda_backward(backward_cuda.backward, call_of(name, torch.bfloat16, head, head))
+
+
+@pytest.mark.emulated
+def test_cuda_backward_of_the_formula_of_huge_logits(machine):
+    call = call_of("soft cap and more", torch.float16, 64, 64)
+    large(call[:3], some=True)
+    check_cuda_backward(backward_cuda.backward, call)
+
+
+def check_cuda_backward(run, call):
     exact, exact_lse = exactly(call)
-    given = gradient_call(call, exact.bfloat16(), exact_lse.float())
+    given = gradient_call(call, exact.to(call.q.dtype), exact_lse.float())
     assert backward_cuda.fits(given)
-    found = backward_cuda.backward(*given)
-    precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse)
+    found = run(*given)
+    precise = GradientCall(*wide(given))._replace(out=exact, lse=exact_lse, bias_tensors=wide(call.bias_tensors))
     expected, delta = gradients.reference_gradients(precise)
     for mine, right in zip(found, (*expected, delta), strict=True):
-        close(mine, right, 4 * BOUNDS[torch.bfloat16])
+        close(mine, right, 4 * BOUNDS[call.q.dtype])
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -166,6 +184,13 @@ class TestOnHopper:
         exact, exact_lse = exactly(call)
         close(out, exact, BOUNDS[torch.bfloat16])
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-2)
+
+    @pytest.mark.parametrize("head", [64, 128, 256])
+    def test_cuda_backward_of_the_formula(self, name, head):
+        def run(*given):
+            return OnGpu()("opkit::attention_backward", *given, kernel="hopper_cuda")
+
+        check_cuda_backward(run, call_of(name, torch.bfloat16, head, head))
 
 
 @pytest.mark.emulated

@@ -106,7 +106,7 @@ def _is_slower(call: GradientCall) -> bool:
     the gradient of queries are all that the L2 cache can do.
     """
     head, values, shape = call.q.shape[3], call.v.shape[3], shape_of(call)
-    if shape.functions:  # which that kernel does not call
+    if functions.texts_of(call).functions:  # which that kernel does not call
         return False
     size = calls.padded(max(head, values))
     if call.k.shape[0] * call.k.shape[1] * -(-call.k.shape[2] // keys_of_tile(size)) <= calls.processors(call.q.device):
@@ -128,12 +128,13 @@ def backward(*args: Any) -> Callable[..., Results]:
     """Compute the gradients of q, k and v, and delta; the arguments are a :class:`~opkit.attn.calls.GradientCall`.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; every mask, also of users' functions; a positive scale; a soft
-    cap; a gradient of the log-sum-exp. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no
-    biases and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; users' functions; a positive scale; a soft cap; a
+    gradient of the log-sum-exp. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no other
+    biases, no functions after a soft cap, and no dropout.
 
     Rows whose log-sum-exp is beyond 4096 are computed apart, slowly, of logits that are exact to the rounding of products: in
-    probabilities the rounding of a log-sum-exp as large as L, up to L / 2^24, would be seen.
+    probabilities the rounding of a log-sum-exp as large as L, up to L / 2^24, would be seen. Of others it is added within the
+    products of queries and keys, whose greatest terms it is rounded with.
 
     Probabilities and the gradients of logits are rounded to q's dtype before they are multiplied further; sums are in float32.
     Keys, values and queries that are hidden from one another do not reach each other's gradients, whatever they hold. The
@@ -174,7 +175,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     kind = kind_of(call, ordered)
     kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions)
     if kernels is None:
-        return portable.prepare_backward(call) if shape_of(call).functions else gluon.backward.prepare(*call)
+        return portable.prepare_backward(call) if kind.functions.functions else gluon.backward.prepare(*call)
     shape, fits_slots = shape_of(call), arguments.shape_of(call).fits
     masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
@@ -285,7 +286,9 @@ def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
     if call.softcap:  # as in the forward
         offset = call.softcap * calls.LOG2E
         numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
-    if shape.functions:
+    if call.bias:
+        numbers |= {"factor": calls.LOG2E, "inner": call.scale}
+    if kind.functions.functions:
         numbers["functions"] = functions.captured(call)
     return BackwardProblem(**numbers)
 

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
         ordered: whether the gradient of queries is summed up in one order.
         asked: of ``Asked`` in ``cuda/asked.cuh``.
         mask: the program; empty where bands, segments and lengths say all.
-        functions: those of users in masks.
+        functions: those of users.
     """
 
     size: int
@@ -79,5 +79,5 @@ def kind_of(call: GradientCall, ordered: bool) -> Kind:
     spans = of_segments(shape)
     return Kind(
         calls.padded(max(head, values)), head, values, shape.banded or spans, bool(shape.mask), ordered,
-        asked_of(call, shape, sinks=False), () if spans else shape.mask, functions.texts_of(call),
+        asked_of(call, shape, sinks=False), () if spans else shape.mask, functions.texts_of(call, sloped=True),
     )  # fmt: skip

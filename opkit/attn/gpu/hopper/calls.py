@@ -41,7 +41,7 @@ def fits(call: AttentionCall) -> bool:
 
 def gradient_fits(call: GradientCall) -> bool:
     """Return whether the backward can compute a call in DTYPES."""
-    return not call.bias and sizes_fit(call) and results_fit(call) and (call.softcap > 0 or call.scale > MIN_SCALE)
+    return sizes_fit(call) and results_fit(call) and (call.softcap > 0 or call.scale > MIN_SCALE)
 
 
 def sizes_fit(call: AttentionCall | GradientCall) -> bool:

@@ -1,8 +1,8 @@
 """Users' functions in the kernels for sm_90a: their text in CUDA C++, and what they read.
 
 A kernel is compiled with the functions of its calls' masks and biases (``cuda/functions.cuh`` has what they call). One of a mask
-becomes bits of keys in the expression of the mask, and those of biases, one after another, become one of the logit. Which
-tensors and numbers they capture is in :mod:`opkit.attn.gpu.functions`.
+becomes bits of keys in the expression of the mask, and those of biases, one after another, become one of the logit, which in the
+backward gives its derivative too. Which tensors and numbers they capture is in :mod:`opkit.attn.gpu.functions`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from opkit.attn.calls import AnyCall
-from opkit.attn.functions.expression import coordinates, indexed
+from opkit.attn.functions.expression import coordinates, derivatives, indexed
 from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.functions import Placed
 from opkit.attn.masks import program
@@ -97,13 +97,20 @@ def fit(call: AnyCall) -> bool:
 
 
 def _is_writable(placed: Placed) -> bool:
-    """Return whether there is a spelling of all that a function says."""
-    nodes = placed.function.root.walk()
+    """Return whether there is a spelling of all that a function says, and its derivative."""
+    nodes = (node for root in _roots_of(placed) for node in root.walk())
     return all(node.op not in ("bitcast", "index", "random", "call") and node.dtype in _TYPES for node in nodes)
 
 
-def texts_of(call: AnyCall) -> Texts:
-    """Return the functions of a call."""
+def _roots_of(placed: Placed, sloped: bool = True) -> list[Expr]:
+    """Return a function's expression; if it is a bias's and ``sloped``, then its derivative by the logit, unless that is 0."""
+    root = placed.function.root
+    slopes = derivatives(root).items() if sloped and placed.whose == "bias" else ()
+    return [root, *(slope for node, slope in slopes if node.op == "var")]
+
+
+def texts_of(call: AnyCall, sloped: bool = False) -> Texts:
+    """Return the functions of a call; if ``sloped``, that of logits gives its derivative too."""
     shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
     if not shape.functions:
         return Texts("", "")
@@ -112,16 +119,22 @@ def texts_of(call: AnyCall) -> Texts:
         tuple(functions.is_wide(lists[each.whose][number]) for number in each.function.tensors)
         for each in shape.functions
     )
-    return _texts(shape, wide)
+    return _texts(shape, wide, sloped)
 
 
 @functools.lru_cache(maxsize=256)
-def _texts(shape: plans.MaskShape, wide: tuple[tuple[bool, ...], ...]) -> Texts:
-    written = [_text(number, each, of) for number, (each, of) in enumerate(zip(shape.functions, wide, strict=True))]
+def _texts(shape: plans.MaskShape, wide: tuple[tuple[bool, ...], ...], sloped: bool) -> Texts:
+    placed = enumerate(zip(shape.functions, wide, strict=True))
+    written = [_text(number, each, of, sloped) for number, (each, of) in placed]
     if not shape.bias:
         return Texts(" ".join(written), "")
-    steps = [f"score = user_{word[1]}(problem, b, h, i, j, score);" for word in shape.bias]
-    written.append(f"{_head('float', 'user_score')} {{ {' '.join(steps)} return score; }}")
+    calls = [f"{name_of(word[1])}(problem, b, h, i, j, score)" for word in shape.bias]
+    if sloped:
+        steps = [f"found = {call}; score = found.x; slope *= found.y;" for call in calls]
+        steps = ["float2 found; float slope = 1;", *steps, "return make_float2(score, slope);"]
+    else:
+        steps = [*(f"score = {call};" for call in calls), "return score;"]
+    written.append(f"{_head('float2' if sloped else 'float', 'user_score')} {{ {' '.join(steps)} }}")
     return Texts(" ".join(written), "user_score")
 
 
@@ -164,13 +177,17 @@ def _head(result: str, name: str, inlined: bool = True) -> str:
     return f"{kind} {result} {name}(const Problem& problem, int b, int h, int i, int j, float score)"
 
 
-def _text(number: int, placed: Placed, wide: Sequence[bool]) -> str:
-    writing = _Writing(placed, wide)
-    lines = [writing.line(node) for node in placed.function.root.walk()]
-    result = "bool" if placed.whose == "mask" else "float"
-    returned = f"return {result}({writing.names[placed.function.root]});"
-    inlined = not any(node.op in _LONG and is_float(node.dtype) for node in placed.function.root.walk())
-    return f"{_head(result, name_of(number), inlined)} {{ {' '.join([*lines, returned])} }}"
+def _text(number: int, placed: Placed, wide: Sequence[bool], sloped: bool) -> str:
+    writing, roots = _Writing(placed, wide), _roots_of(placed, sloped)
+    nodes = list(dict.fromkeys(node for root in roots for node in root.walk()))
+    lines = [writing.line(node) for node in nodes]
+    result, *slope = (writing.names[root] for root in roots)
+    kind = "bool" if placed.whose == "mask" else "float"
+    returned = f"{kind}({result})"
+    if sloped and placed.whose == "bias":
+        kind, returned = "float2", f"make_float2({result}, {slope[0] if slope else 0})"
+    inlined = not any(node.op in _LONG and is_float(node.dtype) for node in nodes)
+    return f"{_head(kind, name_of(number), inlined)} {{ {' '.join([*lines, f'return {returned};'])} }}"
 
 
 class _Writing:

@@ -26,7 +26,7 @@ constexpr bool PROGRAM = false;
 constexpr bool SCORED = true;
 #else
 constexpr bool SCORED = false;
-#define SCORE(...) 0.f
+#define SCORE(...) {}
 #endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.

@@ -57,7 +57,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         if (!S::LISTED) block = visit_of<S>(problem, tile, 0, 0).block;
         int of_head = (batch * problem.heads + key_head * group) * blocks, before = 0;
         const auto begin = [&](int it) {  // a step's logits
-            multiply_rows<S, S::DK, !CAPPED>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
+            multiply_rows<S, S::DK, !CHANGED>(s, my_keys, base + S::Q, it % STAGES, base + S::POWERS);
         };
         const auto step = [&](auto follows, bool more) {  // whether another step of the tile came before it, or comes
             constexpr bool FOLLOWS = decltype(follows)::value;
@@ -93,16 +93,17 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
             cap(problem, s);
             if (part) hide_unseen<S>(problem, s, batch, head % problem.heads, row, at, keys_there, warp, lane);
-            if (!CAPPED) weigh<0, FIRST>(s, problem.factor);
+            if (!CHANGED) weigh<0, FIRST>(s, problem.factor);
             hold(s);
             // Has a branch, above which ptxas moves no wait for a product.
             wait(barriers + SLOPES_EMPTY + slot * 8, parity ^ 1);
-            if (!CAPPED && S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
+            if (!CHANGED && S::ROWS == HALF) narrow(s, weights);  // else there are no registers for it yet
             products_wait<0>();
             hold(dp);
             if (S::HIDES_ROWS && part) odd |= __any_sync(~0u, not_finite(dp));
-            if constexpr (CAPPED) {
-                weigh_capped(problem, s, dp, base + S::POWERS + slot * S::SUM_ROOM, part, weights, slopes);
+            if constexpr (CHANGED) {
+                const int of_batch = S::LISTED ? head : SCORED ? of_head / blocks : 0;
+                weigh_changed(problem, place_of(batch, of_batch % problem.heads, row, at, warp, lane), s, dp, base + S::POWERS + slot * S::SUM_ROOM, part, weights, slopes);
             } else {
                 weigh<FIRST, S::ROWS / 2>(s, problem.factor);
                 multiply_weights(dp, s, part);

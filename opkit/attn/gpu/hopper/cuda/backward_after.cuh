@@ -46,7 +46,13 @@ SM90 bool sees(const Problem& problem, int batch, int head, int i, int j) {
            lists.of_keys[batch * lists.keys_batch + j * lists.keys_row];
 }
 
-// A row of a head of queries, whose products with keys are compared with the greatest of them.
+// What users' functions make of a product, and what the gradient of the product is times that of the logit.
+SM90 float2 logit_of(const Problem& problem, int batch, int head, int i, int j, float product) {
+    if constexpr (SCORED) return SCORE(problem, batch, head, i, j, product * problem.inner);
+    return make_float2(product, 1.f);
+}
+
+// A row of a head of queries, whose logits with keys are compared with the greatest of them.
 template <int N>
 struct LargeRow {
     float q[N], gradient[N], delta, top, total;  // total: the logarithm, base 2, of the sum of exponentials
@@ -62,10 +68,10 @@ struct LargeRow {
         volatile const float* exact = problem.exact + 2 * int64_t(of_all);
         top = exact[0], total = exact[1];
     }
-    // The probability of a key with a product, and the gradient of its logit.
-    __device__ __forceinline__ float2 weigh(const Problem& problem, float product, const float (&v)[N]) const {
-        const float p = exp2_approx((product - top) * problem.factor - total);
-        return make_float2(p, p * (dot_of_warp(gradient, v) - delta));
+    // The probability of a key with a logit, and the gradient of its product.
+    __device__ __forceinline__ float2 weigh(const Problem& problem, float2 logit, const float (&v)[N]) const {
+        const float p = exp2_approx((logit.x - top) * problem.factor - total);
+        return make_float2(p, p == 0 ? 0.f : p * logit.y * (dot_of_warp(gradient, v) - delta));
     }
 };
 
@@ -78,21 +84,21 @@ SM90 void finish_row(const Problem& problem, int batch, int head, int i) {
     const int last = S::BANDED ? min(i + problem.upper, keys - 1) : keys - 1;
     LargeRow<N> row(problem, batch, head, i);
     float k[N], v[N], of_q[N] = {}, top = -INFINITY, sum = 0;
-    const auto product = [&](int j) {
+    const auto logit = [&](int j) {
         read_channels(k, problem.k, batch, key_head, j, problem.head_size);
-        return dot_of_warp(row.q, k);
+        return logit_of(problem, batch, head, i, j, dot_of_warp(row.q, k));
     };
     for (int j = first; j <= last; j++)
-        if (sees<S>(problem, batch, head, i, j)) top = fmaxf(top, product(j));
-    const float sink = problem.sinks ? problem.sinks[head] / problem.scale : -INFINITY;  // as products are
+        if (sees<S>(problem, batch, head, i, j)) top = fmaxf(top, logit(j).x);
+    const float sink = problem.sinks ? problem.sinks[head] * LOG2E / problem.factor : -INFINITY;  // as logits are
     top = fmaxf(top, sink);
     if (problem.sinks) sum = exp2_approx((sink - top) * problem.factor);
     for (int j = first; j <= last; j++)
-        if (sees<S>(problem, batch, head, i, j)) sum += exp2_approx((product(j) - top) * problem.factor);
+        if (sees<S>(problem, batch, head, i, j)) sum += exp2_approx((logit(j).x - top) * problem.factor);
     row.top = top, row.total = log2f(sum);
     for (int j = first; j <= last; j++) {
         if (!sees<S>(problem, batch, head, i, j)) continue;
-        const float of_key = product(j);
+        const float2 of_key = logit(j);
         read_channels(v, problem.v, batch, key_head, j, problem.value_size);
         const float slope = row.weigh(problem, of_key, v).y;
 #pragma unroll
@@ -146,7 +152,7 @@ SM90 void finish_key(const Problem& problem, int batch, int key_head, int j) {
                 if (!(large >> (i - from) & 1) || !sees<S>(problem, batch, head, i, j)) continue;
                 LargeRow<N> row(problem, batch, head, i);
                 row.read_sums(problem);
-                const float2 found = row.weigh(problem, dot_of_warp(row.q, k), v);
+                const float2 found = row.weigh(problem, logit_of(problem, batch, head, i, j, dot_of_warp(row.q, k)), v);
 #pragma unroll
                 for (int n = 0; n < N; n++) of_v[n] += found.x * row.gradient[n], of_k[n] += found.y * row.q[n];
             }

@@ -10,6 +10,8 @@ namespace {
 using namespace sm90;
 
 constexpr bool BY_KEYS = true;  // rows are keys, columns are queries
+// Whether logits become other numbers before their softmax: then products do not add what their exponents take, and threads do.
+constexpr bool CHANGED = CAPPED || SCORED;
 
 // A call. Query i sees key j if lower <= j - i <= upper, where there is a band. opkit/attn/gpu/hopper/backward_cuda.py fills it.
 struct Problem {
@@ -30,7 +32,7 @@ struct Problem {
     int tiles, processors, device;
     float scale;
     float factor;         // of logits, whose exponentials' base is 2
-    float inner, offset;  // of logits before a cap, and what is added to exponents after it
+    float inner, offset;  // of logits before a cap or users' functions, and what is added to exponents after it
     Mask mask;
     Functions functions;
 };

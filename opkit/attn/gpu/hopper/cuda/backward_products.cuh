@@ -93,30 +93,37 @@ SM90 void cap(const Problem& problem, float (&s)[N]) {
 // What the gradient of a logit is times that of a capped one, which this is: 1 less the square of its tanh.
 SM90 float slope_of_cap(float capped) { return -4.f * capped * (1.f + capped); }
 
-// Its weight, `power` being the number of its row; 0 where a key is hidden, whatever that is.
-SM90 float weight_of_capped(const Problem& problem, float capped, float power, bool part) {
-    return part && capped == -INFINITY ? 0.f : exp2_approx(capped * problem.factor + power);
+// A changed logit's weight, and this times what the logit's gradient is times that of what the change makes of it; 0 where a key is hidden,
+// whatever that is. It is number `i` of a thread, whose first place is `at`; `power` is the number of its row.
+SM90 float2 weigh_changed(const Problem& problem, const Place& at, int i, float logit, float power, bool part) {
+    float2 changed{logit, slope_of_cap(logit)};
+    if constexpr (SCORED) {
+        const int query = min(at.column + i / 4 * 8 + i % 2, problem.queries - 1), key = min(at.row + i / 2 % 2 * 8, problem.keys - 1);
+        changed = SCORE(problem, at.batch, at.head, query, key, logit * problem.inner);
+    }
+    const float weight = part && logit == -INFINITY ? 0.f : exp2_approx(changed.x * problem.factor + power);
+    return make_float2(weight, weight == 0 ? 0.f : weight * changed.y);
 }
+// The first place of a thread, of so many queries from `row` and 64 keys from `at`.
+SM90 Place place_of(int batch, int head, int row, int at, int warp, int lane) { return {batch, head, at + 16 * warp + lane / 4, row + 2 * (lane % 4)}; }
 
-// Weights of capped logits, and slopes, which are `dp` times these and times what the cap makes of them; 0 where a key is hidden. Numbers
-// of rows are in shared memory.
+// Weights of changed logits, and slopes, which are `dp` times these and times what the change makes of them; 0 where a key is hidden.
+// Numbers of rows are in shared memory.
 template <int N>
-SM90 void weigh_capped(const Problem& problem, const float (&s)[N], const float (&dp)[N], uint32_t powers, bool part,
-                       uint32_t (&weights)[N / 2], uint32_t (&slopes)[N / 2]) {
+SM90 void weigh_changed(const Problem& problem, const Place& at, const float (&s)[N], const float (&dp)[N], uint32_t powers, bool part,
+                        uint32_t (&weights)[N / 2], uint32_t (&slopes)[N / 2]) {
 #pragma unroll
     for (int j = 0; j < N / 4; j++) {
         const float2 power = load_two(powers + (8 * j + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float *x = s + 4 * j + 2 * h, *of_weights = dp + 4 * j + 2 * h;
-            const float p[] = {weight_of_capped(problem, x[0], power.x, part), weight_of_capped(problem, x[1], power.y, part)};
+            const int first = 4 * j + 2 * h;
+            const float2 p[] = {weigh_changed(problem, at, first, s[first], power.x, part),
+                                weigh_changed(problem, at, first + 1, s[first + 1], power.y, part)};
             float ds[2];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                ds[i] = p[i] * slope_of_cap(x[i]) * of_weights[i];
-                if (part && p[i] == 0) ds[i] = 0;
-            }
-            weights[2 * j + h] = pack<T>(p[0], p[1]), slopes[2 * j + h] = pack<T>(ds[0], ds[1]);
+            for (int i = 0; i < 2; i++) ds[i] = (part || SCORED) && p[i].x == 0 ? 0 : p[i].y * dp[first + i];
+            weights[2 * j + h] = pack<T>(p[0].x, p[1].x), slopes[2 * j + h] = pack<T>(ds[0], ds[1]);
         }
     }
     hold(weights), hold(slopes);

@@ -47,28 +47,27 @@ SM90 bool is_large(float power, float delta) {
     return fabsf(power) > LARGE && fabsf(power) < INFINITY && fabsf(delta) < INFINITY;
 }
 
-// What is added to a row's logits, so that their exponentials are probabilities; for capped logits, which have a factor of their own,
+// What is added to a row's logits, so that their exponentials are probabilities; for changed logits, which have a factor of their own,
 // to exponents.
 template <class S>
 SM90 float power_of(const Problem& problem, float lse, float delta) {
     if (lse == -INFINITY) return -INFINITY;
     if (S::HIDES_ROWS && !(fabsf(delta) < INFINITY)) return NAN;  // what the row sees is to be NaN, though its gradient be cleaned
-    if (CAPPED) return problem.offset - lse * LOG2E;
     if (problem.large && is_large(lse, delta)) {
         *problem.large = 1;
         return -INFINITY;
     }
-    return -lse / problem.scale;
+    return CHANGED ? problem.offset - lse * LOG2E : -lse / problem.scale;
 }
 
 // Publish what products read of a row, whose result times its gradient sums up to `sum`, and its delta. Products add the numbers of
-// logits by one of their own, and that of capped logits are read by threads.
+// logits by one of their own, and those of changed logits are read by threads.
 template <class S>
 SM90 void publish_row(const Problem& problem, int of_head, int row, const Numbers& numbers, float sum) {
     const float delta = sum - numbers.gradient, power = power_of<S>(problem, numbers.power, delta);
     float* block = sums_of<S>(problem, of_head, row / S::ROWS);
     float4* to = reinterpret_cast<float4*>(block) + row % S::ROWS;
-    if (CAPPED) block[row % S::ROWS] = power;
+    if (CHANGED) block[row % S::ROWS] = power;
     else to[0] = in_parts(power);
     to[S::ROWS] = in_parts(-delta);
     if (row < problem.queries) problem.delta[int64_t(of_head) * problem.queries + row] = delta;

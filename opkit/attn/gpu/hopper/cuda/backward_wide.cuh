@@ -67,20 +67,20 @@ struct Wide {
     }
 };
 
-// Of capped logits weights, rounded, and in place of the logits weights times what the cap makes of slopes; else weights of both kinds.
+// Of changed logits weights, rounded, and in place of the logits weights times what the change makes of slopes; else weights of both kinds.
 template <class S>
-SM90 void weigh_wide(const Problem& problem, float (&s)[S::ROWS / 2], uint32_t powers, bool part, uint32_t (&weights)[S::ROWS / 4]) {
-    if constexpr (CAPPED) {
+SM90 void weigh_wide(const Problem& problem, const Place& at, float (&s)[S::ROWS / 2], uint32_t powers, bool part, uint32_t (&weights)[S::ROWS / 4]) {
+    if constexpr (CHANGED) {
 #pragma unroll
         for (int j = 0; j < S::ROWS / 8; j++) {
             const float2 power = load_two(powers + (8 * j + threadIdx.x % 4 * 2) * 4);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float* x = s + 4 * j + 2 * h;
-                const float p[] = {weight_of_capped(problem, x[0], power.x, part), weight_of_capped(problem, x[1], power.y, part)};
-                weights[2 * j + h] = pack<T>(p[0], p[1]);
-#pragma unroll
-                for (int i = 0; i < 2; i++) x[i] = p[i] == 0 ? 0 : p[i] * slope_of_cap(x[i]);
+                const float2 p[] = {weigh_changed(problem, at, 4 * j + 2 * h, x[0], power.x, part),
+                                    weigh_changed(problem, at, 4 * j + 2 * h + 1, x[1], power.y, part)};
+                weights[2 * j + h] = pack<T>(p[0].x, p[1].x);
+                x[0] = p[0].y, x[1] = p[1].y;
             }
         }
         hold(weights);
@@ -102,7 +102,7 @@ struct Values : Wide<S> {
         const int batch = tile.head / this->problem.key_heads;
         uint32_t weights[S::ROWS / 4];
         wait(W::barrier(Q_FULL + slot * 8), it / STAGES & 1);
-        multiply_rows<S, S::DK, !CAPPED>(s, this->base + S::K, this->base + S::Q, slot, this->base + S::POWERS);
+        multiply_rows<S, S::DK, !CHANGED>(s, this->base + S::K, this->base + S::Q, slot, this->base + S::POWERS);
         if constexpr (FOLLOWS) {
             W::wait_slopes(it - 1);
             W::multiply_box(dq, 0, slot ^ 1);
@@ -114,7 +114,9 @@ struct Values : Wide<S> {
         if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
         cap(this->problem, s);
         if (part) hide_unseen<S>(this->problem, s, batch, course.head % this->problem.heads, course.block * S::ROWS, tile.at, keys_there, warp, lane);
-        weigh_wide<S>(this->problem, s, this->base + S::POWERS + slot * S::SUM_ROOM, part, weights);
+        const int of_batch = S::LISTED ? course.head : SCORED ? course.of_head / blocks_of<S>(this->problem) : 0;
+        const Place at = place_of(batch, of_batch % this->problem.heads, course.block * S::ROWS, tile.at, warp, lane);
+        weigh_wide<S>(this->problem, at, s, this->base + S::POWERS + slot * S::SUM_ROOM, part, weights);
         // Were read where slopes of the step before are there. But without a branch here ptxas finds too few registers.
         wait(W::barrier(WEIGHTS_EMPTY), (it & 1) ^ 1);
 #pragma unroll
