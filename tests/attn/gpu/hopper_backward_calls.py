@@ -65,6 +65,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "gradient of lse": ((2, (4, 2), 300, 300, 128, 128), {"mask": CAUSAL, "of_lse": True}),
     "one query": ((1, (2, 1), 1, 77, 128, 128), {}),
     "one key": ((3, (5, 1), 129, 1, 128, 128), {}),
+    "few keys": ((2, (4, 2), 300, 100, 72, 72), {"mask": CAUSAL, "out_is_bshd": True}),
     "few queries, bottom right": ((1, (1, 1), 64, 2048, 128, 128), {"mask": bottom_right(64, 2048)}),
     "dead rows": ((1, (2, 2), 500, 70, 128, 128), {"mask": bottom_right(500, 70), "of_lse": True}),
     "keys that nothing sees": ((1, (2, 2), 70, 500, 128, 128), {"mask": CAUSAL}),
@@ -92,6 +93,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
     "256, dead rows": ((1, (2, 2), 250, 70, 256, 256), {"mask": bottom_right(250, 70), "of_lse": True}),
     "256, keys that nothing sees": ((1, (2, 2), 70, 250, 256, 256), {"mask": CAUSAL}),
     "256, one query": ((1, (2, 1), 1, 77, 256, 256), {}),
+    "256, few keys": ((2, (4, 2), 150, 50, 200, 256), {}),
     "256, one key": ((3, (5, 1), 129, 1, 256, 256), {}),
     "256, capped": ((1, (4, 2), 200, 200, 256, 256), {"mask": CAUSAL, "softcap": 3.0}),
     "256, capped, full": ((1, (4, 2), 200, 200, 256, 256), {"softcap": 3.0}),
@@ -194,7 +196,7 @@ CALLS = {  # (batch, heads of queries and of keys, queries, keys, head, columns)
 
 
 REPRESENTATIVE = (
-    "one tile, causal", "tails", "tails, causal", "gradient of lse", "one query", "one key", "dead rows",
+    "one tile, causal", "tails", "tails, causal", "gradient of lse", "one query", "one key", "few keys", "dead rows",
     "keys that nothing sees", "all rows dead", "window far behind", "many tiles", "heads inside", "capped",
     "72 and 128", "64, causal", "256, tails", "256, causal", "256, capped", "136", "64 and 256", "documents",
     "causal documents", "documents of other keys", "no order", "nothing is seen", "causal with lengths",

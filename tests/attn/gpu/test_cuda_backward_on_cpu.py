@@ -31,6 +31,8 @@ GRADIENTS = {  # (batch, heads of queries and of keys, queries, keys, head, colu
     "causal, 64": ((2, (4, 2), 300, 300, 64, 64), {"mask": CAUSAL}),
     "one query": ((1, (2, 1), 1, 77, 128, 128), {}),
     "one key": ((3, (5, 1), 129, 1, 64, 64), {}),
+    "few keys": ((2, (4, 2), 300, 100, 72, 72), {"mask": CAUSAL, "out_is_bshd": True}),
+    "256, few keys": ((1, (4, 2), 150, 50, 200, 256), {}),
     "dead rows": ((1, (2, 2), 300, 70, 128, 128), {"mask": bottom_right(300, 70)}),
     "all rows dead": ((1, (2, 1), 200, 200, 64, 64), {"mask": (program.BAND, 1000, 2000)}),
     "window": ((1, (4, 1), 400, 400, 64, 64), {"mask": (program.BAND, -100, 0)}),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_gpu import imported
+from function_calls import call_of
 from hopper_backward_calls import arguments as backward_arguments
 from hopper_calls import (
     BF16,
@@ -136,6 +137,7 @@ def test_the_forward_of_float8_compiles_without_spills(dtype, head, tmp_path, re
     assert all(stored == loaded == 0 for _, stored, loaded in found.values())
 
 
+SCORE = call_of("soft cap and more", BF16).bias
 BACKWARD_KINDS = {  # the most bytes that a thread puts aside, heads of queries and of values, a mask, and what else
     "64": (120, 64, 64, (), {}),
     "64, causal": (140, 64, 64, CAUSAL, {}),
@@ -151,18 +153,22 @@ BACKWARD_KINDS = {  # the most bytes that a thread puts aside, heads of queries 
     "256": (300, 256, 256, (), {}),
     "256, causal, a cap": (300, 256, 256, CAUSAL, {"softcap": 30.0}),
     "256, documents": (400, 256, 256, (program.SEGMENTS, 0, 1), {}),
+    **{f"{head}, a function": (400, head, head, CAUSAL, {"bias": SCORE}) for head in (64, 128, 256)},
+    **{f"{head}, one tile": (500, head, head, CAUSAL, {"length": 64}) for head in (64, 128, 256)},
     **{f"{head}, {name}": (700, head, head, mask, {}) for head in (64, 128, 256) for name, mask in MASKS.items()},
 }
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "in order"])
-@pytest.mark.sweep(keep=["64, causal", "128, causal, a cap", "192 and 128, causal", "256, bools"])
+@pytest.mark.sweep(keep=["64, causal", "128, causal, a cap", "128, a function", "192 and 128, causal", "256, bools"])
 @pytest.mark.parametrize("case", BACKWARD_KINDS)
 @pytest.mark.usefixtures("compiler")
 def test_the_backward_compiles_with_few_spills(case, ordered, tmp_path, record_property):
     spills, head, columns, mask, what = BACKWARD_KINDS[case]
-    given = backward_arguments(*shaped((256, 256), 8192, 8192, head, columns), mask=mask, **what)
+    length = what.get("length", 8192)
+    what = {name: each for name, each in what.items() if name != "length"}
+    given = backward_arguments(*shaped((256, 256), length, length, head, columns), mask=mask, **what)
     defined = backward_kinds.kind_of(GradientCall(*given), ordered).definitions
     found = resources("backward", BF16, tmp_path, defined)
     record_property("resources", str(found))

@@ -95,6 +95,7 @@ TAKEN = {
     "128, causal": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=CAUSAL),
     "128, a window": lambda: gradient_call(2, (4, 2), 8192, 8192, 128, 128, mask=(program.BAND, -1024, 0)),
     "128, 512 queries": lambda: gradient_call(16, (16, 16), 512, 512, 128, 128, mask=CAUSAL),
+    "128, one tile of keys": lambda: gradient_call(32, (16, 16), 200, 128, 128, 128, mask=CAUSAL),
     "128, short and capped": lambda: gradient_call(16, (16, 16), 256, 256, 128, 128, softcap=3.0),
     "64, short": lambda: gradient_call(32, (32, 16), 128, 128, 64, 64),
     "64 and 128": lambda: gradient_call(2, (4, 2), 8192, 8192, 64, 128, mask=CAUSAL),
@@ -241,12 +242,12 @@ def test_a_call_has_the_kernels_of_whether_sums_are_made_in_order(monkeypatch):
     made.numbers = {"gradients": (384, 0, 128, 128, 1, 64), "after_products": (256, 0, 2)}
     monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype, defined: asked.append(defined) or made)
     monkeypatch.setattr(calls, "processors", lambda device: 2)
-    call = gradient_call(1, (1, 1), 128, 128, 64, 64, device="cpu")
+    call = gradient_call(1, (1, 1), 256, 256, 64, 64, device="cpu")
     run = backward_cuda.backward.prepare(*call)
     for ordered in (True, False, True, False):
         torch.use_deterministic_algorithms(ordered)
         run(*call)
-    assert [text.splitlines()[0].split()[-1] for text in asked] == ["true>", "false>"]
+    assert [text.splitlines()[0].split()[-2] for text in asked] == ["true,", "false,"]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ What Gluon cannot express there: that neither warpgroup waits for the other, sin
 made a step late; that numbers of rows come into products by one of their own, in TF32, in place of loads; that a warp frees a
 buffer by itself; that sums go to memory from registers while others multiply; and that three warps which would have nothing to do
 prepare rows of later heads and round gradients of earlier ones during the products, where other kernels did both before and
-after them. Long calls get it, the kernel in Gluon is called for others.
+after them. Most calls get it, the kernel in Gluon is called for others.
 
 Rows with huge logits are left out, and the last kernel adds their part (``cuda/backward_after.cuh``).
 
@@ -28,7 +28,7 @@ from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, plans
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import calls, functions, library
-from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, keys_of_tile, kind_of
+from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, is_alone, keys_of_tile, kind_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
 from opkit.attn.gpu.hopper.masks import Mask, mask_of, shape_of
 from opkit.attn.gpu.portable import backward as portable
@@ -102,8 +102,8 @@ def takes(call: GradientCall) -> bool:
 def _is_slower(call: GradientCall) -> bool:
     """Return whether the kernel in Gluon is faster, as measured on an H200.
 
-    It is where a multiprocessor has one tile at most, in short calls of heads of more than 64, and for wide heads, whose sums of
-    the gradient of queries are all that the L2 cache can do.
+    It is where a multiprocessor has one tile at most, in short calls of heads of more than 64 with several tiles, and for wide
+    heads, whose sums of the gradient of queries are all that the L2 cache can do.
     """
     head, values, shape = call.q.shape[3], call.v.shape[3], shape_of(call)
     if functions.texts_of(call).functions:  # which that kernel does not call
@@ -111,7 +111,11 @@ def _is_slower(call: GradientCall) -> bool:
     size = calls.padded(max(head, values))
     if call.k.shape[0] * call.k.shape[1] * -(-call.k.shape[2] // keys_of_tile(size)) <= calls.processors(call.q.device):
         return True
-    short = min(call.q.shape[2], shape.upper - shape.lower) < _ENOUGH and size == calls.HEADS[1]
+    short = (
+        min(call.q.shape[2], shape.upper - shape.lower) < _ENOUGH
+        and size == calls.HEADS[1]
+        and not is_alone(call, shape)
+    )
     whole = head % _SECTOR == 0 and values % _SECTOR == 0  # of others it is slow
     return (short and whole and not call.softcap) or (
         head > _NARROW and not (library.of_segments(shape) or shape.lengths)
@@ -240,13 +244,13 @@ def _steps(
         for name, x, rows, at_once in parts
     ]
     steps = [
-        library.Step("rows", (-(-q.shape[2] // block) * problem.prepared, 1, 1)),
-        library.Step("gradients", (min(problem.tiles, problem.processors), 1, 1)),
+        library.Step("rows", (-(-q.shape[2] // block) * problem.prepared, 1, 1), early=True),
+        library.Step("gradients", (min(problem.tiles, problem.processors), 1, 1), early=True),
     ]
-    items = (batch_heads - problem.finished) * -(-q.shape[2] // block) * kind.parts
+    items = 0 if kind.alone else (batch_heads - problem.finished) * -(-q.shape[2] // block) * kind.parts
     at_once = kernels.numbers["after_products"][2]
     after = min(max(-(-items // at_once), problem.processors), 2 * problem.processors)
-    steps.append(library.Step("after_products", (after, 1, 1)))
+    steps.append(library.Step("after_products", (after, 1, 1), early=True))
     return steps, maps
 
 
@@ -263,7 +267,7 @@ def _room(call: GradientCall, kind: Kind) -> tuple[int, int, int, int]:
     blocks = batch * heads * -(-queries // kind.rows)
     counts = _COUNTERS + batch * (heads + call.k.shape[1]) + (blocks if kind.ordered else 0)
     exact = 2 * batch * heads * queries if may_be_large(call) else 0
-    return blocks * kind.parts * PART, blocks * kind.rows * _SUM_FLOATS, exact, counts
+    return 0 if kind.alone else blocks * kind.parts * PART, blocks * kind.rows * _SUM_FLOATS, exact, counts
 
 
 def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
@@ -276,6 +280,8 @@ def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
     if q.shape[2] < _HELPED:
         ahead = all_heads
         finished = 0 if kind.size > calls.HEADS[1] else finished
+    if kind.alone:
+        finished = 0
     numbers = {
         "batch": q.shape[0], "heads": q.shape[1], "key_heads": k.shape[1], "queries": q.shape[2], "keys": k.shape[2],
         "head_size": q.shape[3], "value_size": v.shape[3], "lower": shape.lower, "upper": shape.upper,

@@ -12,7 +12,7 @@ from opkit.attn.calls import GradientCall
 from opkit.attn.gpu.hopper import calls, functions
 from opkit.attn.gpu.hopper.library import of_segments
 from opkit.attn.gpu.hopper.masks import asked_of, definitions_of, shape_of
-from opkit.attn.gpu.plans import Words
+from opkit.attn.gpu.plans import MaskShape, Words
 
 PART = 64 * 64  #: floats of a part of the gradient of a block of queries
 
@@ -27,6 +27,7 @@ class Kind(NamedTuple):
         banded: whether there is a band, or segments, whose keys see spans of queries.
         listed: whether steps are listed: a mask is more than a band and lengths.
         ordered: whether the gradient of queries is summed up in one order.
+        alone: of :func:`is_alone`: no gradient of queries is a sum, and there is nothing to order.
         asked: of ``Asked`` in ``cuda/asked.cuh``.
         mask: the program; empty where bands, segments and lengths say all.
         functions: those of users.
@@ -38,6 +39,7 @@ class Kind(NamedTuple):
     banded: bool
     listed: bool
     ordered: bool
+    alone: bool
     asked: tuple[bool, ...]
     mask: Words
     functions: functions.Texts = functions.Texts("", "")
@@ -61,7 +63,7 @@ class Kind(NamedTuple):
     def definitions(self) -> str:
         """The definitions with which ``backward.cu`` is compiled."""
         sizes = f"{self.size}, {self.head}, {self.values}"
-        ways = ", ".join(str(each).lower() for each in (self.banded, self.listed, self.ordered))
+        ways = ", ".join(str(each).lower() for each in (self.banded, self.listed, self.ordered, self.alone))
         return definitions_of(self.asked, self.mask, self.functions, LAYOUT=f"Shape<{sizes}, {ways}>")
 
 
@@ -73,11 +75,19 @@ def keys_of_tile(size: int) -> int:
     return 128 if size <= calls.HEADS[1] else 64
 
 
+def is_alone(call: GradientCall, shape: MaskShape) -> bool:
+    """Return whether each head has one tile of keys, and this visits all queries."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    size = calls.padded(max(call.q.shape[3], call.v.shape[3]))
+    whole = not shape.mask and not shape.lengths and shape.upper >= 0 and keys - shape.lower >= queries
+    return whole and keys <= keys_of_tile(size)
+
+
 def kind_of(call: GradientCall, ordered: bool) -> Kind:
     """Return the kind of a call."""
     shape, head, values = shape_of(call), *(-(-size // _STEP) * _STEP for size in (call.q.shape[3], call.v.shape[3]))
-    spans = of_segments(shape)
+    spans, alone = of_segments(shape), is_alone(call, shape)
     return Kind(
-        calls.padded(max(head, values)), head, values, shape.banded or spans, bool(shape.mask), ordered,
+        calls.padded(max(head, values)), head, values, shape.banded or spans, bool(shape.mask), ordered and not alone, alone,
         asked_of(call, shape, sinks=False), () if spans else shape.mask, functions.texts_of(call, sloped=True),
     )  # fmt: skip

@@ -194,6 +194,8 @@ SM90 void differentiate(const Problem& problem, const Maps& maps) {
     for (int i = threadIdx.x * 16; i < (STAGES + S::G_STAGES) * S::SUM_ROOM; i += THREADS * 16) store_four(base + S::POWERS + i, {0, 0, 0, 0});
     fence_stores();
     __syncthreads();
+    launches_before_done();
+    next_launch_may_begin();
     if (warp < WARPS) {
         more_registers<240>();
         if constexpr (S::WIDE) multiply_wide<S>(problem, base, warp / (WARPS / 2));

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "backward_helpers.cuh"
+#include "backward_products.cuh"
 
 namespace {
 
@@ -166,8 +167,7 @@ SM90 void finish_key(const Problem& problem, int batch, int key_head, int j) {
 template <class S>
 SM90 void round_sums(const Problem& problem) {
     constexpr int AT_ONCE = LARGE_THREADS / WARPGROUP;
-    const int thread = threadIdx.x % WARPGROUP, of_head = items_of_head<S>(problem), items = items_before<S>(problem);
-    const float by[] = {problem.scale, problem.scale};
+    const int thread = threadIdx.x % WARPGROUP, items = items_before<S>(problem);
     for (int item = items_after<S>(problem) + blockIdx.x * AT_ONCE + threadIdx.x / WARPGROUP; item < items; item += gridDim.x * AT_ONCE) {
         const float4* from = reinterpret_cast<const float4*>(problem.total + int64_t(item) * PART) + thread;
         float x[HALF / 2];
@@ -176,12 +176,7 @@ SM90 void round_sums(const Problem& problem) {
             const float4 four = from[j * WARPGROUP];
             x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
         }
-        const int head = item / of_head, block = item % of_head / S::PARTS, part = item % S::PARTS;
-        const int row = block * S::ROWS + (S::ROWS > HALF ? part * HALF : 0), column = S::ROWS > HALF ? 0 : part * COLUMNS;
-        Rows to = problem.of_q;
-        to.data = static_cast<T*>(to.data) + column;
-        store<T>(to, head / problem.heads, head % problem.heads, row + 16 * (thread / LANES) + thread % LANES / 4, problem.queries,
-                 problem.head_size - column, x, by);
+        store_part<S>(problem, x, item % S::PARTS, thread, item / S::PARTS);
     }
 }
 
@@ -223,7 +218,9 @@ SM90 void add_large_rows(const Problem& problem) {
 
 template <class S>
 SM90 void after(const Problem& problem, const Maps&) {
-    round_sums<S>(problem);
+    launches_before_done();
+    next_launch_may_begin();
+    if (!S::ALONE) round_sums<S>(problem);
     add_large_rows<S>(problem);
 }
 

@@ -59,7 +59,7 @@ struct Before {
         load(at.room(), &maps.piece_of_out), load(at.room() + S::PIECE_BYTES, &maps.piece_of_gradient);
         const uint32_t zeros = at.base + S::POWERS + S::SUM_BYTES;
 #pragma unroll 1
-        for (int i = 0; i < PART; i += S::SUM_FLOATS) store_bytes(problem.total + int64_t(item) * PART + i, zeros, S::SUM_BYTES);
+        for (int i = 0; i < (S::ALONE ? 0 : PART); i += S::SUM_FLOATS) store_bytes(problem.total + int64_t(item) * PART + i, zeros, S::SUM_BYTES);
         stores_commit();
     }
     __device__ __forceinline__ void begin_to_store(int, Item<S>) const {}

@@ -51,9 +51,21 @@ SM90 void multiply_slopes(float (&sums)[HALF / 2], uint32_t slopes, int slot, ui
     products_commit();
 }
 
-// Add a part of the gradient of queries to memory, `of_all` being the number of its block among all.
+// Store a part of the gradient of queries, rounded, `of_all` being the number of its block among all.
+template <class S>
+SM90 void store_part(const Problem& problem, const float (&dq)[HALF / 2], int part, int thread, int of_all) {
+    const float by[] = {problem.scale, problem.scale};
+    const int head = of_all / blocks_of<S>(problem), block = of_all % blocks_of<S>(problem);
+    const int row = block * S::ROWS + (S::ROWS > HALF ? part * HALF : 0), column = S::ROWS > HALF ? 0 : part * COLUMNS;
+    Rows to = problem.of_q;
+    to.data = static_cast<T*>(to.data) + column;
+    store<T>(to, head / problem.heads, head % problem.heads, row + 16 * (thread / LANES) + thread % LANES / 4, problem.queries,
+             problem.head_size - column, dq, by);
+}
+// Add it to its sum in memory, if it is no whole.
 template <class S>
 SM90 void add_part(const Problem& problem, const float (&dq)[HALF / 2], int part, int thread, int of_all) {
+    if constexpr (S::ALONE) return store_part<S>(problem, dq, part, thread, of_all);
     float* to = problem.total + (int64_t(of_all) * S::PARTS + part) * PART + thread * 4;
 #pragma unroll
     for (int j = 0; j < HALF / 8; j++) add_four(to + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);

@@ -47,15 +47,19 @@ SM90 bool is_large(float power, float delta) {
     return fabsf(power) > LARGE && fabsf(power) < INFINITY && fabsf(delta) < INFINITY;
 }
 
+// What is added to the logits of a row that is not there, sees nothing, or is computed elsewhere. Products add it to theirs, and those that
+// are not finite are looked into.
+SM90 float no_weights() { return CHANGED ? -INFINITY : -1e30f; }
+
 // What is added to a row's logits, so that their exponentials are probabilities; for changed logits, which have a factor of their own,
 // to exponents.
 template <class S>
 SM90 float power_of(const Problem& problem, float lse, float delta) {
-    if (lse == -INFINITY) return -INFINITY;
+    if (lse == -INFINITY) return no_weights();
     if (S::HIDES_ROWS && !(fabsf(delta) < INFINITY)) return NAN;  // what the row sees is to be NaN, though its gradient be cleaned
     if (problem.large && is_large(lse, delta)) {
         *problem.large = 1;
-        return -INFINITY;
+        return no_weights();
     }
     return CHANGED ? problem.offset - lse * LOG2E : -lse / problem.scale;
 }
@@ -77,6 +81,8 @@ SM90 void publish_row(const Problem& problem, int of_head, int row, const Number
 // the first heads, whose numbers then are in the L2 cache.
 template <class S>
 SM90 void before(const Problem& problem, const Maps&) {
+    launches_before_done();
+    next_launch_may_begin();
     constexpr int OF_ROW = S::D / 8, AT_ONCE = ROW_THREADS / OF_ROW, PASSES = S::ROWS / AT_ONCE;
     const int64_t block = gridDim.x - 1 - blockIdx.x;
     const int blocks = blocks_of<S>(problem), of_head = int(block / blocks), at = int(block % blocks);
@@ -97,7 +103,7 @@ SM90 void before(const Problem& problem, const Maps&) {
     }
     float4* zeros = reinterpret_cast<float4*>(problem.total + block * (S::PARTS * PART));
 #pragma unroll
-    for (int i = 0; i < S::PARTS * PART / 4 / ROW_THREADS; i++) zeros[i * ROW_THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < (S::ALONE ? 0 : S::PARTS * PART / 4 / ROW_THREADS); i++) zeros[i * ROW_THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < PASSES; i++) {
         float sum = dot(x[i], y[i]);

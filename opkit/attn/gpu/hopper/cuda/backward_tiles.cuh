@@ -28,11 +28,12 @@ constexpr bool hides_rows(bool listed) { return listed || LENGTHS; }
 
 // How shared memory is laid out for heads of up to D channels: D / 64 boxes of keys, values, queries and gradients of results. Products
 // take DK channels of keys and DV of values. LISTED: there are segments or a mask's program, and a list of the blocks that a tile visits.
-// ORDERED: the gradient of queries is summed up in one order. Of heads of 256 warpgroups divide products, not keys (backward_wide.cuh).
-template <int D_, int DK_, int DV_, bool BANDED_, bool LISTED_, bool ORDERED_>
+// ORDERED: the gradient of queries is summed up in one order. ALONE: heads have one tile, whose gradient of queries is no sum. Of heads of
+// 256 warpgroups divide products, not keys (backward_wide.cuh).
+template <int D_, int DK_, int DV_, bool BANDED_, bool LISTED_, bool ORDERED_, bool ALONE_>
 struct Shape {
     static constexpr int D = D_, DK = DK_, DV = DV_;
-    static constexpr bool BANDED = BANDED_, LISTED = LISTED_, ORDERED = ORDERED_, WIDE = D > 2 * HALF;
+    static constexpr bool BANDED = BANDED_, LISTED = LISTED_, ORDERED = ORDERED_, ALONE = ALONE_, WIDE = D > 2 * HALF;
     static constexpr int ROWS = WIDE ? HALF : 2 * PART / D, KEYS = WIDE ? HALF : 2 * HALF;  // queries of a step, and keys
     static constexpr int SUM_STEP = WIDE ? 64 : 32, OF_K = (DK + SUM_STEP - 1) / SUM_STEP * SUM_STEP;  // channels of sums
     static constexpr int OF_V = (DV + SUM_STEP - 1) / SUM_STEP * SUM_STEP;
