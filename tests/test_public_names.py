@@ -55,7 +55,8 @@ PARAMETERS = {
     "from_library": "name library declaration reference bind preamble returns dtypes variants parallel flags options",
     "attention": "q k v mask bias scale softcap sinks dropout_p descales return_lse layout kernel",
     "paged_attention": (
-        "q k_pages v_pages page_table lengths cu_seqlens_q causal window scale softcap sinks k_scale v_scale return_lse kernel"
+        "q k_pages v_pages page_table lengths cu_seqlens_q causal window scale softcap sinks k_scale v_scale mask bias "
+        "return_lse kernel"
     ),
     "append_kv": "k v k_pages v_pages page_table lengths_before cu_seqlens k_scale v_scale",
     "merge_attention": "parts mesh",
