@@ -12,8 +12,6 @@
 namespace opkit::attention {
 namespace {
 
-constexpr int64_t kOperands[] = {1, 1, 3, 1}, kFunction = 3;
-
 float widened(float value) { return value; }
 float widened(double value) { return static_cast<float>(value); }
 
@@ -51,16 +49,16 @@ Biases::Biases(const std::vector<int64_t>& program, std::vector<Typed> tensors, 
     id_ = ++last;
     for (size_t at = 0; at < program.size();) {
         Step step{program[at++], {}};
-        if (step.kind < 0 || step.kind > kFunction)
+        if (step.kind < 0 || step.kind > kBiasFunction)
             throw std::invalid_argument("opkit::attention: bias: there is no kind " + std::to_string(step.kind));
-        if (at + static_cast<size_t>(kOperands[step.kind]) > program.size())
+        if (at + static_cast<size_t>(kBiasOperands[step.kind]) > program.size())
             throw std::invalid_argument("opkit::attention: bias: the program ends within a step");
-        for (int64_t n = 0; n < kOperands[step.kind]; ++n) step.operands[n] = program[at++];
-        if (step.kind == kFunction && static_cast<uint64_t>(step.operands[0]) >= functions_.size())
+        for (int64_t n = 0; n < kBiasOperands[step.kind]; ++n) step.operands[n] = program[at++];
+        if (step.kind == kBiasFunction && static_cast<uint64_t>(step.operands[0]) >= functions_.size())
             throw std::invalid_argument("opkit::attention: bias: there is no function " + std::to_string(step.operands[0]));
         steps_.push_back(step);
     }
-    while (added_ < steps_.size() && steps_[added_].kind != kFunction) ++added_;
+    while (added_ < steps_.size() && steps_[added_].kind != kBiasFunction) ++added_;
 }
 
 void Biases::run(const Step& step, const Tile& tile, float* out, int64_t pitch) const {
@@ -134,7 +132,7 @@ void Biases::differentiate(const Tile& tile, const float* before, float* gradien
     thread_local std::vector<double*> of_tensors;
     for (size_t n = last; n-- > 0;) {
         const Step& step = steps_[n];
-        if (step.kind == kFunction) {
+        if (step.kind == kBiasFunction) {
             const Function& function = functions_[static_cast<size_t>(step.operands[0])];
             of_tensors.clear();
             for (const auto& [word, number] : function.tensors)

@@ -15,6 +15,8 @@ struct Typed : Strided {
     Type type = Type::Float;
 };
 
+constexpr int64_t kBiasOperands[] = {1, 1, 3, 1}, kBiasFunction = 3;  // of each kind of step
+
 class Biases {
 public:
     // A program of (0, tensor), (1, slopes), (2, rel_h, rel_w, width) and (3, function). Throws std::invalid_argument where it is none.

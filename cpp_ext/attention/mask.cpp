@@ -8,8 +8,6 @@
 namespace opkit::attention {
 namespace {
 
-constexpr int64_t kOperands[] = {0, 0, 0, 2, 2, 1, 1, 3, 1};  // of each opcode
-
 uint64_t first_bits(int64_t n) { return n >= kKeys ? ~uint64_t{0} : n <= 0 ? 0 : (uint64_t{1} << n) - 1; }
 
 // Bits [low, high].
@@ -106,9 +104,9 @@ Mask::Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, in
         if (opcode < 0 || opcode > static_cast<int64_t>(Opcode::Function))
             throw std::invalid_argument("opkit::attention: mask: there is no opcode " + std::to_string(opcode));
         Step step{static_cast<Opcode>(opcode), {}};
-        if (at + static_cast<size_t>(kOperands[opcode]) > program.size())
+        if (at + static_cast<size_t>(kMaskOperands[opcode]) > program.size())
             throw std::invalid_argument("opkit::attention: mask: the program ends within a step");
-        for (int64_t n = 0; n < kOperands[opcode]; ++n) step.operands[n] = program[at++];
+        for (int64_t n = 0; n < kMaskOperands[opcode]; ++n) step.operands[n] = program[at++];
         height += step.opcode < Opcode::Not ? -1 : step.opcode == Opcode::Not ? 0 : 1;
         if (height < 1) throw std::invalid_argument("opkit::attention: mask: a step has no operand before it");
         depth_ = std::max(depth_, height);

@@ -24,6 +24,7 @@ struct Tile {
 };
 
 enum class Opcode : int64_t { And, Or, Not, Band, Segments, Length, Dense, BandAt, Function };
+constexpr int64_t kMaskOperands[] = {0, 0, 0, 2, 2, 1, 1, 3, 1};  // of each
 
 class Mask {
 public:

@@ -85,7 +85,7 @@ struct Host : opk_host {
                 make(results[i].buffer, results[i].tensor);
                 results[i].tensor.data = at(results[i].buffer).get();
             }
-        if (call.own) return call.own(Arguments(arguments, count), results);
+        if (call.own) return call.own(Arguments(arguments, count, entry.attention_functions_), results);
         char error[1024] = "";
         const opkit_operators& host = *entry.host_;
         const int32_t failed = host.call(host.context, call.name.c_str(), call.overload.c_str(), arguments, count, results,

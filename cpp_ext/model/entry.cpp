@@ -210,6 +210,9 @@ void Entry::load_program(const Archive& archive, const Text& folder) {
     find(library_, "opkit_program_sizes", compute_sizes_);
     find(library_, "opkit_program_layouts", compute_layouts_);
     find(library_, "opkit_program_run", run_);
+    const auto* count = static_cast<const int64_t*>(dlsym(library_, "opkit_attention_function_count"));
+    const void* functions = dlsym(library_, "opkit_attention_functions");
+    if (count && functions) attention_functions_ = {static_cast<const SavedFunction*>(functions), *count};
 }
 
 void Entry::load_binaries(const Json& program, const Archive& archive, const Text& folder) {

@@ -71,6 +71,7 @@ private:
     std::vector<std::string> steps_, function_names_;
     std::vector<void*> constants_, functions_;
     void* library_ = nullptr;
+    SavedFunctions attention_functions_;
     void (*compute_sizes_)(int64_t*) = nullptr;
     void (*compute_layouts_)(const int64_t*, int64_t*) = nullptr;
     int64_t (*run_)(opk_host*, const int64_t*, char*, void* const*, void* const*) = nullptr;

@@ -6,13 +6,16 @@
 
 #include "../../opkit/kernels/include/opkit.h"
 #include "../../opkit/kernels/include/opkit_program.h"
+#include "functions.hpp"
 
 namespace opkit::model {
 
 // The arguments of a call.
 class Arguments {
 public:
-    Arguments(const opk_passed* values, int64_t count) : values_(values), count_(count) {}
+    Arguments(const opk_passed* values, int64_t count, SavedFunctions functions = {})
+        : functions(functions), values_(values), count_(count) {}
+    const SavedFunctions functions;  // that the file has
     // By position, or by name; null: it was not passed, or is None.
     const opk_passed* find(int64_t position, const char* name = nullptr) const;
     const opk_tensor* tensor(int64_t position, const char* name = nullptr) const;

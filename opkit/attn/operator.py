@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from opkit.attn import gradients, reference
 from opkit.attn.calls import AttentionCall
 from opkit.attn.masks import program
+from opkit.op.aot import call_code
 from opkit.op.definition import custom_op
 from opkit.op.operator import CustomOp
 from opkit.op.rules import transforms
@@ -44,7 +45,14 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_autograd(gradients.backward, setup_context=gradients.setup_context)
     for module in KERNELS:
         importlib.import_module(module).register(op)
+    call_code.WRITERS[NAME] = _units
     return op
+
+
+def _units(calls: Iterable[call_code.Call]) -> list[str]:
+    from opkit.attn.functions.c import saved
+
+    return saved.units(calls)
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -217,6 +217,7 @@ class _Entry:
         is_cpu = self.device.type == "cpu"
         texts = [*(compiled.texts if is_cpu and compiled.plan.segments else ()), *([program.text] if program else ())]
         if texts:
+            texts += operators.code_of_calls(self.graph.module.graph) if is_cpu and program else []
             units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
             label = f"opkit.export: {_label(self.name)}"
             request = Request(label, units, library.flags(), isa=isa or "baseline")

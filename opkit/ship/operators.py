@@ -25,6 +25,7 @@ from opkit.compiler.run.driver import dtype
 from opkit.compiler.run.plan import ExecutionPlan
 from opkit.errors import ModelFileError, OpkitError
 from opkit.op import registry
+from opkit.op.aot import call_code
 from opkit.op.native.compiled import schema_with_layout
 from opkit.op.torch_private import hidden_operator
 from opkit.ship.archive import Archive
@@ -85,6 +86,14 @@ def _library(operator: Operator, nodes: Sequence[fx.Node], isa: str, sized: bool
         return calls.library(nodes, operator, isa, sized)
     except (calls.NeedsPython, OpkitError):
         return None
+
+
+def code_of_calls(graph: fx.Graph) -> list[str]:
+    """Return the translation units that the runtime needs for calls of opkit's own operators in a graph."""
+    calls: dict[str, list[call_code.Call]] = {}
+    for node in graph.nodes:
+        calls.setdefault(private.qualified_name(node.target), []).append((node.args, node.kwargs))
+    return [text for name, of in calls.items() if name in call_code.WRITERS for text in call_code.WRITERS[name](of)]
 
 
 def add_functions(plan: ExecutionPlan, folder: str, members: dict[str, bytes]) -> ExecutionPlan:

@@ -127,6 +127,37 @@ def test_attention(tmp_path, dtype):
         assert_close(found, expected, **({} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_of_attention(tmp_path, dtype):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ids", torch.arange(80) // 30)
+            self.register_buffer("table", torch.randn(4, 160))
+
+        def forward(self, q, k, v):
+            step, slope = 3, 0.25
+
+            def mask(b, h, i, j):
+                return (self.ids[i] == self.ids[j]) & ((i >= j) | ((i - j) % step == h % 2))
+
+            def score(s, b, h, i, j):
+                return s * (1 + slope * torch.sigmoid(s)) + self.table[h, i - j + 80] + (self.ids[j] * i).float() * 0.01
+
+            first = opkit.attention(q, k, v, mask=mask, bias=score)
+            return first, opkit.attention(q, k, v, mask=lambda b, h, i, j: (i * j) % step != 1)
+
+    q, k, v = torch.randn(3, 2, 4, 70, 16).to(dtype)
+    model = Model()
+    loaded = reloaded(model, (q, k, v), path=tmp_path)
+    for found, expected in zip(loaded(q, k, v), model(q, k, v), strict=True):
+        assert_close(
+            found,
+            expected,
+            **({"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}),
+        )
+
+
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()

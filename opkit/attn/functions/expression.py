@@ -53,7 +53,7 @@ class Function:
         """Return the operands of an opcode: how many follow, then three lists, each after its length, and the text."""
         bits = [struct.unpack("<q", struct.pack("<d", x))[0] for x in self.floats]
         lists = [word for each in (self.tensors, self.integers, bits) for word in (len(each), *each)]
-        text = _words(self.root)
+        text = text_words(self.root)
         return [len(lists) + len(text), *lists, *text]
 
     def batched(self, batch: int, places: Sequence[int], mapped: Sequence[bool]) -> Function:
@@ -153,7 +153,7 @@ class Function:
 
 
 @functools.lru_cache(256)
-def _words(root: Expr) -> tuple[int, ...]:
+def text_words(root: Expr) -> tuple[int, ...]:
     text = text_of(root).encode()
     text += b" " * (-len(text) % _BYTES)
     return tuple(int.from_bytes(text[at : at + _BYTES], "little") for at in range(0, len(text), _BYTES))

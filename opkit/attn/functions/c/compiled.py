@@ -21,7 +21,7 @@ from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
 
 Kind = Literal["mask", "score", "slope"]
-_TEXTS: dict[Kind, Callable[[Expr], tuple[str, int]]] = {"mask": mask_text, "score": score_text, "slope": slope_text}
+TEXTS: dict[Kind, Callable[[Expr], tuple[str, int]]] = {"mask": mask_text, "score": score_text, "slope": slope_text}
 
 
 class Code(NamedTuple):
@@ -105,7 +105,7 @@ def _word(function: Function, name: str) -> int:
 
 @functools.lru_cache(256)
 def _code(root: Expr, kind: Kind) -> Code:
-    text, entry_bytes = _TEXTS[kind](root)
+    text, entry_bytes = TEXTS[kind](root)
     request = Request(f"a {kind} function of attention", (Unit(f"{kind}_function.c", text, "c"),), library.flags())
     loaded = _load(str(build(request)))
     return Code(_address(loaded, ENTRY), _address(loaded, TABULATE) if entry_bytes else 0, entry_bytes)
