@@ -1,6 +1,7 @@
 """Users' functions as masks and biases: what they compute, their gradients, what of them known opcodes express, and mistakes."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -122,6 +123,57 @@ def test_what_known_opcodes_express():
     assert opcodes(score=SCORES["soft cap"]) == ([], [], 20.0)
     assert opcodes(score=SCORES["a tensor"])[1] == [program.BIAS_DENSE, program.BIAS_FUNCTION]
     assert opcodes(score=SCORES["hidden"])[:2] == ([band], [program.BIAS_FUNCTION])
+
+
+class Settings:
+    """What functions read; ``half`` is computed, ``step`` is of the class."""
+
+    step = 3
+
+    def __init__(self):
+        self.width, self.inner, self.ids = 4, types.SimpleNamespace(scale=0.5), torch.arange(S) // 3
+
+    @property
+    def half(self):
+        return self.width // 2
+
+    def mask(self, b, h, i, j):
+        return ((i - j).abs() < self.width) | ((i + j) % self.step == 0)
+
+
+COUNT = torch.tensor(2)
+
+
+def test_attributes_that_change_between_calls():
+    own, module = Settings(), types.ModuleType("settings")
+    module.near = lambda i, j: (i - j).abs() <= 1
+    masks = (
+        lambda b, h, i, j: ((i - j).abs() < own.width) | (own.ids[i] == own.ids[j]),
+        lambda b, h, i, j: (i - j).abs() < own.half + 1,
+        lambda b, h, i, j: module.near(i, j) | (i - j == own.step),
+        lambda b, h, i, j: (i - j).abs() < functools.reduce(max, [own.width, 2]),
+        lambda b, h, i, j: (i - j).abs() < COUNT.item(),
+        own.mask,
+    )
+    score = lambda s, b, h, i, j: s * own.inner.scale  # noqa: E731
+    q, k, v = inputs()
+
+    def check():
+        for mask in masks:
+            torch.testing.assert_close(opkit.attention(q, k, v, mask=mask, bias=score), formula(q, k, v, mask, score))
+
+    check()
+    own.width = 2
+    check()
+    own.ids = own.ids.int() // 2
+    check()
+    own.ids[:] = 0
+    own.inner.scale = 2.0
+    COUNT.fill_(1)
+    check()
+    own.step = 2
+    module.near = lambda i, j: (i - j).abs() <= 3
+    check()
 
 
 def test_a_key_at_the_end_of_a_length():

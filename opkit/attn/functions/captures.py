@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.attn.functions import attributes
+from opkit.attn.functions.attributes import Paths
+
 
 @dataclasses.dataclass
 class Captures:
@@ -50,20 +53,34 @@ class Captures:
         made.__kwdefaults__ = function.__kwdefaults__
         return made
 
-    def _described(self, value: Any, outer: tuple[Any, ...]) -> Any:
-        """Return a hashable description of a value that the function may read; collect tensors and numbers on the way."""
+    def _described(self, value: Any, outer: tuple[Any, ...], reads: Paths | None = None) -> Any:
+        """Return a hashable description of a value that the function may read; collect tensors and numbers on the way.
+
+        ``reads`` are the attributes that are all that it reads of the value, None if it may read anything.
+        """
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
             return (type(value), value)
-        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)) or _is_function_of_torch(value):
+        if isinstance(value, types.BuiltinFunctionType) or _is_of_torch(value):
             return ("known", value)
         if isinstance(value, tuple):
             return tuple([self._described(each, outer) for each in value])
         if isinstance(value, types.FunctionType):
             return self._of_function(value, outer)
-        self._opaque = True  # an object, whose content may change
-        return None
+        if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
+            function = value.__func__
+            of_self = attributes.read(function.__code__, next(iter(function.__code__.co_varnames), ""))
+            within = outer or (value,)
+            return ("method", self._of_function(function, within), self._described(value.__self__, within, of_self))
+        try:
+            found = [attributes.plain_value(value, path) for path in reads] if reads is not None else None
+        except AttributeError:
+            found = None
+        if found is None:
+            self._opaque = True  # an object, whose content may change
+            return None
+        return ("object", reads, tuple([self._described(each, outer) for each in found]))
 
     def _of_tensor(self, tensor: Tensor) -> Any:
         first = next((k for k, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
@@ -77,38 +94,49 @@ class Captures:
         if function in outer:
             return ("recursive", outer.index(function))
         inner, scope = (*outer, function), function.__globals__
-        cells = [self._of_cell(cell, inner) for cell in function.__closure__ or ()]
+        code = function.__code__
+        cells = [
+            self._of_cell(cell, inner, name)
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+        ]
         defaults = [self._described(each, inner) for each in function.__defaults__ or ()]
         keywords: dict[str, Any] = function.__kwdefaults__ or {}
         named = [(name, self._described(each, inner)) for name, each in keywords.items()]
-        of_globals = [
-            (name, self._described(scope[name], inner)) for name in _names(function.__code__) if name in scope
-        ]
-        return (function.__code__, tuple(cells), tuple(defaults), tuple(named), tuple(of_globals))
+        used = [(name, scope[name], _reads(code, name, scope[name])) for name in _names(code) if name in scope]
+        of_globals = [(name, self._described(value, inner, reads)) for name, value, reads in used if reads != ()]
+        return (code, tuple(cells), tuple(defaults), tuple(named), tuple(of_globals))
 
-    def _of_cell(self, cell: types.CellType, outer: tuple[Any, ...]) -> Any:
+    def _of_cell(self, cell: types.CellType, outer: tuple[Any, ...], name: str) -> Any:
         try:
             value = cell.cell_contents
         except ValueError:
             self._opaque = True
             return None
+        reads = _reads(outer[-1].__code__, name, value)
         if len(outer) > 1:
-            return self._described(value, outer)
+            return self._described(value, outer, reads)
         if isinstance(value, Tensor):
             self.tensor_cells.append((cell, len(self.tensors)))
         elif isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
             self.numbers.append(cell)
             return type(value) if self.function.__code__ not in needs_numbers else (type(value), value)
-        return self._described(value, outer)
+        return self._described(value, outer, reads)
+
+
+def _reads(code: types.CodeType, name: str, value: Any) -> Paths | None:
+    """Return which attributes of a value code reads, if these are all that it reads of it."""
+    return attributes.read(code, name, isinstance(value, types.ModuleType))
 
 
 needs_numbers: set[types.CodeType] = set()  # functions that need the values of captured numbers
 
 
-def _is_function_of_torch(value: Any) -> bool:
-    """Return whether a value is a function of torch or Python, which computes the same at every call."""
-    known = str(getattr(value, "__module__", "")).split(".")[0] in ("torch", "math", "operator", "builtins")
-    return known and callable(value) and not isinstance(value, torch.nn.Module)
+def _is_of_torch(value: Any) -> bool:
+    """Return whether a value is a module, class or function of torch or Python, which are the same at every call."""
+    is_module = isinstance(value, types.ModuleType)
+    place = str(value.__name__ if is_module else getattr(value, "__module__", ""))
+    known = place.split(".")[0] in ("torch", "math", "operator", "builtins", "functools")
+    return known and (is_module or (callable(value) and not isinstance(value, torch.nn.Module)))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops.base_hop import BaseHOP as BaseHOP
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from opkit.compiler.capture.conversion import capture
@@ -27,6 +28,22 @@ class Writes(Exception):
     """A function writes to a tensor."""
 
 
+class _NoteReads(TorchFunctionMode):
+    """Notes whether a function reads the values of a tensor that is not fake, which another call may change."""
+
+    reads = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads |= getattr(func, "__name__", "") in _READS
+        return func(*args, **(kwargs or {}))
+
+
+_READS = frozenset(
+    ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__dlpack__",
+     "data_ptr", "is_nonzero", "equal", "allclose")
+)  # fmt: skip
+
+
 class _RefuseWrites(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
@@ -39,8 +56,8 @@ def traced_graph(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
     tensors: Sequence[Tensor],
     device: torch.device,
-) -> Any:
-    """Return a function's ATen graph.
+) -> tuple[Any, bool]:
+    """Return a function's ATen graph, and whether it may depend on the values of tensors that the function reads.
 
     Args:
         function: takes tensors; real ones that it reads otherwise are constants of the graph.
@@ -50,8 +67,10 @@ def traced_graph(
     """
     mode = detect_fake_mode(list(tensors)) or FakeTensorMode()
 
+    noted = _NoteReads()
+
     def guarded(*arguments: Tensor) -> Any:
-        with _RefuseWrites():
+        with _RefuseWrites(), noted:
             return function(*arguments)
 
     known, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
@@ -59,7 +78,7 @@ def traced_graph(
         with _disable_current_modes(), mode, torch.no_grad():
             arguments = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
             arguments += [torch.empty(_sizes(x), dtype=x.dtype, device=x.device) for x in tensors]
-            return make_fx(guarded, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+            return make_fx(guarded, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments), noted.reads
     finally:
         mode.allow_non_fake_inputs = known
 

@@ -102,11 +102,13 @@ class _Recipe:
         root: the expression.
         tensors: of each tensor its place among the captured ones, or itself if the function has created it.
         parametrised: whether captured numbers are variables.
+        reads: whether the function has read values of tensors, so that it is to be traced again.
     """
 
     root: Expr
     tensors: tuple[int | Tensor, ...]
     parametrised: bool
+    reads: bool = False
 
 
 _recipes: dict[Any, _Recipe] = {}
@@ -138,7 +140,7 @@ def trace_captures(
     if recipe is None:
         recipe = _traced(function, kind, dtype, device, captures)
         found = all(isinstance(each, int) or not each.shape for each in recipe.tensors)
-        if key is not None and found:
+        if key is not None and found and not recipe.reads:
             if len(_recipes) >= _MAX_CACHED:
                 _recipes.clear()
             _recipes[key] = recipe
@@ -193,7 +195,9 @@ def _run(
 
     shapes = [((1,), dtype), *[((1,), torch.int32)] * 4, *[((), each) for each in kinds]]
     try:
-        graph = private.traced_graph(called, shapes, [captures.tensors[k] for _, k in captures.tensor_cells], device)
+        graph, reads = private.traced_graph(
+            called, shapes, [captures.tensors[k] for _, k in captures.tensor_cells], device
+        )
     except private.DataDependent:
         raise
     except private.Writes as error:
@@ -204,7 +208,7 @@ def _run(
         raise
     except Exception as error:
         raise _explained(error, function, name, captures, device) from error
-    recipe = _recipe(graph, captures, numbers, name, device)
+    recipe = dataclasses.replace(_recipe(graph, captures, numbers, name, device), reads=reads)
     if kind == "score" and dtype != torch.float64:
         return dataclasses.replace(recipe, root=narrowed(recipe.root))
     return recipe
