@@ -201,6 +201,12 @@ def test_casts():
     check(lambda x: [y for dtype in dtypes for y in (x.to(dtype), x.to(dtype).to(torch.float64))], x, exact=True)
 
 
+def test_a_cast_of_a_number():
+    """Of a number next to one of each row, which vmap takes for a tensor."""
+    check(torch.func.vmap(lambda row: row * (row.mean() + 2.5e-6)), torch.randn(3, 4))
+    check(torch.func.vmap(lambda row: row * (row.sum() * 3).int()), torch.arange(12).reshape(3, 4))
+
+
 def test_a_cast_that_was_asked_for_keeps_its_rounding():
     (compute,) = computes(program_of(lambda x: x.bfloat16().float(), torch.randn(3)))[-1:]
     assert compute.body.op == "cast"

@@ -10,7 +10,7 @@ import functools
 import math
 from typing import Any
 
-from opkit.compiler.ir.dtypes import is_float
+from opkit.compiler.ir.dtypes import DTYPES, is_float
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Rule, Table, overloads
@@ -24,6 +24,7 @@ from opkit.compiler.lower.rules.pointwise import (
     computed,
     floor_divided,
     operand,
+    promoted,
     reciprocal,
     truncated,
 )
@@ -170,9 +171,11 @@ def round_to(b: Builder, x: Tensor, *, decimals: int = 0) -> Tensor:
 
 
 @TABLE.rule("prims.convert_element_type.default", *overloads("_to_copy"), *overloads("to", "dtype"))
-def convert(b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+def convert(b: Builder, x: Operand, *rest: Any, **kwargs: Any) -> Tensor:
     kind = b.result()
-    return b.elementwise(f.cast(element(x, kind.shape), kind.dtype, asked=True).expr, kind)
+    inner = DTYPES[kind.dtype].compute if is_float(kind.dtype) else promoted([x])  # of a number
+    found = element(x, kind.shape) if isinstance(x, Tensor) else f.number(x, inner)
+    return b.elementwise(f.cast(found, kind.dtype, asked=True).expr, kind)
 
 
 # ---- lists of tensors --------------------------------------------------------------------------------------------------
