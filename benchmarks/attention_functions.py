@@ -5,15 +5,18 @@ the block mask that ``create_block_mask`` computes of it, once and outside of th
 in one process; a figure is the median of the rounds, a ratio the median of the rounds' own. ``first`` is the first call of a
 new function with empty caches: tracing and compiling for both, and the block mask for FlexAttention. On a CPU FlexAttention
 has no backward; ``backward / forward`` are opkit's own. ``built-in`` is the time with opkit's own mask for the same thing,
-where there is one. ``memory`` is by how much a call of 65,536 queries and keys increases the peak memory of the process::
+where there is one. ``memory`` is by how much a call of 65,536 queries and keys increases the peak memory of the process.
+``rows`` is attention with functions of rows, next to the same in torch operations around it, in eager mode and compiled; columns
+without a unit are multiples of attention alone::
 
-    python benchmarks/attention_functions.py [--device cpu] [--what calls,memory] [--rounds 7] [--length 2048] [--quick]
+    python benchmarks/attention_functions.py [--device cpu] [--what calls,memory,rows] [--rounds 7] [--length 2048] [--quick]
         [--cases causal,window] [--markdown FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -236,7 +239,83 @@ def _peak(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-PARTS = {"calls": calls, "memory": memory}
+def halves_turned(x: Tensor) -> Tensor:
+    """Return the halves of the last dimension exchanged, one of them negative, as rotary embeddings need it."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure functions of rows, and the same in torch operations around attention."""
+    dtypes = [torch.float32, torch.bfloat16] if options.device == "cpu" else [torch.bfloat16]
+    for dtype in dtypes:
+        for n in (options.length // 4, options.length):
+            q, k, v, gate = (torch.randn(1, HEADS, n, HEAD, device=options.device).to(dtype) for _ in range(4))
+            angles = (
+                torch.outer(torch.arange(n), 10000.0 ** -torch.arange(0, 1, 2 / HEAD)).repeat(1, 2).to(options.device)
+            )
+            for name, (inside, around) in transforms(angles.cos(), angles.sin(), gate).items():
+                torch.compiler.reset()
+                alone = functools.partial(opkit.attention, q, k, v, mask=Causal())
+                sides: dict[str, Callable[[], Tensor]] = {"alone": alone}
+                for side, function in (("torch", around), ("functions", inside)):
+                    sides[side] = functools.partial(function, q, k, v)
+                    for backend in ("inductor", "opkit"):
+                        compiled = torch.compile(function, backend=backend, fullgraph=True)
+                        sides[f"{side}, {backend}"] = functools.partial(compiled, q, k, v)
+                with torch.no_grad():
+                    times = interleaved(sides, options.rounds, options.device)
+                    error = (sides["functions"]().float() - sides["torch"]().float()).abs().max().item()
+                found = {side: ratio(times, side, "alone") for side in list(sides)[1:]}
+                yield {
+                    "case": f"{name}, {n} positions, {str(dtype)[6:]}",
+                    "alone, ms": round(statistics.median(times["alone"]) * 1e3, 2),
+                    **found,
+                    "largest difference": f"{error:.0e}",
+                }
+
+
+def transforms(
+    cos: Tensor, sin: Tensor, gate: Tensor
+) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Return attention with functions of rows, and with the same in torch operations around it, both in float32."""
+    weight = torch.rand(HEAD, device=cos.device)
+
+    def rotary(x, b, h, at):
+        return x * cos[at] + halves_turned(x) * sin[at]
+
+    def normed(x, b, h, at):
+        return rotary(x * torch.rsqrt(x.square().mean() + 1e-6) * weight, b, h, at)
+
+    def all_rotary(x):
+        wide = x.float()
+        return (wide * cos + halves_turned(wide) * sin).to(x.dtype)
+
+    def all_normed(x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight
+        return (wide * cos + halves_turned(wide) * sin).to(x.dtype)
+
+    def attention(q, k, v, **how):
+        return opkit.attention(q, k, v, mask=Causal(), **how)
+
+    return {
+        "rotary": (
+            lambda q, k, v: attention(q, k, v, query=rotary, key=rotary),
+            lambda q, k, v: attention(all_rotary(q), all_rotary(k), v),
+        ),
+        "norm and rotary": (
+            lambda q, k, v: attention(q, k, v, query=normed, key=normed),
+            lambda q, k, v: attention(all_normed(q), all_normed(k), v),
+        ),
+        "gate": (
+            lambda q, k, v: attention(q, k, v, output=lambda x, b, h, i: x * torch.sigmoid(gate[b, h, i].float())),
+            lambda q, k, v: (attention(q, k, v).float() * torch.sigmoid(gate.float())).to(q.dtype),
+        ),
+    }
+
+
+PARTS = {"calls": calls, "memory": memory, "rows": rows}
 
 
 def markdown(title: str, rows: list[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
-"""Attention with masks and scores that are written as functions, each compared with a formula in float64.
+"""Attention with masks, scores and transforms of rows that are functions, each compared with a formula in float64.
 
-Run it with ``python examples/attention_functions.py``. A function gets numbers of batch, head, query and key (and the score), and
-reads whatever it needs around it; ``opkit.attention`` traces it once.
+Run it with ``python examples/attention_functions.py``. A function gets numbers of batch, head, query and key, and the score or
+the row, and reads whatever it needs around it.
 """
 
 import math
@@ -18,11 +18,13 @@ Function = Callable[..., Tensor]
 
 
 class Example(NamedTuple):
-    """A mask, a score, or both, and the tensors of the score that are trained."""
+    """Functions, and the tensors that they capture and that are trained; ``key`` is ``query``, which both have the same one."""
 
     mask: Function | None = None
     score: Function | None = None
     trained: tuple[Tensor, ...] = ()
+    query: Function | None = None
+    output: Function | None = None
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -144,11 +146,55 @@ def tree() -> Example:
     return Example(mask)
 
 
+# ---- functions of rows -----------------------------------------------------------------------------------------------
+
+
+def angles(base: float = 10000.0) -> Tensor:
+    """The angle of each position and pair of channels."""
+    return torch.outer(torch.arange(SEQUENCE), base ** -torch.arange(0, 1, 2 / HEAD_SIZE))
+
+
+def rotary() -> Example:
+    """Rotated pairs of channels, one of each half (Su et al., 2021, https://arxiv.org/abs/2104.09864; as in Llama)."""
+    cos, sin = angles().cos(), angles().sin()
+
+    def rotate(x: Tensor, b: Tensor, h: Tensor, at: Tensor) -> Tensor:
+        left, right = x.chunk(2)
+        return torch.cat((left * cos[at] - right * sin[at], right * cos[at] + left * sin[at]))
+
+    return Example(causal, query=rotate)
+
+
+def rotary_of_neighbours() -> Example:
+    """The same for pairs of neighbours, in the first half of the channels only (GPT-J)."""
+    pairs = HEAD_SIZE // 4
+    cos, sin = angles()[:, :pairs].cos(), angles()[:, :pairs].sin()
+
+    def rotate(x: Tensor, b: Tensor, h: Tensor, at: Tensor) -> Tensor:
+        even, odd = x[: 2 * pairs : 2], x[1 : 2 * pairs : 2]
+        rotated = torch.stack((even * cos[at] - odd * sin[at], odd * cos[at] + even * sin[at]), dim=-1)
+        return torch.cat((rotated.flatten(), x[2 * pairs :]))
+
+    return Example(causal, query=rotate)
+
+
+def query_key_norm() -> Example:
+    """Queries and keys divided by their root mean square, with a learned weight (Henry et al., 2020; as in Qwen 3)."""
+    weight = torch.rand(HEAD_SIZE) + 0.5
+    return Example(causal, None, (weight,), lambda x, b, h, at: x * torch.rsqrt(x.square().mean() + 1e-6) * weight)
+
+
+def gated() -> Example:
+    """A gate for each channel of the result (Qiu et al., 2025, https://arxiv.org/abs/2505.06708)."""
+    gate = torch.randn(BATCH, HEADS, SEQUENCE, HEAD_SIZE)
+    return Example(causal, None, (gate,), output=lambda x, b, h, i: x * torch.sigmoid(gate[b, h, i]))
+
+
 EXAMPLES: dict[str, Callable[[], Example]] = {
     each.__name__: each
     for each in (
         alibi, relative_position, t5_bias, soft_cap, temperature, window, dilated, packed_documents, prefix,
-        prefixes_of_documents, neighbourhood, sliding_tiles, tree,
+        prefixes_of_documents, neighbourhood, sliding_tiles, tree, rotary, rotary_of_neighbours, query_key_norm, gated,
     )
 }  # fmt: skip
 
@@ -158,14 +204,22 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 
 def formula(q: Tensor, k: Tensor, v: Tensor, example: Example) -> Tensor:
     """Return attention in float64, with the functions evaluated for all queries and keys."""
+    q, k = (x if example.query is None else by_rows(example.query, x) for x in (q.double(), k.double()))
     sizes = (*q.shape[:3], k.shape[2])
     b, h, i, j = (torch.arange(n).reshape(-1, *[1] * (3 - axis)) for axis, n in enumerate(sizes))
-    logits = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    logits = q @ k.mT * q.shape[-1] ** -0.5
     if example.score is not None:
         logits = example.score(logits, b, h, i, j)
     if example.mask is not None:
         logits = logits.masked_fill(~example.mask(b, h, i, j), -torch.inf)
-    return logits.softmax(-1) @ v.double()
+    out = logits.softmax(-1) @ v.double()
+    return out if example.output is None else by_rows(example.output, out)
+
+
+def by_rows(function: Function, x: Tensor) -> Tensor:
+    """Return what a function makes of each row, one call after another."""
+    places = torch.cartesian_prod(*(torch.arange(n) for n in x.shape[:-1]))
+    return torch.stack([function(x[tuple(place)], *place) for place in places]).reshape(x.shape)
 
 
 def errors(name: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
@@ -175,7 +229,9 @@ def errors(name: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     inputs = [torch.randn(BATCH, HEADS, SEQUENCE, HEAD_SIZE).to(dtype).requires_grad_() for _ in range(3)]
     wanted = [*inputs, *(x.requires_grad_() for x in example.trained)]
     q, k, v = inputs
-    found, right = opkit.attention(q, k, v, mask=example.mask, bias=example.score), formula(q, k, v, example)
+    mask, bias, query, output = example.mask, example.score, example.query, example.output
+    found = opkit.attention(q, k, v, mask=mask, bias=bias, query=query, key=query, output=output)
+    right = formula(q, k, v, example)
     gradient = torch.randn_like(found)
     mine, theirs = (torch.autograd.grad(x, wanted, gradient.to(x.dtype)) for x in (found, right))
     return {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, float8, parallel, reference
+from opkit.attn import arguments, autocast, float8, parallel, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
+from opkit.attn.functions import rows
 from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
@@ -41,6 +42,9 @@ def attention(
     *,
     mask: MaskLike | None = ...,
     bias: Bias | None = ...,
+    query: rows.RowFunction | None = ...,
+    key: rows.RowFunction | None = ...,
+    output: rows.RowFunction | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
@@ -60,6 +64,9 @@ def attention(
     *,
     mask: MaskLike | None = ...,
     bias: Bias | None = ...,
+    query: rows.RowFunction | None = ...,
+    key: rows.RowFunction | None = ...,
+    output: rows.RowFunction | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     sinks: Tensor | None = ...,
@@ -78,6 +85,9 @@ def attention(
     *,
     mask: MaskLike | None = None,
     bias: Bias | None = None,
+    query: rows.RowFunction | None = None,
+    key: rows.RowFunction | None = None,
+    output: rows.RowFunction | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -103,6 +113,10 @@ def attention(
         bias: is added to the logits: a floating tensor that broadcasts to (batch, heads, queries, keys), an
             ``opkit.masks.ALiBi``, an ``opkit.masks.RelativePosition``; or a function ``score_mod(score, b, h, q_idx, kv_idx)``,
             whose result is the logit; or several of them in a list, one after another.
+        query: a function ``query(x, b, h, q_idx)`` that is mapped over the rows of ``q`` first: it gets a row, (d,), in float32
+            or float64, and int32 numbers, and returns a row. Its results are rounded to ``q``'s dtype.
+        key: the same for ``k``, ``key(x, b, h, kv_idx)`` with the numbers of heads of keys.
+        output: the same for the rows of the result, ``output(x, b, h, q_idx)``.
         scale: a factor of the logits; ``1 / sqrt(d)`` by default.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, before biases are added.
         sinks: (heads,), a further logit of every query of a head, which has no value.
@@ -137,7 +151,10 @@ def attention(
     """
     if _in_context_parallel():
         arguments.refuse_context_parallel()
-    if context is not None or (type(q) is not Tensor and torch_private.is_dtensor(q)):
+    in_parts = context is not None or (type(q) is not Tensor and torch_private.is_dtensor(q))
+    if query is not None or key is not None or output is not None:
+        q, k = rows.before(q, k, v, query, key, output, layout, in_parts)
+    if in_parts:
         return _in_parts(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, descales, return_lse, layout, kernel)
     known = fn = flags = None
     plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
@@ -161,6 +178,8 @@ def attention(
             out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
     if layout != "bhsd":
         out, lse = from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
+    if output is not None:
+        out = rows.mapped(output, "output", out, layout).contiguous()
     return (out, lse) if return_lse else out
 
 
@@ -171,8 +190,8 @@ def _in_parts(
 ) -> Any:  # fmt: skip
     """Return what :func:`attention` returns for a sequence that is divided among processes."""
     arguments.check_parallel(layout, descales, kernel)
-    if isinstance(q, Tensor) and _autocasts(q.device.type):
-        q, k, v = _cast(q, k, v)
+    if isinstance(q, Tensor) and autocast.is_on(q.device.type):
+        q, k, v = autocast.cast(q, k, v)
     if torch_private.is_dtensor(q):
         _import_dtensor()
         module: Any = parallel
@@ -246,7 +265,7 @@ def _remember(
     if known is not None:
         if known.fn is None:
             bind(_OPERATOR, known, *call)
-    elif static and all(x is None or type(x) is float for x in numbers) and not _autocasts(q.device.type):
+    elif static and all(x is None or type(x) is float for x in numbers) and not autocast.is_on(q.device.type):
         _RECENT.store((q, k, v), flags, (call[7], *call[9:]))
 
 
@@ -265,8 +284,8 @@ def lowered(
 ) -> tuple[Any, ...]:
     """Return the operator's arguments, checked; ``functions`` as in :func:`opkit.attn.masks.lowering.programs_of`."""
     q, k, v = as_bhsd(q, k, v, layout)
-    if isinstance(q, Tensor) and _autocasts(q.device.type):
-        q, k, v = _cast(q, k, v)
+    if isinstance(q, Tensor) and autocast.is_on(q.device.type):
+        q, k, v = autocast.cast(q, k, v)
     sizes = _check_sizes(q, k, v, layout)
     if softcap is not None:
         arguments.check_softcap(softcap)
@@ -298,24 +317,6 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Tensor, Tensor, Tensor
     if layout == "bshd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-
-
-_AUTOCASTING = frozenset(
-    device
-    for device in ("cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "privateuseone", "xla", "xpu")
-    if torch.amp.is_autocast_available(device)
-)  # computed at import, since torch 2.11's compiler cannot trace the query
-
-
-def _autocasts(device: str) -> bool:
-    return device in _AUTOCASTING and torch.is_autocast_enabled(device)
-
-
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype, except float64 and float8, as ``scaled_dot_product_attention`` does."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    unchanged = (torch.float64, *float8.DTYPES)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype not in unchanged else x for x in tensors)
 
 
 def _check_sizes(q: Any, k: Any, v: Any, layout: str) -> CallSizes:

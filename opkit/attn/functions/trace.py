@@ -169,7 +169,7 @@ def _traced(function: Any, kind: Kind, dtype: torch.dtype, device: torch.device,
         return _run(captures, function, kind, dtype, device, False)
     except private.DataDependent as error:
         raise ArgumentError(
-            f"opkit.attention: {name} branches on a value, or reads one: {_line(error, function)} It is traced once, with "
+            f"opkit.attention: {name} branches on a value, or reads one: {line_of(error, function)} It is traced once, with "
             "tensors of unknown values. Use torch.where in place of if, and & | ~ in place of and, or, not."
         ) from error
 
@@ -202,7 +202,7 @@ def _run(
         raise
     except private.Writes as error:
         raise ArgumentError(
-            f"opkit.attention: {name} writes to a tensor: {_line(error, function)} Compute a new one instead."
+            f"opkit.attention: {name} writes to a tensor: {line_of(error, function)} Compute a new one instead."
         ) from error
     except (ArgumentError, ArgumentTypeError, DtypeError, ShapeError):
         raise
@@ -242,9 +242,11 @@ def _explained(error: Exception, function: Any, name: str, captures: Captures, d
     if wrong:
         return ArgumentError(
             f"opkit.attention: {name} captures a tensor of shape {tuple(wrong[0].shape)} on {wrong[0].device}, q is on {device}: "
-            f"{_line(error, function)} Move it with .to(q.device)."
+            f"{line_of(error, function)} Move it with .to(q.device)."
         )
-    return ArgumentTypeError(f"opkit.attention: {name} raised {type(error).__name__}: {error} {_line(error, function)}")
+    return ArgumentTypeError(
+        f"opkit.attention: {name} raised {type(error).__name__}: {error} {line_of(error, function)}"
+    )
 
 
 def _check_signature(function: Any, kind: Kind) -> None:
@@ -269,7 +271,7 @@ def describe(function: Any) -> str:
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _line(error: BaseException, function: Any) -> str:
+def line_of(error: BaseException, function: Any) -> str:
     """Return the user's line in which an error was raised: the last one in the function's file."""
     code = getattr(function, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
