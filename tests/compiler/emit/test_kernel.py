@@ -399,25 +399,39 @@ def test_several_parallel_axes_are_shared_among_threads(subtests, same, team):
             shared(case)
 
 
-def embedding(extent=10):
+def embedding(extent=10, how="plain"):
     at = value(bound(load("at", "i64", axis(0, size("n"))), extent))
-    row = Loop(
-        Axis(1, index(6)), (Store("y", axis(0, size("n")) * 6 + axis(1, 6), load("w", "f32", at * 6 + axis(1, 6))),)
-    )
+    element = Store("y", axis(0, size("n")) * 6 + axis(1, 6), load("w", "f32", at * 6 + axis(1, 6)))
+    row = Loop(Axis(1, index(6)), (element,), how)
     return Kernel(
         "embedding", arguments(at="i64", w="f32", y="f32 out"), ("n",), (Loop(Axis(0, size("n")), (row,), "parallel"),)
     )
 
 
-def test_positions_that_are_read(same):
+@pytest.mark.parametrize("how", ["plain", "vector"])
+def test_positions_that_are_read(same, how):
     at = np.array([0, 9, -1, -10, 3])
-    same(embedding(), {"at": at, "w": numbers("f32", 60), "y": np.zeros(30, np.float32)}, {"n": 5})
+    same(embedding(how=how), {"at": at, "w": numbers("f32", 60), "y": np.zeros(30, np.float32)}, {"n": 5})
 
 
-def test_a_position_out_of_range(run):
+def test_a_position_that_changes_within_a_loop(same):
+    at = value(bound(load("at", "i64", index(0)), 10))
+    body = (
+        Store("at", index(0), load("next", "i64", axis(0, 6))),
+        Store("y", axis(0, 6), load("w", "f32", at)),
+    )
+    kernel = Kernel(
+        "walk", arguments(next="i64", at="i64 out", w="f32", y="f32 out"), (), (Loop(Axis(0, index(6)), body),)
+    )
+    arrays = {"next": np.array([3, 1, -1, 0, 9, 2]), "at": np.zeros(1, np.int64), "w": numbers("f32", 10)}
+    same(kernel, arrays | {"y": np.zeros(6, np.float32)}, {})
+
+
+@pytest.mark.parametrize("how", ["plain", "vector"])
+def test_a_position_out_of_range(run, how):
     for wrong in (10, -11, 2**62):
         arrays = {"at": np.array([1, wrong, 0]), "w": np.ones(60, np.float32), "y": np.zeros(18, np.float32)}
-        assert run(embedding(), arrays, {"n": 3}) == (1, [1, wrong, 10])
+        assert run(embedding(how=how), arrays, {"n": 3}) == (1, [1, wrong, 10])
         assert arrays["y"].tolist() == [1] * 6 + [0] * 12, wrong
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from opkit.compiler.emit.analysis import changed_by, roots_of
+from opkit.compiler.emit.analysis import changed_by, postorder, roots_of
 from opkit.compiler.emit.c import blocks, expressions, prefetch, strips
 from opkit.compiler.emit.c.blocks import CScope, CWriter, marks_nan
 from opkit.compiler.emit.c.expressions import C_TYPES, NARROW, apply, convert, number, variable_type
@@ -131,6 +131,8 @@ def _loop(scope: CScope, loop: Loop, large: frozenset[str]) -> None:
 def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str]) -> None:
     """Write a loop over a part of its axis; if ``first`` is the axis's name, from its current value on."""
     a, writer, roots = f"a{loop.axis.number}", scope.writer, roots_of(loop.body)
+    for check in _outer_checks(loop, roots):
+        scope.value(check, named=True)
     rows = strips.strip_rows(loop, roots, writer)
     if rows:
         scope, first, last = strips.begin_strip(scope, loop.axis, rows, first, last)
@@ -150,6 +152,20 @@ def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str
         write(scope)
     if rows:
         strips.end_strip(scope, loop.axis, rows)
+
+
+def _outer_checks(loop: Loop, roots: Sequence[Expr]) -> list[Expr]:
+    """Return the checks that are the same in all iterations of a loop, and are computed: before it, they let it be vectorised."""
+    if loop.stop is not None or not loop.axis.extent.constant:  # a loop without iterations checks nothing
+        return []
+    changed = changed_by(loop.body)
+
+    def is_same(node: Expr) -> bool:
+        varies = node.op in ("var", "random", "call") or (node.op == "load" and node.data[0] in changed)
+        return not varies and not any(loop.axis in at.leaves() for at in expr.indices(node))
+
+    checks = dict.fromkeys(node for root in roots for node in postorder(root) if node.op in expr.CHECKS)
+    return [check for check in checks if all(map(is_same, postorder(check)))]
 
 
 def _outer_masks(axis: Axis, roots: Sequence[Expr]) -> list[Expr]:
