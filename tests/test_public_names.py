@@ -53,7 +53,7 @@ PARAMETERS = {
     "cuda_kernel": "source dtypes name flags bind sources include_dirs library_dirs libraries",
     "triton_kernel": "function grid outputs bind configs prune reset_to_zero pre_hook targets examples values",
     "from_library": "name library declaration reference bind preamble returns dtypes variants parallel flags options",
-    "attention": "q k v mask bias scale softcap sinks dropout_p descales return_lse layout kernel",
+    "attention": "q k v mask bias query key output scale softcap sinks dropout_p descales return_lse layout kernel",
     "paged_attention": (
         "q k_pages v_pages page_table lengths cu_seqlens_q causal window scale softcap sinks k_scale v_scale mask bias "
         "return_lse kernel"
