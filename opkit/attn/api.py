@@ -16,8 +16,7 @@ from opkit.attn import arguments, autocast, float8, parallel, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
 from opkit.attn.functions import rows
-from opkit.attn.masks.algebra import Mask
-from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
+from opkit.attn.masks.lowering import NO_KEY, Bias, Functions, MaskLike, programs_of, static_key
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator, paged_functions_operator
@@ -28,7 +27,7 @@ from opkit.op.forcing import use_kernel
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
 _Known = GuardedResult[tuple[Any, ...]]
-_RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the mask's program and the numbers of recent calls
+_RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the programs and the numbers of recent calls
 _MODULES = sys.modules
 context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
@@ -157,14 +156,14 @@ def attention(
     if in_parts:
         return _in_parts(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, descales, return_lse, layout, kernel)
     known = fn = flags = None
-    plain = bias is None and sinks is None and dropout_p == 0 and kernel is None and descales is None
+    plain = sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
-        flags = (mask, scale, softcap, layout, is_grad_enabled())
+        flags = (static_key(mask), static_key(bias), scale, softcap, layout, is_grad_enabled())
         known = _find_recent(q, k, v, flags)
         fn = None if known is None else known.fn
     if known is not None and fn is not None and no_active_modes():
-        program, *numbers = known.result
-        out, lse = fn(*as_bhsd(q, k, v, layout), [], [], None, None, program[:], [], *numbers)
+        hides, adds, *numbers = known.result
+        out, lse = fn(*as_bhsd(q, k, v, layout), [], [], None, None, hides[:], adds[:], *numbers)
     else:
         functions: Functions | None = [] if is_dynamo_compiling() else None
         call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout, functions)
@@ -248,7 +247,7 @@ def _in_context_parallel() -> bool:
 @private.untraced  # as _remember is, since both are called where compilers give up on one of the user's functions
 def _find_recent(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
     """Return what is known about calls like this one, if it has no tensors but q, k and v."""
-    if flags[0] is None or isinstance(flags[0], Mask):
+    if NO_KEY not in flags[:2]:
         for known in _RECENT.entries:
             if known.flags == flags and known.check(q, k, v):
                 return known
@@ -260,13 +259,15 @@ def _remember(
     q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]
 ) -> None:
     """Record for the next calls like this one the operator's arguments, and later the function that the operator runs."""
-    mask, *numbers = flags[:3]
-    static = mask is None or (isinstance(mask, Mask) and mask.static)
     if known is not None:
         if known.fn is None:
             bind(_OPERATOR, known, *call)
-    elif static and all(x is None or type(x) is float for x in numbers) and not autocast.is_on(q.device.type):
-        _RECENT.store((q, k, v), flags, (call[7], *call[9:]))
+    elif (
+        NO_KEY not in flags[:2]
+        and all(x is None or type(x) is float for x in flags[2:4])
+        and not autocast.is_on(q.device.type)
+    ):
+        _RECENT.store((q, k, v), flags, call[7:])
 
 
 def lowered(

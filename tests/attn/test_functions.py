@@ -411,3 +411,22 @@ def test_mistakes_are_explained(number):
     q, k, v = inputs(torch.float32)
     with pytest.raises(error, match=match):
         opkit.attention(q, k, v, **wrong)
+
+
+def test_recent_calls_with_other_captures():
+    own = types.SimpleNamespace(step=2)
+
+    def functions(width, scale):
+        return (
+            lambda b, h, i, j: ((i - j).abs() < width) | ((i + j) % own.step == 0),
+            lambda s, b, h, i, j: s * scale,
+        )
+
+    numbers = ((3, 1.0, 2), (3, 1, 2), (5, 0.5, 3), (3, 1.0, 2), (True, 1.0, 4), (5, 0.5, 3))
+    for dtype in (torch.float64, torch.float32):
+        q, k, v = (x.detach().to(dtype) for x in inputs())
+        for width, scale, own.step in numbers:
+            mask, score = functions(width, scale)
+            for _ in range(3):
+                out = opkit.attention(q, k, v, mask=mask, bias=score)
+                torch.testing.assert_close(out, formula(q, k, v, mask, score), rtol=1e-4, atol=1e-5)

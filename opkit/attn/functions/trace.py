@@ -135,7 +135,9 @@ def trace_captures(
     captures: Captures, function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device
 ) -> Traced:
     """Return the same from a function's captures."""
-    key = None if captures.key is None else (kind, dtype, device, captures.key)
+    constants = [cell.cell_contents for cell in captures.numbers] if dtype == torch.float64 else []  # of the expression
+    known = captures.key is not None and all(type(x) in (int, float) for x in constants)
+    key = (kind, dtype, device, captures.key, tuple(constants)) if known else None
     recipe = _recipes.get(key) if key is not None else None
     if recipe is None:
         recipe = _traced(function, kind, dtype, device, captures)
