@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import opkit
-from opkit.errors import ArgumentTypeError, DtypeError, ShapeError
+from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import Causal
 
 B, H, SHARED, QUERIES, KEYS, D = 2, 4, 2, 5, 7, 8
@@ -348,3 +348,9 @@ def test_float8():
         opkit.attention(q, k, v, query=rotary)
     halved = opkit.attention(q, k, v, output=lambda x, b, h, i: x * 0.5)
     torch.testing.assert_close(halved, opkit.attention(q, k, v) * 0.5)
+
+
+def test_parts_of_sequences(monkeypatch):
+    monkeypatch.setattr("opkit.attn.api.context", object())
+    with pytest.raises(ArgumentError, match="would number the rows of this process's part"):
+        opkit.attention(*inputs(), query=rotary)
