@@ -259,14 +259,11 @@ def _remember(
     q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]
 ) -> None:
     """Record for the next calls like this one the operator's arguments, and later the function that the operator runs."""
+    static = NO_KEY not in flags[:2] and all(x is None or type(x) is float for x in flags[2:4])
     if known is not None:
         if known.fn is None:
             bind(_OPERATOR, known, *call)
-    elif (
-        NO_KEY not in flags[:2]
-        and all(x is None or type(x) is float for x in flags[2:4])
-        and not autocast.is_on(q.device.type)
-    ):
+    elif static and not autocast.is_on(q.device.type):
         _RECENT.store((q, k, v), flags, call[7:])
 
 
