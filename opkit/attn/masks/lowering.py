@@ -39,6 +39,9 @@ Functions = list[tuple[str, Any]]
 
 
 NO_KEY: Any = object()
+_reads_tensors: set[types.CodeType] = (
+    set()
+)  # code of functions that had no key for that reason, and are not looked at again
 
 
 @private.untraced
@@ -46,10 +49,12 @@ def static_key(value: Any) -> Any:
     """Return what decides the program of a mask or a bias in calls of some sizes; ``NO_KEY`` if tensors do, or more."""
     if value is None or (isinstance(value, Mask) and value.static):
         return value
-    if not isinstance(value, types.FunctionType):
+    if not isinstance(value, types.FunctionType) or value.__code__ in _reads_tensors:
         return NO_KEY
     captures = Captures.of(value)
     numbers = [cell.cell_contents for cell in captures.numbers]
+    if captures.tensors:
+        _reads_tensors.add(value.__code__)
     if captures.key is None or captures.tensors or not all(type(x) in (int, float) for x in numbers):
         return NO_KEY
     return captures.key, tuple(numbers)
