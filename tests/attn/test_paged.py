@@ -195,6 +195,8 @@ FUNCTIONS = [
         "bias": lambda s, b, h, i, j: s - SLOPES[h] * (i - j),
     },
     {"mask": lambda b, h, i, j: (i // 40 == j // 40) & (b < 4)},
+    {"mask": lambda b, h, i, j: (i - j < 50) & ((j - 3).abs() < 60) & (i + 2 > j)},
+    {"mask": lambda b, h, i, j: ((i - j).abs() <= 20) & (j >= i - 9)},
     {"bias": lambda s, b, h, i, j: s * torch.sigmoid(s) + (i % 7) * 0.1},
 ]
 

@@ -73,6 +73,25 @@ def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped:
     return LoweredScore(cap, hidden, words)
 
 
+def without_bands(traced: Traced) -> tuple[int, int, Expr | None]:
+    """Return the band of ``j - i`` that parts of a conjunction say, and the conjunction of the others, None if there are none."""
+    lower, upper, others = -program.UNLIMITED, program.UNLIMITED, list[Expr]()
+    for part in _operands(traced.root, "and"):
+        compares = part.op in ("lt", "le", "eq") and is_int(part.args[0].dtype)
+        ends = band_ends(part) if compares else None
+        if ends is None:
+            others.append(part)
+        else:
+            least, most = ends
+            lower = lower if least is None else max(lower, _value(traced, least))
+            upper = upper if most is None else min(upper, _value(traced, most))
+    return lower, upper, functools.reduce(lambda a, b: expr.op("and", a, b), others) if others else None
+
+
+def _value(traced: Traced, end: Affine) -> int:
+    return sum((factor * (traced.integers[int(name[1:])] if name else 1) for name, factor in end.items()), 0)
+
+
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +172,7 @@ class _MaskLowering:
         extents = _extents(self.sizes)
         most = -1 if node.op == "lt" else 0
         numbers = {name: factor for name, factor in whole.items() if name not in AXES}
-        greatest = self._value(numbers) + sum(
+        greatest = _value(self.traced, numbers) + sum(
             max(0, factor * (extents[name] - 1)) for name, factor in whole.items() if name in AXES
         )
         return type(greatest) is int and greatest <= most
@@ -162,16 +181,12 @@ class _MaskLowering:
         ends = band_ends(node)
         if ends is None:
             return None
-        numbers = [None if end is None else self._value(end) for end in ends]
+        numbers = [None if end is None else _value(self.traced, end) for end in ends]
         lower, upper = (
             default if number is None else number
             for number, default in zip(numbers, (-program.UNLIMITED, program.UNLIMITED), strict=True)
         )
         return lambda: self.builder.band(lower, upper, "top-left", None)
-
-    def _value(self, end: Affine) -> int:
-        integers = self.traced.integers
-        return sum((factor * (integers[int(name[1:])] if name else 1) for name, factor in end.items()), 0)
 
     def _segments(self, node: Expr) -> _Emit | None:
         sides = [_stripped(each) for each in node.args]

@@ -16,7 +16,7 @@ from torch import Tensor
 from opkit.attn import batch_invariant
 from opkit.attn.calls import PagedCall, PagedFunctionsCall, predicate
 from opkit.attn.functions import known
-from opkit.attn.functions.trace import describe, trace
+from opkit.attn.functions.trace import Traced, describe, trace
 from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
@@ -148,7 +148,8 @@ def paged_attention(
     call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, factor, softcap or 0.0, sinks, *scales)
     op = _PAGED
     if mask is not None or bias is not None:
-        op, call = _FUNCTIONS, _with_functions(PagedCall(*call), mask, bias)
+        whole = _with_functions(PagedCall(*call), mask, bias)
+        op, call = (_FUNCTIONS, whole) if whole.mask or whole.bias else (_PAGED, whole.plain)
     out, lse = op(*call) if kernel is None else _call_kernel(op, kernel, call)
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
@@ -159,22 +160,26 @@ def paged_attention(
 def _with_functions(call: PagedCall, mask: Any, bias: Any) -> PagedFunctionsCall:
     """Return a call with a mask's and a score's function."""
     whole = PagedFunctionsCall(*call, [], [], [], [])
-    sizes = CallSizes(*whole.sizes, call.q.device)
-    for name, function, words, tensors in (
-        ("mask", mask, whole.mask, whole.mask_tensors),
-        ("bias", bias, whole.bias, whole.bias_tensors),
-    ):
-        if function is None:
-            continue
-        if isinstance(function, (Tensor, Mask, Bias)) or not callable(function):
-            raise ArgumentTypeError(
-                f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
-            )
-        kind = "mask" if name == "mask" else "score"
-        traced = trace(function, kind, score_dtype(call.q.dtype), sizes.device)
-        known.check_sizes(traced, traced.root, sizes, describe(function))
-        words += [FUNCTION if name == "mask" else BIAS_FUNCTION, *traced.function(traced.root, tensors).words()]
+    if mask is not None:
+        traced = _traced("mask", mask, whole)
+        lower, upper, root = known.without_bands(traced)
+        whole = whole._replace(lower=max(whole.lower, lower), upper=min(whole.upper, upper))
+        if root is not None:
+            whole.mask.extend((FUNCTION, *traced.function(root, whole.mask_tensors).words()))
+    if bias is not None:
+        traced = _traced("bias", bias, whole)
+        whole.bias.extend((BIAS_FUNCTION, *traced.function(traced.root, whole.bias_tensors).words()))
     return whole
+
+
+def _traced(name: str, function: Any, call: PagedFunctionsCall) -> Traced:
+    if isinstance(function, (Tensor, Mask, Bias)) or not callable(function):
+        raise ArgumentTypeError(
+            f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
+        )
+    traced = trace(function, "mask" if name == "mask" else "score", score_dtype(call.q.dtype), call.q.device)
+    known.check_sizes(traced, traced.root, CallSizes(*call.sizes, call.q.device), describe(function))
+    return traced
 
 
 def _call_kernel(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
