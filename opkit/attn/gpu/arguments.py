@@ -265,7 +265,9 @@ def _identities(kernels: Sequence[TiledKernel]) -> list[Identity]:
 
 def _notes(call: Callable[..., Any], kernels: Sequence[TiledKernel], *arguments: Any) -> list[str]:
     fitted = fit_to_slots(call(*arguments))
-    return [tiles_of(each, fitted, shape_of(fitted)).explained(each.name, "by its table") for each in kernels]
+    shape = shape_of(fitted)
+    chosen = [tiles_of(each, fitted, shape).explained(each.name, "by its table") for each in kernels]
+    return [*chosen, *plans.live_tiles(shape)]
 
 
 def _without_descales(*arguments: Any) -> AttentionCall:

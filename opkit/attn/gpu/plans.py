@@ -59,6 +59,17 @@ class MaskShape:
         return enough and len(self.lengths) <= 1
 
 
+def live_tiles(shape: MaskShape) -> list[str]:
+    """Return where the live tiles of a mask come from, for ``select``; nothing if all tiles are live.
+
+    >>> live_tiles(shape_of((program.BAND, -4, 0), ()))
+    ['live tiles: computed from bands and lengths']
+    """
+    if shape.mask:
+        return ["live tiles: a kernel finds them from the mask's tensors and functions"]
+    return ["live tiles: computed from bands and lengths"] if shape.banded or shape.lengths else []
+
+
 _LAYOUTS = {program.SEGMENTS: ("bq", "bk"), program.LENGTH: ("b",), program.DENSE: ("bhqk",), program.BAND_AT: ("bq",)}
 _BIASES = {program.BIAS_DENSE: ("bhqk",), program.BIAS_ALIBI: ("bh",), program.BIAS_REL: ("bhqk", "bhqk")}
 _DIMENSIONS = "bhqk"

@@ -18,6 +18,7 @@ from opkit.attn.gpu.portable import backward
 from opkit.attn.masks.program import AND, BIAS_DENSE, SEGMENTS
 from opkit.errors import CompileError, KernelError
 from opkit.kernels.tuning import observation, records, tuning
+from opkit.masks import Causal
 from opkit.op.triton.launch import recording
 
 fake_libraries, fake, gpu = fake_gpu.fake_libraries, fake_gpu.fake, fake_gpu.gpu
@@ -229,6 +230,11 @@ def test_select_says_which_tiles_and_why(gpu):
     assert "not searched for yet" in note
     gpu.become("NVIDIA H200", "sm_90", 232448)
     assert select(q, q, q).notes == ("attention_forward: rows=128, keys=128, warps=8, stages=3 (by its table)",)
+    for mask, said in (
+        (Causal(), "computed from bands and lengths"),
+        (lambda b, h, i, j: (i + j) % 3 > 0, "a kernel finds them from the mask's tensors and functions"),
+    ):
+        assert select(q, q, q, mask=mask).notes[1] == f"live tiles: {said}"
 
 
 # ---- on a GPU alone --------------------------------------------------------------------------------------------------

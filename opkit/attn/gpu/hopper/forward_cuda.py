@@ -12,6 +12,7 @@ that a tile visits are listed. Both are in :mod:`opkit.attn.gpu.tile_lists`.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,7 +92,11 @@ def takes(call: AttentionCall) -> bool:
     return fits and library.there(_SOURCE, call.q.dtype, lambda: kind_of(call).definitions)
 
 
-@PreparedKernel
+def _notes(*args: Any) -> list[str]:
+    return plans.live_tiles(shape_of(AttentionCall(*args)))
+
+
+@functools.partial(PreparedKernel, notes=_notes)
 def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
