@@ -1,10 +1,10 @@
 """Compare decoding attention with the bandwidth at which keys and values can be read, and with torch.
 
 One query (in bfloat16 also 4, 8 and 16) of 32 heads for each sequence, 8 KV heads of size 128, in the cache's layout: token,
-head, size. Calls rotate through several caches, four times the last-level cache in all, so that nothing is
-warm. In each round a sum over a buffer of that size, opkit contiguous and paged (pages of 16 in a random order), and torch's
-SDPA follow each other; figures are medians over rounds. ``python benchmarks/attention_decode.py`` takes minutes, ``--quick``
-seconds.
+head, size. Calls rotate through several caches, four times the last-level cache in all, so that nothing is warm. In each round a
+sum over a buffer of that size, opkit contiguous and paged (pages of 16 in a random order), opkit with users' functions (a mask
+that hides one key, and a gate of the logits), and torch's SDPA follow each other; figures are medians over rounds.
+``python benchmarks/attention_decode.py`` takes minutes, ``--quick`` seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opkit.attn.paged.cpu import decode
 
 HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-COLUMNS = ("read", "decode", "paged", "sdpa")
+COLUMNS = ("read", "decode", "functions", "paged", "sdpa")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,15 @@ class Caches:
     def contiguous(self, k: Tensor, v: Tensor) -> Tensor:
         return decode(self.q, k.transpose(1, 2), v.transpose(1, 2))[0]
 
+    def functions(self, k: Tensor, v: Tensor) -> Tensor:
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return j * 2 != 1001 * 2
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * torch.sigmoid(s)
+
+        return opkit.attention(self.q, k.transpose(1, 2), v.transpose(1, 2), mask=mask, bias=score)
+
     def paged(self, k: Tensor, v: Tensor) -> Tensor:
         pages = [x.view(-1, PAGE, KV_HEADS, D) for x in (k, v)]
         q = self.q.transpose(1, 2)
@@ -93,7 +102,8 @@ def seconds(call: Callable[[Tensor, Tensor], Tensor], caches: Caches) -> float:
 
 def measure(case: Case, buffer: Tensor, rounds: int) -> dict[str, float]:
     caches = Caches(case, buffer.nbytes)
-    calls = {"decode": caches.contiguous, "paged": caches.paged} | ({} if caches.quantised else {"sdpa": caches.sdpa})
+    calls = {"decode": caches.contiguous, "paged": caches.paged}
+    calls |= {} if caches.quantised else {"functions": caches.functions, "sdpa": caches.sdpa}
     for call in calls.values():
         call(*caches.kv[0])
     found: dict[str, list[float]] = {name: [] for name in ("read", *calls)}
@@ -119,9 +129,7 @@ def cases(quick: bool, most: int) -> Iterator[Case]:
 
 def row(case: Case, found: dict[str, float]) -> str:
     name = f"{case.dtype:9s}{case.batch:3d} x{case.keys:6d}{case.queries:3d}"
-    times = "".join(
-        f"{found[n] * 1e6:11.0f}" if n in found else f"{'-':>11s}" for n in ("read", "decode", "paged", "sdpa")
-    )
+    times = "".join(f"{found[n] * 1e6:11.0f}" if n in found else f"{'-':>11s}" for n in COLUMNS)
     return f"{name}{times}{found['read'] / found['decode']:11.0%}"
 
 
@@ -133,9 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     buffer = torch.ones(4 * last_level() // 8, dtype=torch.int64)
     print(f"{torch.get_num_threads()} threads; microseconds a call; read: that many bytes at the bandwidth of a sum")
-    print(
-        f"{'dtype':9s}{'batch x keys':>11s}{'q':>3s}{'read':>11s}{'decode':>11s}{'paged':>11s}{'sdpa':>11s}{'read/decode':>12s}"
-    )
+    print(f"{'dtype':9s}{'batch x keys':>11s}{'q':>3s}{''.join(f'{n:>11s}' for n in COLUMNS)}{'read/decode':>12s}")
     results: list[dict[str, object]] = []
     for case in cases(options.quick, int(options.most_gib * 2**30)):
         found = measure(case, buffer, 3 if options.quick else options.rounds)

@@ -31,10 +31,7 @@ from opkit.op.operator import CustomOp
 NAMES = {dtype: name for dtype, name in cpu_programs.NAMES.items() if dtype != torch.float64}
 DECODED = ((16, 256),)  #: the most rows per head of keys, and the fewest keys: such calls go to `decode`
 DECODED_BY_ISA = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
-"""The same for instruction sets of the tiles kernel with which both kernels were measured, without a mask or with bands.
-
-Other masks may show each row other keys; then the values are read for each row.
-"""
+"""The same for instruction sets of the tiles kernel with which both kernels were measured."""
 Run = Callable[..., Any]
 
 
@@ -254,8 +251,7 @@ def takes_few(call: AttentionCall) -> bool | Refused:
         return supported
     (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
     rows = queries * heads // max(kv_heads, 1)
-    limits = DECODED if cpu_programs.split_bands(call.mask)[2] else _decoded(call.q.dtype)
-    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in limits)
+    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in _decoded(call.q.dtype))
 
 
 def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
