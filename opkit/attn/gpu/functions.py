@@ -190,7 +190,7 @@ from {_EMITTED} import opk_div, opk_floordiv, opk_fmod, opk_max, opk_max_nan, op
 from {_EMITTED} import opk_rem_float, opk_shl, opk_shr, opk_shr_unsigned
 from triton.language.extra import libdevice
 
-from {_DEVICE} import tanh, within
+from {_DEVICE} import of_pairs, tanh, within
 
 
 """
@@ -243,7 +243,9 @@ class _Writing:
         slot = self.slot + tensor
         at = self._coordinates(node)
         steps = [f"{text} * slots[{slot}][{1 + DIMS - len(at) + dim}]" for dim, text in enumerate(at)]
-        found = f"tl.load(slots[{slot}][0] + ({' + '.join(steps) or 0}))"
+        place = f"slots[{slot}][0] + ({' + '.join(steps) or 0})"
+        each = {"i", "j"} <= (of := variables_of(node)) or "score" in of
+        found = f"of_pairs({place}, {self._size(node, 0)})" if each else f"tl.load({place})"
         return f"({found} != 0)" if node.dtype == "b1" else found
 
     def _coordinates(self, node: Expr) -> list[str]:

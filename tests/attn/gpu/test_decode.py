@@ -208,7 +208,7 @@ def test_what_is_taken():
     assert not decoding.takes_few(call._replace(q=q.double(), k=k.double(), v=v.double()))
     assert not decoding.takes_few(AttentionCall(*arguments(*made(1, 8, 1, 100, 256, 8, 8))))
     assert not decoding.takes_few(AttentionCall(*arguments(*made(1, 1, 1, 1, 256, 577, 8))))
-    with pytest.raises(KernelError, match="takes one band or no mask"):
+    with pytest.raises(KernelError, match="takes masks and biases of few tensors, no dropout"):
         decoding.decode(*arguments(q, k, v)[:-2], 0.5, False)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from function_calls import BOTH, bias_call, call_of, gradient_call
+from function_calls import BOTH, SLOPES, bias_call, call_of, gradient_call, made
 from hopper_backward_calls import large
 from hopper_calls import on_hopper_with_compiler
 from torch.utils import _pytree as pytree
@@ -12,8 +12,10 @@ from opkit.attn.api import lowered
 from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.functions.trace import trace
 from opkit.attn.gpu import kernels, limits, tile_lists
+from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
 from opkit.attn.masks import program
+from opkit.masks import ALiBi, KeyPadding, MaskFunction
 from opkit.testing import compile_launches
 
 from .conftest import OnGpu
@@ -59,6 +61,51 @@ def check_formula(run, call, bound):
     for one, other, number in zip(mine, gradients.attention_bias_backward(*right), of_bias.wanted, strict=True):
         assert (one.dtype, one.shape) == (call.bias_tensors[number].dtype, call.bias_tensors[number].shape)
         close(one, other, max(6 * bound, 4 * torch.finfo(one.dtype).eps))
+
+
+@pytest.mark.sweep(keep=("both", "by head"))
+@pytest.mark.parametrize("queries", [1, 5, 150])
+@pytest.mark.parametrize("name", BOTH)
+def test_decoding_of_the_formula(run, name, queries):
+    check_decoding(run, few(call_of(name, torch.float32), queries), 2.0**-18)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", BOTH)
+def test_decoding_of_the_formula_in_bfloat16(name, queries):
+    check_decoding(OnGpu(), few(call_of(name, torch.bfloat16, 128, 128), queries), BOUNDS[torch.bfloat16])
+
+
+def few(call, queries):
+    """A call of the first queries; those of tensors of biases are more than there are then."""
+    return call._replace(q=call.q[:, :, :queries])
+
+
+def check_decoding(run, call, bound):
+    out, lse = run("opkit::attention", *call, kernel="split")
+    exact, exact_lse = exactly(call)
+    close(out, exact, bound)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=max(1e-5, bound))
+
+
+def test_decoding_of_other_masks_and_biases(run):
+    q, k, v = (made(2, heads, n, 24) for heads, n in ((4, 3), (2, 700), (2, 700)))
+    padded = KeyPadding(torch.tensor([0, 613]))
+    cases = [(padded & ~MaskFunction(lambda b, h, i, j: j % 3 == h % 2), ALiBi(SLOPES / 99)), (padded, None)]
+    for given, bias in (*cases, (None, made(1, 4, 1, 700))):
+        call = AttentionCall(*lowered(q, k, v, given, bias, None, None, None, 0.0, "bhsd")[:13])
+        check_decoding(run, call, 2.0**-18)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_what_functions_hide_does_not_leak_where_keys_are_split(run, queries):
+    call = few(call_of("by head", torch.float32), queries)
+    call.k[..., 1, 3], call.v[..., 1, 5] = torch.nan, torch.inf
+    out, _ = run("opkit::attention", *call, kernel="split")
+    seen = program.visible(call.mask, call.mask_tensors, program.Grid.of(call))[..., 1].expand(2, 4, queries)
+    assert out[~seen].isfinite().all()
+    assert not out[seen].isfinite().all(-1).any()
 
 
 def test_what_functions_hide_does_not_leak(run):
@@ -109,6 +156,7 @@ def test_compiles(name, target):
 
     def launches():
         kernels.forward(*here)
+        decoding.decode(*few(here, 4))
         kernels.backward(*given)
         if of_bias.wanted:
             kernels.bias_backward(*of_bias)

@@ -12,11 +12,12 @@ from torch import Tensor
 from opkit import config
 from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import AttentionCall, dtypes_and_shapes, predicate
-from opkit.attn.gpu import search
+from opkit.attn.gpu import arguments, functions, limits, search
 from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, parts
 from opkit.attn.gpu.limits import devices
+from opkit.attn.gpu.plans import MaskShape
 from opkit.attn.masks import program
 from opkit.attn.masks.program import shapes_fit, sinks_fit
 from opkit.errors import KernelError
@@ -56,13 +57,14 @@ def takes_few(call: AttentionCall) -> bool:
 
 
 def takes(call: AttentionCall) -> bool:
-    """Return whether :func:`decode` can compute a call: no mask but one band, no bias, no dropout."""
+    """Return whether :func:`decode` can compute a call: a mask and a bias for which there is room, and no dropout."""
     q, k, v = call[:3]
     if not shapes_fit(q, k, v) or q.dtype not in FLOATS or max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return False
+    if call.dropout_p != 0 or not sinks_fit(call.sinks, q) or max(q.shape[2], k.shape[2]) >= FAR:
+        return False
     banded = not call.mask or (len(call.mask) == 3 and call.mask[0] == program.BAND)
-    plain = banded and not call.bias and call.dropout_p == 0
-    return plain and sinks_fit(call.sinks, q) and max(q.shape[2], k.shape[2]) < FAR
+    return (banded and not call.bias) or (limits.sizes_fit(call) and arguments.shape_of(call).fits)
 
 
 def _check_supported(call: AttentionCall) -> None:
@@ -72,8 +74,8 @@ def _check_supported(call: AttentionCall) -> None:
     shapes = dtypes_and_shapes(call[:3])
     raise KernelError(
         f"opkit::attention: kernel {NAME!r} does not take q, k, v of {shapes} with mask={call.mask}, bias={call.bias}, "
-        f"dropout_p={call.dropout_p}. It takes one band or no mask, and heads up to {LARGEST_HEAD}. Leave the choice to opkit, "
-        "which opkit.attn.api.select explains, or force kernel='reference'."
+        f"dropout_p={call.dropout_p}. It takes masks and biases of few tensors, no dropout, and heads up to {LARGEST_HEAD}. "
+        "Leave the choice to opkit, which opkit.attn.api.select explains, or force kernel='reference'."
     )
 
 
@@ -96,8 +98,7 @@ def refuse_batch_invariance(operator: str, kernel: str = NAME) -> None:
 def notes(*args: Any) -> Sequence[str]:
     """Return how a call would be divided, and why."""
     call = AttentionCall(*args)
-    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
-    shape = shape_of(call, numbers_of(lower, upper, call.scale, call.softcap), shared=False)
+    shape = shape_of(call, _numbers(call), shared=False)
     gpu = device_of(index_of(call.q))
     return [
         explained(tile_search_of(shape, gpu, call.q.device, call.q.dtype), functools.partial(blocks_of, shape, gpu))
@@ -122,23 +123,41 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     call = AttentionCall(*args)
     _check_supported(call)
     refuse_batch_invariance("opkit::attention")
-    lower, upper = call.mask[1:] or (-program.UNLIMITED, program.UNLIMITED)
+    shape = arguments.shape_of(call)
     out = rows(call.q, call.v.shape[3], call.out_is_bshd)
     lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     results = {"out": overwritten(out), "lse": overwritten(lse)}
     if 0 in call.q.shape[:3]:
         return lambda *_: tuple([make() for make in results.values()])
-    numbers = numbers_of(lower, upper, call.scale, call.softcap)
-    names = ("q", "k", "v") if call.sinks is None else ("q", "k", "v", "sinks")
-    plans = [_plan(call, numbers, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
+    tensors = _programs_of(call, shape)
+    names = ("q", "k", "v", *(("sinks",) if call.sinks is not None else ()), *tensors)
+    plans = [_plan(call, shape, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
     launches = [each.series(names, results) for each in plans]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, _m: Any, _b: Any, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        q, k, v, _, _, sinks = args[:6]
         launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
-        read = (dense_rows(q), dense_rows(k), dense_rows(v))
-        return launch(*read) if sinks is None else launch(*read, sinks.contiguous())
+        read = [dense_rows(q), dense_rows(k), dense_rows(v)]
+        if sinks is not None:
+            read.append(sinks.contiguous())
+        if tensors:
+            read += _programs_of(AttentionCall(*args), shape).values()
+        return launch(*read)
 
     return run
+
+
+def _programs_of(call: AttentionCall, shape: MaskShape) -> dict[str, Tensor]:
+    """Return the tensors of a call's mask and bias by the kernel's parameters."""
+    tensors = zip(arguments.TENSORS, arguments.all_tensors_of(call, shape), strict=True)
+    return {name: x for name, x in tensors if x is not None}
+
+
+def _numbers(call: AttentionCall) -> dict[str, Any]:
+    """Return the numbers that the kernel takes of a call: the ends of bands, what logits are times, those of programs."""
+    shape = arguments.shape_of(call)
+    numbers = numbers_of(shape.lower, shape.upper, call.scale, call.softcap)
+    return {**arguments.numbers_of(call, shape), **numbers} if shape.mask or shape.bias else numbers
 
 
 def numbers_of(lower: int, upper: int, scale: float, softcap: float) -> dict[str, Any]:
@@ -156,7 +175,8 @@ def shape_of(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> Deco
     """Return a call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
     group, item = q.shape[1] // k.shape[1], k.element_size()
-    mixed = _banded(numbers) and q.shape[2] > 1 and group % 64 > 0
+    programs = len(call.mask) > 3 or bool(call.bias)
+    mixed = programs or (_banded(numbers) and q.shape[2] > 1 and group % 64 > 0)
     sizes = k.shape[2], k.shape[3], v.shape[3]
     return DecodeShape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed)
 
@@ -165,8 +185,8 @@ def _banded(numbers: dict[str, Any]) -> bool:
     return bool(numbers["lower"] > -FAR or numbers["upper"] < FAR)
 
 
-def _plan(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> DecodeLaunches | Divided:
-    q, k, v = call[:3]
+def _plan(call: AttentionCall, of_mask: MaskShape, shared: bool) -> DecodeLaunches | Divided:
+    (q, k, v), numbers = call[:3], _numbers(call)
     (batch, heads, queries, _), kv_heads, keys, sizes = q.shape, k.shape[1], k.shape[2], (k.shape[3], v.shape[3])
     group, height, dtype = heads // kv_heads, heads // kv_heads * queries, q.dtype
     gpu, shape = device_of(index_of(q)), shape_of(call, numbers, shared)
@@ -174,18 +194,36 @@ def _plan(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> DecodeL
     settled = {
         "PAGE": 0, "BATCH": 1, "SHARED": shared, "CAPPED": call.softcap > 0, "SINKS": call.sinks is not None,
         "NEGATIVE": call.scale < 0, "K_SCALED": False, "V_SCALED": False, "FP8": False,
+        "MASK": functions.words_of(of_mask.mask, of_mask.functions, program.FUNCTION, call.mask_tensors),
+        "BIAS": functions.words_of(of_mask.bias, of_mask.functions, program.BIAS_FUNCTION, call.bias_tensors),
+        "APART": _apart(call, of_mask),
     }  # fmt: skip
+    programs = bool(of_mask.mask or of_mask.bias)
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:
         constants = {
             **decode_launches.constants_of(blocks, group, sizes, dtype, gpu), **settled,
             "MIXED": banded and queries > 1 and group % blocks.rows != 0,
-            "WHOLE": not banded and keys % blocks.block == 0,
+            "WHOLE": not (banded or programs or of_mask.lengths) and keys % blocks.block == 0,
         }  # fmt: skip
         slots = batch * -(-height // blocks.rows)
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
 
-    return divided(tile_search_of(shape, gpu, q.device, dtype), functools.partial(blocks_of, shape, gpu), made)
+    asked = tile_search_of(shape, gpu, q.device, dtype)
+    return divided(asked, functools.partial(blocks_of, shape, gpu), made, programs)
+
+
+def _apart(call: AttentionCall, of_mask: MaskShape) -> bool:
+    """Return whether rows that share a head of keys may see different keys by a mask's program."""
+    if not of_mask.mask:
+        return False
+    (_, heads, queries, _), kv_heads = call.q.shape, call.k.shape[1]
+    by_function = any("h" in each.variables for each in of_mask.functions if each.whose == "mask")
+    by_tensor = any(
+        whose == "mask" and call.mask_tensors[number].dim() == 4 and call.mask_tensors[number].shape[1] > 1
+        for whose, number, _ in of_mask.slots
+    )
+    return queries > 1 or (heads > kv_heads and (by_function or by_tensor))
 
 
 def index_of(x: Tensor) -> int:

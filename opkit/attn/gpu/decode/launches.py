@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import allocate_scratch
-from opkit.attn.gpu import search
+from opkit.attn.gpu import functions, plans, search
 from opkit.attn.gpu.decode import plan
 from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device, parts, power
 from opkit.attn.gpu.search import Tiles, TileSearch
@@ -26,10 +26,24 @@ NO_PAGES: Pages = (None, None, None, None, None)
 _DECODE = Named("opkit.attn.gpu.decode.device.decode", "decode")
 _MERGE = Named("opkit.attn.gpu.decode.device.merge", "merge")
 _DECODED = ("q", "k", "v", "out", "lse", "sinks", "partial", "table", "lengths", "starts", "k_scale", "v_scale")
+OF_PROGRAMS = (*plans.TENSORS[1:], *functions.TENSORS)  #: tensors; ``plans.TENSORS[0]`` are lengths
+_UNUSED = {
+    **dict.fromkeys(OF_PROGRAMS),
+    **{f"{name}_stride_{dim}": None for name in OF_PROGRAMS for dim in range(4)},
+    **{f"n{i}": None for i in range(plans.NUMBERS)},
+    **{f"m{i}": None for i in range(functions.NUMBERS)},
+}
+"""What the kernel takes for programs of masks and biases, where there are none."""
 _MERGED = ("partial", "out", "lse", "sinks", "lengths", "starts")
 _MERGE_CONSTANTS = ("GROUP", "DV", "DV_WIDE", "DV_REST", "ROWS", "BATCH", "SINKS", "PDL")
 KERNEL = "decode"
-SOURCES = ("device/tile.py", "decode/device/decode.py", "decode/device/merge.py", "decode/plan.py")
+SOURCES = (
+    "device/tile.py",
+    "decode/device/rows.py",
+    "decode/device/decode.py",
+    "decode/device/merge.py",
+    "decode/plan.py",
+)
 Divide = Callable[..., DecodeBlocks]
 # Relative to what the rules say, since these give other numbers to calls of one class.
 _CONFIGS = tuple(
@@ -51,12 +65,17 @@ class DecodeLaunches(NamedTuple):
     partial: int
 
     def run(
-        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
-    ) -> None:
-        """Launch on what is written, sinks, ``read`` (queries, keys, values), and of pages: table, lengths, starts, scales."""
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES,
+        programs: Sequence[Tensor | None] = (),
+    ) -> None:  # fmt: skip
+        """Launch on what is written, sinks, and what is read.
+
+        That is ``read`` (queries, keys, values), of pages table, lengths, starts and scales, and the tensors ``OF_PROGRAMS``,
+        where there are some.
+        """
         partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         sinks_or_lse = lse if sinks is None else sinks.contiguous()
-        self.decode(*read, out, lse, sinks_or_lse, partial, *pages)
+        self.decode(*read, out, lse, sinks_or_lse, partial, *pages, *programs)
         if self.merge is not None:
             self.merge(partial, out, lse, sinks_or_lse, pages[1], pages[2])
 
@@ -64,7 +83,7 @@ class DecodeLaunches(NamedTuple):
         """Return the launches by one call, which allocates.
 
         Args:
-            names: q, k, v and what else of ``_DECODED`` each call has.
+            names: q, k, v and what else of ``_DECODED`` and ``OF_PROGRAMS`` each call has.
             results: what makes out and lse.
         """
         others = {} if "sinks" in names else {"sinks": "lse"}
@@ -74,12 +93,13 @@ class DecodeLaunches(NamedTuple):
         return PreparedSeries([self.decode, self.merge], names, results, rooms, others)
 
     def time(
-        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES
-    ) -> float:
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES,
+        programs: Sequence[Tensor | None] = (),
+    ) -> float:  # fmt: skip
         """Return the milliseconds that the launches of :meth:`run` take, one after the other."""
         partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
         sinks_or_lse = lse if sinks is None else sinks.contiguous()
-        took = self.decode.time(*read, out, lse, sinks_or_lse, partial, *pages)
+        took = self.decode.time(*read, out, lse, sinks_or_lse, partial, *pages, *programs)
         if self.merge is not None:
             took += self.merge.time(partial, out, lse, sinks_or_lse, pages[1], pages[2])
         return took
@@ -102,12 +122,17 @@ def launches_of(
     shared = {"slots": slots, "splits": blocks.splits, "kv_heads": kv_heads}
     shared |= {"keys": numbers["keys"]} if "keys" in numbers else {}
     kernel = _kernel(blocks.warps, blocks.stages, tuple(constants.items()))
+    names = (*_DECODED, *OF_PROGRAMS) if _has_programs(constants) else _DECODED
     numbers = {**numbers, **shared, "programs": tiles * blocks.splits}
     if blocks.splits == 1:
-        return DecodeLaunches(PreparedLaunch(kernel, _DECODED, numbers), None, 0)
+        return DecodeLaunches(PreparedLaunch(kernel, names, numbers), None, 0)
     width = constants["DV_WIDE"] + constants["DV_REST"] + 2
     merge = merged(constants, {**shared, "height": height})
-    return DecodeLaunches(PreparedLaunch(kernel, _DECODED, numbers), merge, tiles * blocks.splits * blocks.rows * width)
+    return DecodeLaunches(PreparedLaunch(kernel, names, numbers), merge, tiles * blocks.splits * blocks.rows * width)
+
+
+def _has_programs(constants: Mapping[str, Any]) -> bool:
+    return bool(constants["MASK"] or constants["BIAS"])
 
 
 def merged(constants: dict[str, Any], numbers: dict[str, int]) -> PreparedLaunch:
@@ -150,6 +175,7 @@ def _kernel(warps: int, stages: int, constants: tuple[tuple[str, Any], ...]) -> 
         sizes |= names if scaled else {}
         unused |= {} if scaled else dict.fromkeys(names, 0)
     bind = {**strides, **sizes}
+    unused |= {} if _has_programs(named) else _UNUSED
     return triton_kernel(
         _DECODE, grid=_programs, bind=bind, num_warps=warps, STAGES=stages, **named, **unused, **_early(named["PDL"])
     )
@@ -196,7 +222,10 @@ def _strides(tensors: tuple[str, ...], paged: bool) -> tuple[dict[str, str], dic
 
 
 def divided(
-    tile_search: TileSearch | None, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]
+    tile_search: TileSearch | None,
+    divide: Divide,
+    make: Callable[[DecodeBlocks], DecodeLaunches],
+    programs: bool = False,
 ) -> DecodeLaunches | Divided:
     """Launches of calls of some shapes.
 
@@ -204,15 +233,22 @@ def divided(
         tile_search: which change of the rules is the fastest; None where they are not changed.
         divide: the rules for these calls, of a change.
         make: the launches of a division.
+        programs: whether there are programs of masks and biases, with the tensors ``OF_PROGRAMS``.
     """
-    return make(divide()) if tile_search is None else Divided(tile_search, divide, make)
+    return make(divide()) if tile_search is None else Divided(tile_search, divide, make, programs)
 
 
 class Divided:
     """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
 
-    def __init__(self, tile_search: TileSearch, divide: Divide, make: Callable[[DecodeBlocks], DecodeLaunches]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        tile_search: TileSearch,
+        divide: Divide,
+        make: Callable[[DecodeBlocks], DecodeLaunches],
+        programs: bool = False,
+    ) -> None:
+        self._make, self._programs = make, programs
         self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(tile_search, functools.partial(_divided, divide))
 
     def run(self, *args: Any) -> None:
@@ -228,7 +264,8 @@ class Divided:
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             there, made = dict(zip(names, tensors, strict=True)), {name: make() for name, make in results.items()}
             pages = tuple([there.get(name) for name in ("table", "lengths", "starts", "k_scale", "v_scale")])
-            self.run(made["out"], made["lse"], there.get("sinks"), [there[name] for name in "qkv"], pages)
+            programs = [there.get(name) for name in OF_PROGRAMS] if self._programs else []
+            self.run(made["out"], made["lse"], there.get("sinks"), [there[name] for name in "qkv"], pages, programs)
             return tuple(made.values())
 
         return run

@@ -107,7 +107,7 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
         "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
         "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
-        "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+        "FP8": call.k_pages.dtype == torch.float8_e4m3fn, "MASK": (), "BIAS": (), "APART": False,
     }  # fmt: skip
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:

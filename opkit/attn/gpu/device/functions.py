@@ -16,6 +16,18 @@ def within(at, size):
 
 
 @triton.jit
+def of_pairs(pointers, size):
+    """Return elements for each pair of a query and a key; there are some, as ``size`` says.
+
+    Loads under a condition are not pipelined: several tiles of these would not fit in shared memory.
+    """
+    found = tl.zeros(pointers.shape, pointers.dtype.element_ty)
+    if size > 0:
+        found = tl.load(pointers)
+    return found
+
+
+@triton.jit
 def tanh(x):
     """Return the hyperbolic tangent, exact to 2e-7."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))

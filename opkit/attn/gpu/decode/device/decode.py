@@ -5,6 +5,8 @@ sequence come one after the other, each with all its heads. The keys that a tile
 programs in blocks of ``BLOCK``; where there is more than one, a second kernel merges what they found, in the order of the
 splits, so that results are the same each time (Dao et al., "Flash-Decoding for long-context inference", 2023). Softmax is
 online and in base 2. A head size is read in two parts: the largest power of two in it, and the rest, padded.
+
+Programs of masks and biases are those of :mod:`opkit.attn.gpu.device.tile`. Keys that no row of a tile sees are not read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from opkit.attn.gpu.device.tile import FP8_SCALE, from_fp8
+from opkit.attn.gpu.decode.device.rows import (
+    banded,
+    elements_of,
+    finite,
+    met,
+    odd_ones,
+    queries_of,
+    scales_of,
+    store,
+)
+from opkit.attn.gpu.device.tile import FP8_SCALE, biased, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -21,7 +33,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 RUN_TIME = (
     *("batch", "slots", "splits", "kv_heads", "queries", "keys", "pages", "lower", "upper"),
-    *("lse_b", "lse_h", "lse_t", "table_b"),
+    *("lse_b", "lse_h", "lse_t", "table_b", "lengths_stride_0"),
+    *(f"n{i}" for i in range(8)),
+    *(f"m{i}" for i in range(24)),
+    *(f"{of}{i}_stride_{k}" for of in "tf" for i in range(6) for k in range(3)),
 )
 """Numbers whose values are not compiled in: they change with the batch, with sequences and with pages."""
 
@@ -30,14 +45,22 @@ RUN_TIME = (
 def decode(
     q, k, v, out, lse, sinks, partial, table, lengths, starts, k_scale, v_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
-    table_b, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t,
+    table_b, lengths_stride_0, ks_b, ks_h, ks_t, vs_b, vs_h, vs_t,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
+    f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
+    f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
+    f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     batch, slots, splits, kv_heads, queries, keys, pages, lower, upper, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D_WIDE: tl.constexpr, D_REST: tl.constexpr,
     DV: tl.constexpr, DV_WIDE: tl.constexpr, DV_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr, SHARED: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, MIXED: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
     FP8: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
-    NEGATIVE: tl.constexpr, PDL: tl.constexpr,
+    NEGATIVE: tl.constexpr, PDL: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One split of one tile.
 
@@ -49,8 +72,21 @@ def decode(
     ``PAGE`` is 0 for contiguous keys. ``SHARED``: values are the first columns of keys. ``MIXED``: a tile may have queries
     that see different keys. ``WHOLE``: there is no band, and ``BLOCK`` divides the keys. ``NEGATIVE``: the scale is, and
     ``scale`` its magnitude, which is not 0. ``PDL``: this kernel may
-    have been started before what it depends on has ended, and so may the next one.
+    have been started before what it depends on has ended, and so may the next one. ``MASK`` and ``BIAS`` are programs for
+    contiguous keys, ``lengths`` of these None or (batch,). ``APART``: rows of a tile may see different keys by the mask.
     """
+    held = (
+        (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+        (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+        (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
+        (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
+        (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
+        (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
+    )  # fmt: skip
+    numbers = (
+        n0, n1, n2, n3, n4, n5, n6, n7,
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -61,6 +97,8 @@ def decode(
         starts, lengths, slot, slots, batch, queries, keys, GROUP, ROWS, BATCH, PAGE > 0
     )
     shift = length - count if PAGE > 0 else 0
+    if PAGE == 0 and lengths is not None:
+        length = _within(tl.load(lengths + b * lengths_stride_0), keys)
     if first >= count * GROUP:
         return
     q += b * q_b * (PAGE == 0) + token * q_t + head * GROUP * q_h
@@ -99,15 +137,15 @@ def decode(
         v += b * v_b
     k += head * k_h
     v += head * v_h
-    q0 = _queries(at_q, valid, 0, D_WIDE, D, COMPUTE, NEGATIVE)
+    q0 = queries_of(at_q, valid, 0, D_WIDE, D, COMPUTE, NEGATIVE)
     q1 = q0
     if D_REST > 0:
-        q1 = _queries(at_q, valid, D_WIDE, D_REST, D, COMPUTE, NEGATIVE)
+        q1 = queries_of(at_q, valid, D_WIDE, D_REST, D, COMPUTE, NEGATIVE)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc0 = tl.zeros((ROWS, DV_WIDE), tl.float32)
     acc1 = tl.zeros((ROWS, DV_REST if DV_REST > 0 else 16), tl.float32)
-    position = i + shift
+    position, of_row = i + shift, head * GROUP + row % GROUP
     if K_SCALED:
         k_scale += head * ks_h
     if V_SCALED:
@@ -118,9 +156,10 @@ def decode(
     for n in tl.range(whole, broken, num_stages=STAGES):
         top, total, acc0, acc1 = _attend(
             q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + n * BLOCK, position, hidden, end,
-            lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+            held, numbers, b, of_row, valid, queries, keys, lower, upper, scale, softcap, pages,
+            k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
             D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, BLOCK, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
-            PRECISION, not WHOLE, False,
+            PRECISION, not WHOLE, False, MASK, BIAS, APART,
         )  # fmt: skip
     if MIXED:
         SMALL: tl.constexpr = min(BLOCK, 512 // COMPUTE.primitive_bitwidth)  # what is not pipelined is in registers
@@ -130,26 +169,27 @@ def decode(
             start = tl.where(n < before, block * BLOCK + n * SMALL, broken * BLOCK + (n - before) * SMALL)
             top, total, acc0, acc1 = _attend(
                 q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, begin + start, position, hidden, end,
-                lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+                held, numbers, b, of_row, valid, queries, keys, lower, upper, scale, softcap, pages,
+                k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
                 D, D_WIDE, D_REST, DV, DV_WIDE, DV_REST, SMALL, PAGE, SHARED, CAPPED, K_SCALED, V_SCALED, FP8, COMPUTE,
-                PRECISION, True, True,
+                PRECISION, True, True, MASK, BIAS, APART,
             )  # fmt: skip
 
-    top *= _factor(scale, CAPPED, FP8)
+    top *= _factor(scale, CAPPED or len(BIAS) > 0, FP8)
     at_out = out + i * out_t + (row % GROUP) * out_h
     at_lse = lse + i * lse_t + (row % GROUP) * lse_h
     if SPLIT:
         tl.store(partial + ROWS * WIDE + r, top)
         tl.store(partial + ROWS * (WIDE + 1) + r, total)
-        _store(partial + r * WIDE, acc0, valid, 0, DV_WIDE, WIDE)
+        store(partial + r * WIDE, acc0, valid, 0, DV_WIDE, WIDE)
         if DV_REST > 0:
-            _store(partial + r * WIDE, acc1, valid, DV_WIDE, DV_REST, WIDE)
+            store(partial + r * WIDE, acc1, valid, DV_WIDE, DV_REST, WIDE)
     else:
         top, total, factor = finished(top, total, sinks + head * GROUP + row % GROUP, valid, SINKS)
         tl.store(at_lse, natural(top, total), mask=valid)
-        _store(at_out, acc0 * factor[:, None], valid, 0, DV_WIDE, DV)
+        store(at_out, acc0 * factor[:, None], valid, 0, DV_WIDE, DV)
         if DV_REST > 0:
-            _store(at_out, acc1 * factor[:, None], valid, DV_WIDE, DV_REST, DV)
+            store(at_out, acc1 * factor[:, None], valid, DV_WIDE, DV_REST, DV)
 
 
 @triton.jit
@@ -191,24 +231,15 @@ def _within(x, most):
 
 
 @triton.jit
-def _queries(
-    at, valid, FIRST: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, COMPUTE: tl.constexpr, NEGATIVE: tl.constexpr
-):
-    """Elements from ``FIRST`` on of a tile's queries; ``NEGATIVE``: with the other sign."""
-    column = FIRST + tl.arange(0, WIDE)
-    x = tl.load(at[:, None] + column[None, :], mask=valid[:, None] & (column < D)[None, :], other=0.0)
-    x = x.to(COMPUTE)
-    return -x if NEGATIVE else x
-
-
-@triton.jit
 def _attend(
     q0, q1, k, v, table, k_scale, v_scale, top, total, acc0, acc1, start, position, begin, end,
-    lower, upper, scale, softcap, pages, k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
+    held, numbers, b, h, valid, queries, keys, lower, upper, scale, softcap, pages,
+    k_b, k_t, v_b, v_t, ks_b, ks_t, vs_b, vs_t,
     D: tl.constexpr, D_WIDE: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_WIDE: tl.constexpr,
     DV_REST: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SHARED: tl.constexpr, CAPPED: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, MIXED: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Go over one block of keys.
 
@@ -216,6 +247,13 @@ def _attend(
     """
     j = start + tl.arange(0, BLOCK)
     inside = (j >= begin) & (j < end)
+    shown = inside[None, :]
+    if MIXED:
+        shown &= banded(j[None, :] - position[:, None], lower, upper)
+    if len(MASK) > 0:
+        shown &= visible(MASK, held, numbers, b, h[:, None], position[:, None], j[None, :], queries, keys)
+        shown &= valid[:, None]
+        inside = tl.max(shown.to(tl.int32), 0) > 0
     if PAGE > 0:
         place, within = j // PAGE, j % PAGE
         page = tl.load(table + place, mask=inside, other=0) if MASKED else tl.load(table + place)
@@ -225,21 +263,23 @@ def _attend(
     else:
         at_k, at_v, at_ks, at_vs = j * k_t, j * v_t, j, j
 
-    k0 = _rows(k, at_k, inside, 0, D_WIDE, D, MASKED, FP8, COMPUTE)
+    k0 = elements_of(k, at_k, inside, 0, D_WIDE, D, MASKED, FP8, COMPUTE)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D_REST > 0:
-        k1 = _rows(k, at_k, inside, D_WIDE, D_REST, D, MASKED, FP8, COMPUTE)
+        k1 = elements_of(k, at_k, inside, D_WIDE, D_REST, D, MASKED, FP8, COMPUTE)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     if K_SCALED:
-        s *= _scales(k_scale, at_ks, inside, MASKED)[None, :]
-    factor = _factor(scale, CAPPED, FP8)
+        s *= scales_of(k_scale, at_ks, inside, MASKED)[None, :]
+    NATURAL: tl.constexpr = CAPPED or len(BIAS) > 0
+    factor = _factor(scale, NATURAL, FP8)
+    if NATURAL:
+        s *= _factor(scale, False, FP8) * LN2
     if CAPPED:
-        s = _capped(s * _factor(scale, False, FP8) * LN2, softcap)
+        s = _capped(s, softcap)
+    if len(BIAS) > 0:
+        s = biased(s, BIAS, held, numbers, b, h[:, None], position[:, None], j[None, :], queries, keys, keys - queries)
     if MASKED:
-        s = tl.where(inside[None, :], s, float("-inf"))
-    if MIXED:
-        distance = j[None, :] - position[:, None]
-        s = tl.where((distance >= lower) & (distance <= upper), s, float("-inf"))
+        s = tl.where(shown, s, float("-inf"))
 
     higher = tl.maximum(top, tl.max(s, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -248,64 +288,40 @@ def _attend(
     total = total * fade + tl.sum(p, 1)
     acc0 *= fade[:, None]
     if V_SCALED:
-        p *= _scales(v_scale, at_vs, inside, MASKED)[None, :]
+        p *= scales_of(v_scale, at_vs, inside, MASKED)[None, :]
     if FP8:
         p *= FP8_SCALE
     p = p.to(COMPUTE)
     v0 = k0
     if not SHARED:
-        v0 = _rows(v, at_v, inside, 0, DV_WIDE, DV, MASKED, FP8, COMPUTE)
-    acc0 = tl.dot(p, _finite(v0, MIXED), acc0, input_precision=PRECISION)
+        v0 = elements_of(v, at_v, inside, 0, DV_WIDE, DV, MASKED, FP8, COMPUTE)
+    SOME: tl.constexpr = MIXED or APART
+    acc0 = tl.dot(p, finite(v0, SOME), acc0, input_precision=PRECISION)
+    if APART:
+        acc0 = met(acc0, shown, v0)
     if DV_REST > 0:
         acc1 *= fade[:, None]
-        v1 = _rows(v, at_v, inside, DV_WIDE, DV_REST, DV, MASKED, FP8, COMPUTE)
-        acc1 = tl.dot(p, _finite(v1, MIXED), acc1, input_precision=PRECISION)
-    if MIXED:
+        v1 = elements_of(v, at_v, inside, DV_WIDE, DV_REST, DV, MASKED, FP8, COMPUTE)
+        acc1 = tl.dot(p, finite(v1, SOME), acc1, input_precision=PRECISION)
+        if APART:
+            acc1 = met(acc1, shown, v1)
+    if MIXED and not APART:
         odd = tl.max(tl.max((tl.abs(v0.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1), 0)
         if DV_REST > 0:
             odd += tl.max(tl.max((tl.abs(v1.to(tl.float32)) < float("inf")).to(tl.int32) ^ 1, 1), 0)
         if odd > 0:
-            acc0 = _odd(acc0, p, v, at_v, j, inside, position, lower, upper, 0, DV_WIDE, DV, BLOCK, FP8)
+            acc0 = odd_ones(acc0, p, v, at_v, j, inside, position, lower, upper, 0, DV_WIDE, DV, BLOCK, FP8)
             if DV_REST > 0:
-                acc1 = _odd(acc1, p, v, at_v, j, inside, position, lower, upper, DV_WIDE, DV_REST, DV, BLOCK, FP8)
+                acc1 = odd_ones(acc1, p, v, at_v, j, inside, position, lower, upper, DV_WIDE, DV_REST, DV, BLOCK, FP8)
     return higher, total, acc0, acc1
 
 
 @triton.jit
-def _factor(scale, CAPPED: tl.constexpr, FP8: tl.constexpr):
-    """Return what logits are times, that they be exponents of 2."""
-    if CAPPED:
+def _factor(scale, NATURAL: tl.constexpr, FP8: tl.constexpr):
+    """Return what logits are times, that they be exponents of 2; ``NATURAL``: they are those of the natural base."""
+    if NATURAL:
         return LOG2E
     return scale * (LOG2E * FP8_SCALE if FP8 else LOG2E)
-
-
-@triton.jit
-def _rows(
-    x, at, inside, FIRST: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Elements from ``FIRST`` on of rows of keys or values; zeros where nothing is to be read."""
-    column = FIRST + tl.arange(0, WIDE)
-    pointers = x + at[:, None] + column[None, :]
-    if FIRST + WIDE > SIZE:
-        mask = (column < SIZE)[None, :]
-        if MASKED:
-            mask &= inside[:, None]
-        found = tl.load(pointers, mask=mask, other=0)
-    elif MASKED:
-        found = tl.load(pointers, mask=inside[:, None], other=0)
-    else:
-        found = tl.load(pointers)
-    if FP8:
-        return from_fp8(found).to(COMPUTE)
-    return found.to(COMPUTE)
-
-
-@triton.jit
-def _scales(x, at, inside, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    return tl.load(x + at).to(tl.float32)
 
 
 @triton.jit
@@ -314,35 +330,6 @@ def _capped(x, softcap):
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E / softcap))
     t = (1.0 - e) / (1.0 + e)
     return softcap * tl.where(x < 0, -t, t)
-
-
-@triton.jit
-def _finite(x, MIXED: tl.constexpr):
-    """``x`` with zeros for what is not finite: times a zero that would be NaN for the rows that do not see it."""
-    if MIXED:
-        x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
-    return x
-
-
-@triton.jit
-def _odd(
-    acc, p, v, at_v, j, inside, position, lower, upper, FIRST: tl.constexpr, WIDE: tl.constexpr, DV: tl.constexpr,
-    BLOCK: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
-    """``acc`` with what :func:`_finite` left out, for the rows that see it, a key at a time."""
-    column = FIRST + tl.arange(0, WIDE)
-    for n in range(BLOCK):
-        here = (tl.arange(0, BLOCK) == n) & inside
-        key, at = tl.sum(tl.where(here, j, 0), 0), tl.sum(tl.where(here, at_v, 0), 0)
-        there = tl.sum(here.to(tl.int32), 0) > 0
-        value = tl.load(v + at + column, mask=(column < DV) & there, other=0)
-        value = (from_fp8(value) if FP8 else value).to(tl.float32)
-        weight = tl.sum(tl.where(here[None, :], p.to(tl.float32), 0.0), 1)
-        distance = key - position
-        seen = (distance >= lower) & (distance <= upper)
-        wrong = (tl.abs(value) < float("inf")) == 0
-        acc += tl.where(seen[:, None] & wrong[None, :], weight[:, None] * value[None, :], 0.0)
-    return acc
 
 
 @triton.jit
@@ -361,9 +348,3 @@ def finished(top, total, sinks, valid, SINKS: tl.constexpr):
 @triton.jit
 def natural(top, total):
     return tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN2)
-
-
-@triton.jit
-def _store(at, x, valid, FIRST: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr):
-    column = FIRST + tl.arange(0, WIDE)
-    tl.store(at[:, None] + column[None, :], x.to(at.dtype.element_ty), mask=valid[:, None] & (column < SIZE)[None, :])
