@@ -3,11 +3,12 @@
 Twelve masks and scores, written with FlexAttention's signatures; both sides get the same functions. FlexAttention also gets
 the block mask that ``create_block_mask`` computes of it, once and outside of the rounds. The sides alternate, round by round,
 in one process; a figure is the median of the rounds, a ratio the median of the rounds' own. ``first`` is the first call of a
-new function with empty caches: tracing and compiling for both, and the block mask for FlexAttention. On a CPU FlexAttention
-has no backward; ``backward / forward`` are opkit's own. ``built-in`` is the time with opkit's own mask for the same thing,
-where there is one. ``memory`` is by how much a call of 65,536 queries and keys increases the peak memory of the process.
-``rows`` is attention with functions of rows, next to the same in torch operations around it, in eager mode and compiled; columns
-without a unit are multiples of attention alone::
+new function with empty caches: tracing and compiling for both, and the block mask for FlexAttention; ``first training`` is
+that of the first forward and backward that follow. On a CPU FlexAttention has no backward; ``backward / forward`` are opkit's
+own. ``built-in`` is the time with opkit's own mask for the same thing, where there is one. ``memory`` is by how much a call of
+65,536 queries and keys increases the peak memory of the process, on a GPU the memory that torch has allocated. ``rows`` is
+attention with functions of rows, next to the same in torch operations around it, in eager mode and compiled; columns without a
+unit are multiples of attention alone::
 
     python benchmarks/attention_functions.py [--device cpu] [--what calls,memory,rows] [--rounds 7] [--length 2048] [--quick]
         [--cases causal,window] [--markdown FILE]
@@ -160,7 +161,8 @@ def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespa
             calls["built-in"] = lambda: opkit.attention(q, k, v, **own)
         error = (calls["opkit"]().float() - calls["flex"]().float()).abs().max().item()
         times = interleaved(calls, options.rounds, device)
-    backward = backwards(case, (q, k, v), how, other[0], device) | {"forward": calls["opkit"]}
+    backward, training = backwards(case, (q, k, v), how, other[0], device)
+    backward["forward"] = calls["opkit"]
     with torch.no_grad():
         learning = interleaved(backward, options.rounds, device)
     median = {each: statistics.median(found) * 1e3 for each, found in times.items()}
@@ -178,26 +180,32 @@ def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespa
     row |= {
         "first, s": round(first["opkit"], 2),
         "flex, s": round(first["flex"], 2),
-        "largest difference": f"{error:.0e}",
+        "first training, s": round(training["opkit"], 2),
     }
-    return row
+    if "flex" in training:
+        row["flex's, s"] = round(training["flex"], 2)
+    return row | {"largest difference": f"{error:.0e}"}
 
 
 def backwards(
     case: Case, inputs: tuple[Tensor, ...], how: dict[str, Any], other: Callable[..., Tensor], device: str
-) -> dict[str, Callable[[], Any]]:
-    """Return the backward of each side that has one, of a stored forward."""
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """Return the backward of each side that has one, of a stored forward, and the seconds of the first forward and backward."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     wanted = [*leaves, *(x.requires_grad_() for x in case.learned)]
     gradient = torch.randn_like(inputs[0])
-    with torch.enable_grad():
-        results = {"opkit": opkit.attention(*leaves, **how)}
-        if device != "cpu":
-            results["flex"] = other(*leaves)
-    return {
-        name: lambda out=out: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
-        for name, out in results.items()
-    }
+    forward = {"opkit": lambda: opkit.attention(*leaves, **how)}
+    if device != "cpu":
+        forward["flex"] = lambda: other(*leaves)
+    backward: dict[str, Callable[[], Any]] = {}
+
+    def trained(side: str) -> None:
+        out = forward[side]()
+        backward[side] = lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+        backward[side]()
+
+    first = {side: seconds(lambda side=side: trained(side), device) for side in forward}
+    return backward, first
 
 
 def calls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -214,11 +222,14 @@ def calls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def memory(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the peak memory of calls of many queries and keys, of which each query sees few."""
     n = 1024 if options.quick else 65536
-    q, k, v = (torch.randn(1, 1, n, HEAD, device=options.device).requires_grad_() for _ in range(3))
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, 1, n, HEAD, device=options.device).to(dtype).requires_grad_() for _ in range(3))
     own = sum(x.numel() * x.element_size() for x in (q, k, v)) / 2**20
     for name, case in cases(n, options.device).items():
         if name not in ("dilated", "2-D neighbourhood", "PrefixLM of documents") and not options.cases:
             continue
+        if options.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
         before = _peak(options.device)
         out = opkit.attention(q, k, v, mask=case.mask, bias=case.score)
         forward = _peak(options.device) - before
