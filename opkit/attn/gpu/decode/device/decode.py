@@ -69,11 +69,11 @@ def decode(
     a page. ``slots`` are those of tiles for a head of keys. ``partial`` is float32: of each tile and split the unnormalised
     result of ``ROWS`` rows, their maxima and their sums; with ``SPLIT`` results go there, to be merged.
 
-    ``PAGE`` is 0 for contiguous keys. ``SHARED``: values are the first columns of keys. ``MIXED``: a tile may have queries
-    that see different keys. ``WHOLE``: there is no band, and ``BLOCK`` divides the keys. ``NEGATIVE``: the scale is, and
-    ``scale`` its magnitude, which is not 0. ``PDL``: this kernel may
-    have been started before what it depends on has ended, and so may the next one. ``MASK`` and ``BIAS`` are programs for
-    contiguous keys, ``lengths`` of these None or (batch,). ``APART``: rows of a tile may see different keys by the mask.
+    ``PAGE`` is 0 for contiguous keys. ``SHARED``: values are the first columns of keys. ``MIXED``: a tile may have queries that
+    see different keys. ``WHOLE``: there is no band, and ``BLOCK`` divides the keys. ``NEGATIVE``: the scale is, and ``scale``
+    its magnitude, which is not 0. ``PDL``: this kernel may have been started before what it depends on has ended, and so may
+    the next one. ``MASK`` and ``BIAS`` are programs; in pages they are of positions. ``lengths`` of contiguous keys are None or
+    (batch,). ``APART``: rows of a tile may see different keys by the mask.
     """
     held = (
         (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
@@ -146,6 +146,9 @@ def decode(
     acc0 = tl.zeros((ROWS, DV_WIDE), tl.float32)
     acc1 = tl.zeros((ROWS, DV_REST if DV_REST > 0 else 16), tl.float32)
     position, of_row = i + shift, head * GROUP + row % GROUP
+    if PAGE > 0:  # programs count positions
+        queries = tl.maximum(length, 1)
+        keys = queries
     if K_SCALED:
         k_scale += head * ks_h
     if V_SCALED:
@@ -289,6 +292,8 @@ def _attend(
     acc0 *= fade[:, None]
     if V_SCALED:
         p *= scales_of(v_scale, at_vs, inside, MASKED)[None, :]
+        if APART:
+            p = tl.where(shown, p, 0.0)
     if FP8:
         p *= FP8_SCALE
     p = p.to(COMPUTE)
