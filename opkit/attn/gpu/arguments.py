@@ -58,6 +58,7 @@ def tiles_of(
     kernel: TiledKernel, call: AnyCall, shape: MaskShape, cut: Callable[[BlockSizes], BlockSizes] | None = None
 ) -> Tiles[Any, Any]:
     """Return the tiles of calls like this one, by the kernel's table or by search; ``cut`` makes them smaller for the call."""
+    kernel = kernel.with_functions if shape.functions else kernel
     rule, queries = blocks_of(kernel.rules, call, shape, kernel.tensors), call.q.shape[2]
 
     def tiles(config: Config | None) -> BlockSizes:
@@ -91,6 +92,7 @@ def _class(call: AnyCall, shape: MaskShape, pair: int) -> str:
     extras = bool(shape.bias) or call.softcap > 0 or call.dropout_p > 0
     d, e = (sum(blocks.parts(each)) for each in (call.q.shape[3], call.v.shape[3]))
     sizes = {"d": d, "e": e, "extras": extras, "long": call.q.shape[2] > _SHORT, "mask": kind, "pair": pair}
+    sizes |= {"functions": True} if shape.functions else {}
     return search.class_of(search.name_of(call.q.dtype), {name: int(size) for name, size in sizes.items()})
 
 

@@ -101,6 +101,11 @@ OF_BIAS = (
     Rule(1024, 4, BlockSizes(16, 16, 4, 1)),
 )
 """Forward; the gradients of keys and values, by tiles of keys; that of queries, by tiles of queries; that of a bias."""
+FORWARD_OF_FUNCTIONS = (Rule(64, 2, BlockSizes(128, 64, 8, 3)), Rule(128, 2, BlockSizes(128, 64, 8, 2)))
+OF_KEYS_OF_FUNCTIONS = (Rule(64, 2, BlockSizes(32, 128, 8, 2)), Rule(128, 2, BlockSizes(32, 128, 8, 2)))
+OF_QUERIES_OF_FUNCTIONS = (Rule(128, 2, BlockSizes(64, 32, 4, 2)),)
+OF_BIAS_OF_FUNCTIONS = (Rule(128, 2, BlockSizes(64, 64, 8, 1)),)
+"""What comes before these tables for calls with users' functions, which take registers."""
 
 
 def choose(
@@ -210,6 +215,7 @@ class TiledKernel(NamedTuple):
         tensors: how many tiles of queries' rows it keeps, as for :func:`opkit.attn.gpu.blocks.choose`.
         sums: of tiles, and of padded heads of keys and values, how many numbers of float32 it keeps in registers.
         sources: the files, in this folder, of what runs on the GPU.
+        functions: rules that come before its table for calls with users' functions.
     """
 
     name: str
@@ -217,20 +223,29 @@ class TiledKernel(NamedTuple):
     tensors: int
     sums: Callable[[BlockSizes, int, int], int]
     sources: tuple[str, ...]
+    functions: tuple[Rule, ...]
+
+    @property
+    def with_functions(self) -> TiledKernel:
+        """The same kernel for calls with users' functions."""
+        return self._replace(rules=(*self.functions, *self.rules))
 
 
 FORWARD_KERNEL = TiledKernel(
-    "attention_forward", FORWARD, 1, lambda size, d, e: size.rows * (e + size.keys), _FORWARD_SOURCES
+    "attention_forward", FORWARD, 1, lambda size, d, e: size.rows * (e + size.keys), _FORWARD_SOURCES,
+    FORWARD_OF_FUNCTIONS,
 )  # fmt: skip
 KEYS_KERNEL = TiledKernel(
-    "attention_of_keys", OF_KEYS, 2, lambda size, d, e: size.keys * (d + e + 2 * size.rows), _BACKWARD_SOURCES
+    "attention_of_keys", OF_KEYS, 2, lambda size, d, e: size.keys * (d + e + 2 * size.rows), _BACKWARD_SOURCES,
+    OF_KEYS_OF_FUNCTIONS,
 )  # fmt: skip
 QUERIES_KERNEL = TiledKernel(
-    "attention_of_queries", OF_QUERIES, 2, lambda size, d, e: size.rows * (d + 2 * size.keys), _BACKWARD_SOURCES
+    "attention_of_queries", OF_QUERIES, 2, lambda size, d, e: size.rows * (d + 2 * size.keys), _BACKWARD_SOURCES,
+    OF_QUERIES_OF_FUNCTIONS,
 )  # fmt: skip
 BIAS_KERNEL = TiledKernel(
     "attention_of_bias", OF_BIAS, 2, lambda size, d, e: 3 * size.rows * size.keys,
-    (*_BACKWARD_SOURCES, "portable/device/bias.py"),
+    (*_BACKWARD_SOURCES, "portable/device/bias.py"), OF_BIAS_OF_FUNCTIONS,
 )  # fmt: skip
 
 
