@@ -53,7 +53,9 @@ class Cache:
         )  # fmt: skip
 
 
-def expected(cache, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.0, sinks=None):
+def expected(
+    cache, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.0, sinks=None, mask_mod=None, score_mod=None
+):
     """A sequence and a query at a time, of the keys that it sees."""
     out = torch.zeros(*q.shape[:2], cache.v.shape[-1], dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
@@ -64,6 +66,9 @@ def expected(cache, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.
             seen = slice(max(0, position + lower), max(0, position + upper + 1))
             logits = torch.einsum("hd,khd->hk", q[t].double(), k[seen]) * scale
             logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+            at = torch.tensor(b), torch.arange(q.shape[1])[:, None], torch.tensor(position), torch.arange(len(k))[seen]
+            logits = logits if score_mod is None else score_mod(logits, *at)
+            logits = logits if mask_mod is None else logits.masked_fill(~mask_mod(*at), -torch.inf)
             sink = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks
             lse[t] = torch.cat([logits, sink.double()[:, None]], 1).logsumexp(1)
             weights = torch.exp(logits - lse[t].masked_fill(lse[t] == -torch.inf, 0)[:, None])

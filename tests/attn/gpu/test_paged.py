@@ -6,10 +6,14 @@ import torch
 pytest.importorskip("triton")
 import decoding_kernels
 from paged_calls import UNLIMITED, Cache, expected
+from torch.utils import _pytree as pytree
 
 import opkit
+from opkit.attn.calls import PagedCall
+from opkit.attn.functions.trace import trace
 from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
+from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.triton import binaries, compiling
 from opkit.op.triton.building import request_for
@@ -104,6 +108,52 @@ def test_all_queries_may_be_of_one_sequence(run):
     """As many queries as sequences does not mean one each."""
     cache = Cache([40, 50, 60, 3])
     check(run, cache, cache.queries(4, 4), [0, 0, 4, 4, 4])
+
+
+BY_POSITION, BY_SEQUENCE = torch.randn(9, 400), torch.tensor([3, 1, 2, 5, 4])
+MODS = {
+    "sparse": (lambda b, h, i, j: (j % BY_SEQUENCE[b] == 0) | (i - j < 4), None),
+    "by head": (lambda b, h, i, j: (j + h) % 3 > 0, None),
+    "score": (None, lambda s, b, h, i, j: torch.tanh(s) * 5 - (i - j) / 50 + BY_POSITION[h, j]),
+    "both": (
+        lambda b, h, i, j: i // 16 >= j // 16,
+        lambda s, b, h, i, j: s * BY_SEQUENCE[b] + BY_POSITION[0, i] / (j + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", [(torch.float32, torch.float32), (torch.float16, torch.int8)], ids=str)
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_functions_of_positions(request, name, pair, device):
+    cache, (mask, score) = Cache(RAGGED[0], dtype=pair[1]), MODS[name]
+    q, starts = cache.queries(9, 6, pair[0]), RAGGED[1]
+    words, tensors = [[], []], [[], []]
+    for k, (function, kind, opcode) in enumerate(
+        ((mask, "mask", program.FUNCTION), (score, "score", program.BIAS_FUNCTION))
+    ):
+        if function is not None:
+            traced = trace(function, kind, torch.float32, torch.device("cpu"))
+            words[k] = [opcode, *traced.function(traced.root, tensors[k]).words()]
+    call = (*cache.call(q, starts, softcap=0.0), *tensors, *words)
+    if device == "interpreter":
+        found = request.getfixturevalue("interpreter")("decoding_tests::pages_with_functions", *call, kernel="split")
+    else:
+        call = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), call)
+        found = [x.cpu() for x in decoding_kernels.pages_with_functions(*call)]
+    exact, exact_lse = expected(cache, q, starts, mask_mod=mask, score_mod=score)
+    largest = max(1.0, exact.abs().max().item())
+    torch.testing.assert_close(found[0].double(), exact, rtol=0, atol=4 * ROUNDING[q.dtype] * largest)
+    torch.testing.assert_close(found[1].double(), exact_lse, rtol=2.0**-16, atol=2.0**-14)
+
+
+def test_functions_whose_tensors_do_not_reach_all_positions_are_refused():
+    cache = Cache([130, 900])
+    traced = trace(lambda b, h, i, j: BY_POSITION[h, j] > 0, "mask", torch.float32, torch.device("cpu"))
+    tensors = []
+    words = [program.FUNCTION, *traced.function(traced.root, tensors).words()]
+    call = PagedCall(*cache.call(cache.queries(2, 6), [0, 1, 2]))
+    assert not paged.takes_functions(call, paged.Programs(tensors, [], words, []))
 
 
 def test_more_queries_than_keys_see_nothing(run):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, like
 from opkit.attn.calls import AppendCall, PagedCall, dtypes_and_shapes
+from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.decoding import (
     FAR,
@@ -25,6 +26,8 @@ from opkit.attn.gpu.decode.decoding import (
 from opkit.attn.gpu.decode.launches import DecodeLaunches, Divided, divided, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
 from opkit.attn.gpu.limits import devices
+from opkit.attn.gpu.plans import MaskShape
+from opkit.attn.masks import program
 from opkit.errors import KernelError
 from opkit.kernels.triton.named import Named
 from opkit.op.kernel_kinds import PreparedKernel
@@ -52,6 +55,43 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
     return fits and grouped and small and k_pages.shape[0] > 0 and k_pages.shape[1] > 0
 
 
+class Programs(NamedTuple):
+    """The programs of a mask and a bias, of a function each or empty, whose queries and keys are positions in a sequence."""
+
+    mask_tensors: list[Tensor]
+    bias_tensors: list[Tensor]
+    mask: list[int]
+    bias: list[int]
+
+    @property
+    def shape(self) -> MaskShape:
+        return plans.shape_of(tuple(self.mask), tuple(self.bias))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the captured tensors by the kernel's parameters."""
+        found = functions.tensors_of(self.shape.functions, self.mask_tensors, self.bias_tensors)
+        return {name: x for name, x in zip(functions.TENSORS, found, strict=True) if x is not None}
+
+
+_NO_PROGRAMS = Programs([], [], [], [])
+
+
+def takes_functions(call: PagedCall, programs: Programs) -> bool:
+    """Return whether :func:`paged_with_functions` takes a call: its pages, and captured tensors that reach all positions."""
+    if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
+        return False
+    positions = call.page_table.shape[1] * call.k_pages.shape[1]
+    sizes = call.lengths.shape[0], call.q.shape[1], positions, positions
+    for words, opcode, tensors in (
+        (programs.mask, program.FUNCTION, programs.mask_tensors),
+        (programs.bias, program.BIAS_FUNCTION, programs.bias_tensors),
+    ):
+        fits = not words or (words[0] == opcode and len(words) > 1 and len(words) == 2 + words[1])
+        if not fits or (words and not program.function_fits(words[1:], tensors, sizes)):
+            return False
+    return programs.shape.fits
+
+
 @PreparedKernel
 def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     """Compute the operator's result and log-sum-exp; the arguments are a :class:`opkit.attn.calls.PagedCall`.
@@ -65,24 +105,51 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     """
     call = PagedCall(*args)
     if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
-        shapes = dtypes_and_shapes(call[:3])
-        raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
+        _refuse(call)
+    return _prepared(call, _NO_PROGRAMS)
+
+
+@PreparedKernel
+def paged_with_functions(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Compute the same with users' functions: the arguments are those of :func:`paged` and then a :class:`Programs`.
+
+    Raises:
+        KernelError: as :func:`paged`.
+    """
+    call, programs = PagedCall(*args[:_PAGED]), Programs(*args[_PAGED:])
+    if not takes_functions(call, programs):
+        _refuse(call)
+    return _prepared(call, programs)
+
+
+_PAGED = len(PagedCall._fields)
+
+
+def _refuse(call: PagedCall) -> None:
+    shapes = dtypes_and_shapes(call[:3])
+    raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
+
+
+def _prepared(call: PagedCall, programs: Programs) -> Callable[..., tuple[Tensor, ...]]:
     refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
     optional = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
-    names = ("q", "k", "v", "table", "lengths", "starts", *(name for name, x in optional.items() if x is not None))
-    launches = [_plan(call, shared).series(names, {"out": new_out, "lse": new_lse}) for shared in _shared(call)]
+    given = (*(name for name, x in optional.items() if x is not None), *programs.tensors())
+    names = ("q", "k", "v", "table", "lengths", "starts", *given)
+    results = {"out": new_out, "lse": new_lse}
+    launches = [_plan(call, programs, shared).series(names, results) for shared in _shared(call)]
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*args: Any) -> tuple[Tensor, ...]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = args
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale, *rest = args
         launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
         read = (dense_rows(q), bytes_of(k), bytes_of(v), dense_rows(table), lengths.contiguous(), starts.contiguous())
         sinks = None if sinks is None else sinks.contiguous()
-        return launch(*read, *[each for each in (sinks, k_scale, v_scale) if each is not None])
+        captured = Programs(*rest).tensors().values() if rest else ()
+        return launch(*read, *[each for each in (sinks, k_scale, v_scale) if each is not None], *captured)
 
     return run
 
@@ -93,31 +160,39 @@ def _shared(call: PagedCall) -> tuple[bool, ...]:
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
 
 
-def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
+def _plan(call: PagedCall, programs: Programs, shared: bool) -> DecodeLaunches | Divided:
+    masks, biases, found = programs.mask_tensors, programs.bias_tensors, programs.shape
+    of_functions = bool(found.functions)
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
     gpu = device_of(index_of(call.q))
     computed, numbers = _computed(call), numbers_of(call.lower, call.upper, call.scale, call.softcap)
     mixed = total > 1 and (numbers["lower"] > -FAR or numbers["upper"] < FAR)
     height, stored = group * -(-total // batch), call.k_pages.itemsize
-    shape = DecodeShape(
-        height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, mixed and group % 64 > 0
-    )
+    apart = of_functions or (mixed and group % 64 > 0)
+    shape = DecodeShape(height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, apart)
     settled = {
         "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
         "K_SCALED": call.k_scale is not None, "V_SCALED": call.v_scale is not None,
-        "FP8": call.k_pages.dtype == torch.float8_e4m3fn, "MASK": (), "BIAS": (), "APART": False,
+        "FP8": call.k_pages.dtype == torch.float8_e4m3fn,
+        "MASK": functions.words_of(found.mask, found.functions, program.FUNCTION, masks),
+        "BIAS": functions.words_of(found.bias, found.functions, program.BIAS_FUNCTION, biases),
     }  # fmt: skip
+    by_head = any(each.whose == "mask" and "h" in each.variables for each in found.functions)
+    if of_functions:
+        numbers |= {f"n{i}": None for i in range(plans.NUMBERS)} | functions.numbers_of(found.functions, masks, biases)
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:
         constants = decode_launches.constants_of(blocks, group, (d, dv), computed, gpu)
-        constants |= {**settled, "MIXED": mixed and group % blocks.rows != 0}
+        queries_apart = total > 1 and group % blocks.rows != 0
+        constants |= {**settled, "MIXED": mixed and queries_apart}
+        constants["APART"] = bool(found.mask) and (queries_apart or (by_head and group > 1))
         slots, tall = total * group // blocks.rows + batch, min(blocks.rows, total * group)
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
 
     asked = tile_search_of(shape, gpu, call.q.device, computed)
-    return divided(asked, functools.partial(blocks_of, shape, gpu), made)
+    return divided(asked, functools.partial(blocks_of, shape, gpu), made, of_functions)
 
 
 def _computed(call: PagedCall) -> torch.dtype:
