@@ -95,7 +95,9 @@ def test_compiled_layers(model):
         for _ in range(4):  # CUDA graphs are recorded in the third call
             result = function(model, x, mask, policy=policy)
             found = torch.autograd.grad(result.square().sum(), [x, *model.parameters()])
-            torch.testing.assert_close((result, found), expected)
+            for one, other in zip((result, *found), (expected[0], *expected[1]), strict=True):
+                # Sums in another order: both results are up to 7e-7 of the largest element off those in float64.
+                torch.testing.assert_close(one, other, rtol=0, atol=2e-6 * other.abs().max().item())
 
 
 def test_fit_moves_what_the_budget_does_not_hold(model):

@@ -56,6 +56,7 @@ SCORES = {
     "soft cap and more": lambda s, b, h, i, j: 2 * torch.tanh(s / 2) + s,
     "relative": lambda s, b, h, i, j: s + TABLE[h, j - i + QUERIES - 1],
     "buckets": lambda s, b, h, i, j: s + BUCKETS[bucket((i - j).abs()), h],
+    "signed buckets": lambda s, b, h, i, j: s + BUCKETS[bucket((i - j).abs()) // 2 + torch.where(j > i, 8, 0), h],
     "an image": lambda s, b, h, i, j: s + IMAGE[h, i // 8 - j // 8 + 21, i % 8 - j % 8 + 7],
     "hidden": lambda s, b, h, i, j: torch.where(i + 20 >= j, s * SLOPES[h], -float("inf")),
     "product": lambda s, b, h, i, j: s * torch.sigmoid(s) * SLOPES[h] ** 2 + PER_KEY[j],

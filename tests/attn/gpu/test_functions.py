@@ -119,7 +119,13 @@ def test_what_functions_hide_does_not_leak(run):
 
 
 def test_gradients_without_an_order_are_refused_where_algorithms_are_deterministic(deterministic):
-    for name, takes in (("an image", False), ("buckets", True), ("relative", True), ("a tensor", True)):
+    for name, takes in (
+        ("an image", False),
+        ("buckets", True),
+        ("signed buckets", True),
+        ("relative", True),
+        ("a tensor", True),
+    ):
         call = call_of(name, torch.float32)
         given = gradient_call(call, *reference.attention(*call))
         assert bool(kernels.takes_bias_gradients(bias_call(given, given.lse))) is takes
@@ -146,9 +152,10 @@ def test_more_captured_tensors_than_kernels_have_room_for():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-@pytest.mark.parametrize("name", ["a table", "numbers", "an image", "relative", "buckets", "both"])
-def test_compiles(name, target):
-    call = call_of(name, torch.bfloat16, 64, 64)
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("name", ["a table", "numbers", "signed buckets", "an image", "relative", "buckets", "both"])
+def test_compiles(name, target, head):
+    call = call_of(name, torch.bfloat16, head, head)
     here = AttentionCall(*pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), tuple(call)))
     given = gradient_call(here, here.q, torch.empty(here.q.shape[:3], device="meta"))
     given = given._replace(gradient=here.q)
@@ -161,7 +168,10 @@ def test_compiles(name, target):
         if of_bias.wanted:
             kernels.bias_backward(*of_bias)
 
-    compile_launches(launches, [target]).raise_for_failures()
+    report = compile_launches(launches, [target])
+    report.raise_for_failures()
+    assert all(row.shared <= 232448 for row in report.rows if target == "sm_90")
+    assert not any(row.spills for row in report.rows if target == "sm_90" and row.kernel == "decode")
 
 
 # ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from opkit.op.operator import CustomOp
 
 NAME = "split"
 FEW = 128  #: rows of a head of keys, with which reading keys takes longer than the products
+FEW_OF_PROGRAMS = 32  #: the same with programs of masks and biases, which take time for each row
 MANY = 256  #: keys; with fewer there is nothing to divide
 LONG = 4096  #: keys; with more rows than FEW, dividing pays where there are too few tiles for the GPU
 LARGEST_HEAD = 576
@@ -53,7 +54,9 @@ def takes_few(call: AttentionCall) -> bool:
         return False
     height = q.shape[2] * (q.shape[1] // max(k.shape[1], 1))
     tiles = q.shape[0] * k.shape[1] * -(-height // FEW)
-    return height <= FEW or (k.shape[2] >= LONG and 2 * tiles <= device_of(index_of(q)).processors)
+    return height <= (FEW_OF_PROGRAMS if _has_programs(call) else FEW) or (
+        k.shape[2] >= LONG and 2 * tiles <= device_of(index_of(q)).processors
+    )
 
 
 def takes(call: AttentionCall) -> bool:
@@ -175,10 +178,15 @@ def shape_of(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> Deco
     """Return a call as it matters for its division; ``numbers`` are those of :func:`numbers_of`."""
     q, k, v = call[:3]
     group, item = q.shape[1] // k.shape[1], k.element_size()
-    programs = len(call.mask) > 3 or bool(call.bias)
+    programs = _has_programs(call)
     mixed = programs or (_banded(numbers) and q.shape[2] > 1 and group % 64 > 0)
     sizes = k.shape[2], k.shape[3], v.shape[3]
-    return DecodeShape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed)
+    return DecodeShape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, False, shared, mixed, programs)
+
+
+def _has_programs(call: AttentionCall) -> bool:
+    shape = arguments.shape_of(call)
+    return bool(shape.mask or shape.bias)
 
 
 def _banded(numbers: dict[str, Any]) -> bool:
@@ -198,7 +206,7 @@ def _plan(call: AttentionCall, of_mask: MaskShape, shared: bool) -> DecodeLaunch
         "BIAS": functions.words_of(of_mask.bias, of_mask.functions, program.BIAS_FUNCTION, call.bias_tensors),
         "APART": _apart(call, of_mask),
     }  # fmt: skip
-    programs = bool(of_mask.mask or of_mask.bias)
+    programs = _has_programs(call)
 
     def made(blocks: DecodeBlocks) -> DecodeLaunches:
         constants = {

@@ -170,7 +170,9 @@ def _plan(call: PagedCall, programs: Programs, shared: bool) -> DecodeLaunches |
     mixed = total > 1 and (numbers["lower"] > -FAR or numbers["upper"] < FAR)
     height, stored = group * -(-total // batch), call.k_pages.itemsize
     apart = of_functions or (mixed and group % 64 > 0)
-    shape = DecodeShape(height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, apart)
+    shape = DecodeShape(
+        height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, apart, of_functions
+    )
     settled = {
         "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,

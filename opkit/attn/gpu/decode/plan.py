@@ -18,6 +18,7 @@ _LEAST = 16  # of the sizes that a matrix product takes
 _IN_FLIGHT = 32768  # bytes of a block of keys and values; twice as many where a program has a multiprocessor to itself
 _MANY_KEYS = 4096  # changes for fewer are searched for apart
 _SCRATCH = 1024  # bytes of shared memory in addition to blocks and queries
+_OF_PROGRAMS = 32768  # the same where rows see different keys
 _BUFFERS = {(False, False): 2, (True, False): 2, (False, True): 3, (True, True): 4}
 """DecodeBlocks in shared memory: whether a program has a multiprocessor to itself, and whether tiles have more than 32 rows."""
 
@@ -93,6 +94,7 @@ class DecodeShape(NamedTuple):
         paged: whether keys lie in pages.
         shared: whether values are read as a part of the keys.
         mixed: whether a tile of 64 rows may have queries that see different keys.
+        programs: whether there are programs of masks and biases, which take registers and shared memory.
     """
 
     height: int
@@ -105,6 +107,7 @@ class DecodeShape(NamedTuple):
     paged: bool = False
     shared: bool = False
     mixed: bool = False
+    programs: bool = False
 
 
 def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> DecodeBlocks:
@@ -125,7 +128,8 @@ def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> Dec
     tall = 64 if lifted else tall
     huge = tall > 32 and size > 256
     alone = tall == 128 or huge or lifted or 3 * gpu.processors <= 4 * tiles <= 4 * gpu.processors
-    free = gpu.shared // (1 if alone else 2) - _SCRATCH - tall * shape.d * shape.item
+    scratch = _SCRATCH + shape.programs * _OF_PROGRAMS
+    free = gpu.shared // (1 if alone else 2) - scratch - tall * shape.d * shape.item
     elements = max(shape.d if shape.shared else shape.d + shape.dv, 1)
     narrow = shape.stored < shape.item  # what is converted goes through registers
     double = alone and tall != 64 and not narrow
@@ -136,6 +140,7 @@ def blocks_of(shape: DecodeShape, gpu: Device, change: Change = AS_RULED) -> Dec
     stages = max(1, min(buffers, free // (block * elements * shape.stored)))
     stages += tall <= 32  # products of small tiles leave the tensor cores' operands in registers
     crowded = tall == 128 or size > 256 or (size > 128 and (tall == 64 or shape.item > 2))
+    crowded |= shape.programs and tall == 64
     splits = splits_of(tiles, gpu.processors * (1 if alone else 2), -(-shape.keys // block))
     warps = 8 if crowded else 2 if lone and tall == 16 else 4
     warps = max(1, min(int(warps * change.warps), _MOST_WARPS))
@@ -148,6 +153,8 @@ def _most_rows(shape: DecodeShape, size: int) -> int:
         return 32
     if shape.item > 2:
         return 64 if size <= 128 else 16
+    if shape.programs:
+        return 64 if size <= 128 else 32
     return 128 if size <= 128 else 64
 
 

@@ -21,6 +21,10 @@ def of_pairs(pointers, size):
 
     Loads under a condition are not pipelined: several tiles of these would not fit in shared memory.
     """
+    if pointers.dtype.element_ty == tl.int1:
+        pointers = pointers.to(
+            tl.pointer_type(tl.int8), bitcast=True
+        )  # Triton 3.6 compiles no bools that leave a branch
     found = tl.zeros(pointers.shape, pointers.dtype.element_ty)
     if size > 0:
         found = tl.load(pointers)

@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.affine import affine
+from opkit.attn.functions.affine import affine, difference
 from opkit.attn.functions.expression import Function, coordinates, derivatives, indexed
 from opkit.attn.gpu.functions import variables_of
 from opkit.attn.masks import program
 from opkit.compiler.ir.expr import Expr
+
+_COMPARISONS = ("lt", "le", "eq", "ne")
 
 
 class Term(NamedTuple):
@@ -104,7 +106,7 @@ def _by_distance(node: Expr) -> bool:
     """Return whether an expression depends on query and key by their distance alone, if at all."""
     if not variables_of(node) & {"i", "j"}:
         return True
-    terms = affine(node)
+    terms = difference(node) if node.op in _COMPARISONS else affine(node)
     if terms is not None:
         return terms.get("i", 0) + terms.get("j", 0) == 0
     inner = coordinates(node) if node.op == "load" else node.args
