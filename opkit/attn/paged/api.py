@@ -17,7 +17,7 @@ from opkit.attn import batch_invariant
 from opkit.attn.calls import PagedCall, PagedFunctionsCall, predicate
 from opkit.attn.functions import known
 from opkit.attn.functions.trace import Traced, describe, trace
-from opkit.attn.gpu.decode.paged import register_append, register_paged
+from opkit.attn.gpu.decode.paged import register_append, register_paged, register_paged_functions
 from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
@@ -51,13 +51,14 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
 
 @functools.cache
 def paged_functions_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """Return ``opkit::paged_attention_with_functions``; the first call defines it and registers its kernel."""
+    """Return ``opkit::paged_attention_with_functions``; the first call defines it and registers its kernels."""
     reference = paged_reference.paged_attention_with_functions
     op = custom_op("opkit::paged_attention_with_functions", mutates_args=(), inline=False)(reference)
     op.register_fake(_fake)
     when = predicate(PagedFunctionsCall, paged_cpu.takes_functions)
     op.register_kernel("cpu", paged_cpu.paged_with_functions, when=when, name="decode", trusted=True)
     batch_invariant.register_paged_functions(op)
+    register_paged_functions(op)
     return op
 
 
@@ -115,8 +116,8 @@ def paged_attention(
         mask: a function ``mask_mod(b, h, q_idx, kv_idx)`` as in :func:`opkit.attention`, which hides further keys: ``b`` is the
             sequence, ``q_idx`` and ``kv_idx`` are positions in it. What it captures has an element for each position that the
             page table has room for, where it is indexed by one. Pass ``causal=False`` if it alone decides.
-        bias: a function ``score_mod(score, b, h, q_idx, kv_idx)``, whose result is the logit. On GPUs calls with functions run
-            their reference in torch operations, and compiled graphs end before them.
+        bias: a function ``score_mod(score, b, h, q_idx, kv_idx)``, whose result is the logit. Compiled graphs end before calls
+            with functions.
         return_lse: whether to return the log-sum-exp too.
         kernel: the name of the kernel to run, or "reference"; opkit chooses if it is left out.
 

@@ -6,14 +6,14 @@ import numpy as np
 from torch import Tensor
 
 import opkit
-from opkit.attn.gpu.decode import decoding, paged
-from opkit.attn.gpu.limits import devices
+from opkit.attn.gpu.decode import decoding
 from opkit.attn.merging import merge_attention_operator
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged.api import append_kv_operator, paged_attention_operator
+from opkit.attn.paged.api import append_kv_operator, paged_attention_operator, paged_functions_operator
 
 attention = attention_operator()
 paged_attention = paged_attention_operator()
+paged_functions = paged_functions_operator()
 append_kv = append_kv_operator()
 merge_attention = merge_attention_operator()
 
@@ -32,22 +32,6 @@ def latent_pages(q: Tensor, pages: Tensor, columns: int, table: Tensor, lengths:
     rest = (table, lengths, starts, -(2**62), 0, 0.25, 0.0, None, None, None)
     with opkit.use_kernel(paged_attention, decoding.NAME):
         return paged_attention(q, pages, pages[..., :columns], *rest)[0]
-
-
-@opkit.custom_op("decoding_tests::pages_with_functions", mutates_args=(), inline=False)
-def pages_with_functions(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor, starts: Tensor, lower: int, upper: int,
-    scale: float, softcap: float, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
-    mask_tensors: list[Tensor], bias_tensors: list[Tensor], mask: list[int], bias: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Paged attention with users' functions."""
-    raise NotImplementedError
-
-
-pages_with_functions.register_fake(
-    lambda q, k, v, *_: (q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2]))
-)
-pages_with_functions.register_kernel(devices(), paged.paged_with_functions, name=decoding.NAME, trusted=True)
 
 
 def sum_products_in_float64():

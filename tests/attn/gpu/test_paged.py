@@ -9,7 +9,7 @@ from paged_calls import UNLIMITED, Cache, expected
 from torch.utils import _pytree as pytree
 
 import opkit
-from opkit.attn.calls import PagedCall
+from opkit.attn.calls import PagedFunctionsCall
 from opkit.attn.functions.trace import trace
 from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
@@ -137,10 +137,10 @@ def test_functions_of_positions(request, name, pair, device):
             words[k] = [opcode, *traced.function(traced.root, tensors[k]).words()]
     call = (*cache.call(q, starts, softcap=0.0), *tensors, *words)
     if device == "interpreter":
-        found = request.getfixturevalue("interpreter")("decoding_tests::pages_with_functions", *call, kernel="split")
+        found = request.getfixturevalue("interpreter")("opkit::paged_attention_with_functions", *call, kernel="split")
     else:
         call = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), call)
-        found = [x.cpu() for x in decoding_kernels.pages_with_functions(*call)]
+        found = [x.cpu() for x in decoding_kernels.paged_functions(*call)]
     exact, exact_lse = expected(cache, q, starts, mask_mod=mask, score_mod=score)
     largest = max(1.0, exact.abs().max().item())
     torch.testing.assert_close(found[0].double(), exact, rtol=0, atol=4 * ROUNDING[q.dtype] * largest)
@@ -152,8 +152,8 @@ def test_functions_whose_tensors_do_not_reach_all_positions_are_refused():
     traced = trace(lambda b, h, i, j: BY_POSITION[h, j] > 0, "mask", torch.float32, torch.device("cpu"))
     tensors = []
     words = [program.FUNCTION, *traced.function(traced.root, tensors).words()]
-    call = PagedCall(*cache.call(cache.queries(2, 6), [0, 1, 2]))
-    assert not paged.takes_functions(call, paged.Programs(tensors, [], words, []))
+    call = PagedFunctionsCall(*cache.call(cache.queries(2, 6), [0, 1, 2]), tensors, [], words, [])
+    assert not paged.takes_functions(call)
 
 
 def test_more_queries_than_keys_see_nothing(run):

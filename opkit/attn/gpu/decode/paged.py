@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, like
-from opkit.attn.calls import AppendCall, PagedCall, dtypes_and_shapes
+from opkit.attn.calls import AppendCall, PagedCall, PagedFunctionsCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.decoding import (
@@ -47,6 +47,12 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
     op.register_kernel(devices(), paged, when=takes_pages, name=NAME, trusted=True)
 
 
+def register_paged_functions(op: CustomOp[Any, Any]) -> None:
+    """Give ``opkit::paged_attention_with_functions`` its kernel for GPUs."""
+    when = predicate(PagedFunctionsCall, takes_functions)
+    op.register_kernel(devices(), paged_with_functions, when=when, name=NAME, trusted=True)
+
+
 def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> bool:
     """Return whether :func:`paged` takes these dtypes and sizes."""
     fits = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_NARROW) and q.dtype in FLOATS
@@ -55,41 +61,25 @@ def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) ->
     return fits and grouped and small and k_pages.shape[0] > 0 and k_pages.shape[1] > 0
 
 
-class Programs(NamedTuple):
-    """The programs of a mask and a bias, of a function each or empty, whose queries and keys are positions in a sequence."""
-
-    mask_tensors: list[Tensor]
-    bias_tensors: list[Tensor]
-    mask: list[int]
-    bias: list[int]
-
-    @property
-    def shape(self) -> MaskShape:
-        return plans.shape_of(tuple(self.mask), tuple(self.bias))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the captured tensors by the kernel's parameters."""
-        found = functions.tensors_of(self.shape.functions, self.mask_tensors, self.bias_tensors)
-        return {name: x for name, x in zip(functions.TENSORS, found, strict=True) if x is not None}
-
-
-_NO_PROGRAMS = Programs([], [], [], [])
-
-
-def takes_functions(call: PagedCall, programs: Programs) -> bool:
+def takes_functions(call: PagedFunctionsCall) -> bool:
     """Return whether :func:`paged_with_functions` takes a call: its pages, and captured tensors that reach all positions."""
-    if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
-        return False
-    positions = call.page_table.shape[1] * call.k_pages.shape[1]
-    sizes = call.lengths.shape[0], call.q.shape[1], positions, positions
-    for words, opcode, tensors in (
-        (programs.mask, program.FUNCTION, programs.mask_tensors),
-        (programs.bias, program.BIAS_FUNCTION, programs.bias_tensors),
-    ):
-        fits = not words or (words[0] == opcode and len(words) > 1 and len(words) == 2 + words[1])
-        if not fits or (words and not program.function_fits(words[1:], tensors, sizes)):
-            return False
-    return programs.shape.fits
+    return (
+        takes_pages(call.q, call.k_pages, call.v_pages, call.lengths)
+        and program.mask_words_fit(call.mask, call.mask_tensors, call.sizes)
+        and program.bias_words_fit(call.bias, call.bias_tensors, call.sizes)
+        and _shape_of(call).fits
+        and not _shape_of(call).slots
+    )
+
+
+def _shape_of(call: PagedFunctionsCall) -> MaskShape:
+    return plans.shape_of(tuple(call.mask), tuple(call.bias))
+
+
+def _captured(call: PagedFunctionsCall) -> dict[str, Tensor]:
+    """Return the captured tensors by the kernel's parameters."""
+    found = functions.tensors_of(_shape_of(call).functions, call.mask_tensors, call.bias_tensors)
+    return {name: x for name, x in zip(functions.TENSORS, found, strict=True) if x is not None}
 
 
 @PreparedKernel
@@ -106,23 +96,20 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     call = PagedCall(*args)
     if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
         _refuse(call)
-    return _prepared(call, _NO_PROGRAMS)
+    return _prepared(PagedFunctionsCall(*call, [], [], [], []))
 
 
 @PreparedKernel
 def paged_with_functions(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Compute the same with users' functions: the arguments are those of :func:`paged` and then a :class:`Programs`.
+    """Compute the same with users' functions; the arguments are a :class:`opkit.attn.calls.PagedFunctionsCall`.
 
     Raises:
         KernelError: as :func:`paged`.
     """
-    call, programs = PagedCall(*args[:_PAGED]), Programs(*args[_PAGED:])
-    if not takes_functions(call, programs):
-        _refuse(call)
-    return _prepared(call, programs)
-
-
-_PAGED = len(PagedCall._fields)
+    call = PagedFunctionsCall(*args)
+    if not takes_functions(call):
+        _refuse(call.plain)
+    return _prepared(call)
 
 
 def _refuse(call: PagedCall) -> None:
@@ -130,17 +117,17 @@ def _refuse(call: PagedCall) -> None:
     raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
 
 
-def _prepared(call: PagedCall, programs: Programs) -> Callable[..., tuple[Tensor, ...]]:
+def _prepared(call: PagedFunctionsCall) -> Callable[..., tuple[Tensor, ...]]:
     refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
     optional = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
-    given = (*(name for name, x in optional.items() if x is not None), *programs.tensors())
+    given = (*(name for name, x in optional.items() if x is not None), *_captured(call))
     names = ("q", "k", "v", "table", "lengths", "starts", *given)
     results = {"out": new_out, "lse": new_lse}
-    launches = [_plan(call, programs, shared).series(names, results) for shared in _shared(call)]
+    launches = [_plan(call, shared).series(names, results) for shared in _shared(call)]
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*args: Any) -> tuple[Tensor, ...]:
@@ -148,20 +135,20 @@ def _prepared(call: PagedCall, programs: Programs) -> Callable[..., tuple[Tensor
         launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
         read = (dense_rows(q), bytes_of(k), bytes_of(v), dense_rows(table), lengths.contiguous(), starts.contiguous())
         sinks = None if sinks is None else sinks.contiguous()
-        captured = Programs(*rest).tensors().values() if rest else ()
+        captured = _captured(PagedFunctionsCall(*args)).values() if rest else ()
         return launch(*read, *[each for each in (sinks, k_scale, v_scale) if each is not None], *captured)
 
     return run
 
 
-def _shared(call: PagedCall) -> tuple[bool, ...]:
+def _shared(call: PagedFunctionsCall) -> tuple[bool, ...]:
     """Return whether values may be the first columns of keys, and then also whether they may not."""
     scaled = call.k_scale is not None or call.v_scale is not None
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
 
 
-def _plan(call: PagedCall, programs: Programs, shared: bool) -> DecodeLaunches | Divided:
-    masks, biases, found = programs.mask_tensors, programs.bias_tensors, programs.shape
+def _plan(call: PagedFunctionsCall, shared: bool) -> DecodeLaunches | Divided:
+    masks, biases, found = call.mask_tensors, call.bias_tensors, _shape_of(call)
     of_functions = bool(found.functions)
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
     batch, group, keys = call.lengths.shape[0], heads // kv_heads, call.page_table.shape[1] * page
@@ -197,7 +184,7 @@ def _plan(call: PagedCall, programs: Programs, shared: bool) -> DecodeLaunches |
     return divided(asked, functools.partial(blocks_of, shape, gpu), made, of_functions)
 
 
-def _computed(call: PagedCall) -> torch.dtype:
+def _computed(call: PagedFunctionsCall) -> torch.dtype:
     """Return the dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
     return call.q.dtype if call.k_pages.dtype in (call.q.dtype, *_NARROW) else torch.float32
 
