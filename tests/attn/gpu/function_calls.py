@@ -30,6 +30,14 @@ def near(width, step):
     return lambda b, h, i, j: (i >= j) & (i - j < width) & ((i - j) % step == 0)
 
 
+def neighbours(width):
+    return lambda b, h, i, j: ((i // width - j // width).abs() <= 1) & ((i % width - j % width).abs() <= 2)
+
+
+def blocks(size):
+    return lambda b, h, i, j: i // size == j // size
+
+
 def scaled(factor, least):
     return lambda s, b, h, i, j: s * factor + (j - i).clamp(min=least) / 50
 
@@ -41,13 +49,13 @@ def bucket(distance):
 
 MASKS = {
     "dilated": near(60, 3),
-    "neighbourhood": lambda b, h, i, j: ((i // 8 - j // 8).abs() <= 1) & ((i % 8 - j % 8).abs() <= 2),
+    "neighbourhood": neighbours(8),
     "by head": lambda b, h, i, j: torch.where(h < 2, i >= j, i <= j),
     "rows that see nothing": lambda b, h, i, j: (i > 5) & (j * 2 < i),
     "packed sequences with prefixes": lambda b, h, i, j: (
         ((j < LENGTHS[b]) | (i >= j)) & (IDS[b, i] == IDS[b, j] - (h % 2))
     ),
-    "blocks": lambda b, h, i, j: i // 64 == j // 64,
+    "blocks": blocks(-64),
     "a table": lambda b, h, i, j: ALLOWED[i % 7 - 7, (j - i) % 9],
     "of queries alone": lambda b, h, i, j: (i * h) % 3 == 0,
 }
