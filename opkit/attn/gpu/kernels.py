@@ -19,6 +19,7 @@ from opkit.attn.gpu.portable import forward as portable_forward
 from opkit.attn.gpu.portable import invariant
 from opkit.attn.masks.program import results_fit, sinks_fit
 from opkit.errors import KernelError
+from opkit.op import torch_private as private
 from opkit.op.dispatch.selection import Refused
 from opkit.op.operator import CustomOp
 
@@ -109,7 +110,11 @@ def bias_backward(*arguments: Any) -> Any:
     """
     call = BiasCall(*arguments)
     _check_supported(takes_bias_gradients(call), call)
-    return portable_backward.prepare_bias_backward(call)
+    run = portable_backward.prepare_bias_backward(call)
+    if not portable_backward.adds_in_no_order(call):
+        return run
+    # algorithms may become deterministic after the kernel was chosen
+    return lambda *args: (gradients.attention_bias_backward if private.deterministic() else run)(*args)
 
 
 def _check_supported(supported: bool | Refused, call: AttentionCall | GradientCall | BiasCall) -> None:

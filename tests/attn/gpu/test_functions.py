@@ -131,6 +131,18 @@ def test_gradients_without_an_order_are_refused_where_algorithms_are_determinist
         assert bool(kernels.takes_bias_gradients(bias_call(given, given.lse))) is takes
 
 
+def test_algorithms_may_become_deterministic_after_a_call_was_prepared():
+    call = call_of("an image", torch.float32)
+    given = gradient_call(call, *reference.attention(*call))
+    of_bias = bias_call(given, given.lse)
+    run = kernels.bias_backward.prepare(*of_bias)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(run(*of_bias), gradients.attention_bias_backward(*of_bias), rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_traced_for_a_gpu_an_expression_is_the_same():
     def score(s, b, h, i, j):
         return torch.where(i - j < 3, torch.tanh(s / 2) * 20, s * torch.sigmoid(s))
