@@ -60,8 +60,9 @@ def live_tiles(call: Sequence[Any]) -> cpu_tiles.LiveTiles:
 
 
 def _notes(*call: Any) -> list[str]:
-    """Return what is known of the tiles of a call with a mask."""
-    return str(live_tiles(call)).splitlines() if AttentionCall(*call).mask else []
+    """Return what is known of the tiles of a call with a mask, whose tensors hold values."""
+    made = AttentionCall(*call)
+    return str(live_tiles(call)).splitlines() if made.mask and type(made.q) is Tensor else []
 
 
 @functools.partial(PreparedKernel, notes=_notes)
