@@ -199,7 +199,7 @@ def lists(call, shape, blocks, by_keys):
 
 
 @pytest.mark.emulated
-@pytest.mark.sweep(keep=("both", "hidden"))
+@pytest.mark.sweep(keep=("both", "hidden", "neighbourhood"))
 @pytest.mark.parametrize("name", BOTH)
 def test_cuda_forward_of_the_formula(machine, monkeypatch, name):
     monkeypatch.setattr(tile_lists, "lists_of", lists)

@@ -75,7 +75,11 @@ class Captured(ctypes.Structure):
 class Functions(ctypes.Structure):
     """What functions capture, as ``cuda/functions.cuh`` says."""
 
-    _fields_ = (("tensors", Captured * functions.SLOTS), ("numbers", ctypes.c_int64 * functions.NUMBERS))
+    _fields_ = (
+        ("tensors", Captured * functions.SLOTS),
+        ("numbers", ctypes.c_int64 * functions.NUMBERS),
+        ("factors", ctypes.c_uint32 * functions.NUMBERS),
+    )
 
 
 class Texts(NamedTuple):
@@ -152,7 +156,17 @@ def captured(call: AnyCall) -> Functions:
     numbers = functions.numbers_of(shape.functions, call.mask_tensors, call.bias_tensors)
     for place, number in enumerate(numbers.values()):
         found.numbers[place] = number or 0
+        found.factors[place] = _reciprocal(number) if type(number) is int else 0
     return found
+
+
+def _reciprocal(by: int) -> int:
+    """Return what ``floor_of`` of ``cuda/functions.cuh`` multiplies with; 0 if it divides.
+
+    >>> [_reciprocal(by) for by in (1, 3, 4, -2)]
+    [2147483648, 2863311531, 2147483648, 0]
+    """
+    return -(-(1 << 31 + (by - 1).bit_length()) // by) if 0 < by < 1 << 31 else 0
 
 
 def places_of(call: AnyCall) -> list[tuple[bool, int]]:
@@ -210,6 +224,8 @@ class _Writing:
         if node.op == "load":
             return self._load(node)
         texts = [self.names[each] for each in node.args]
+        if node.op in ("floordiv", "rem") and node.dtype == "i32":
+            texts[1] = self._divisor(node.args[1]) or texts[1]
         if node.op == "nonzero":
             return texts[0]
         if node.op == "cast":
@@ -217,6 +233,12 @@ class _Writing:
         else:
             found = applied(node.op, node.args[-1].dtype, texts)
         return f"float({_NARROW[node.dtype]}({found}))" if node.dtype in _NARROW else found
+
+    def _divisor(self, node: Expr) -> str | None:
+        (by,) = node.args if node.op == "cast" else (node,)
+        if by.op == "var" and by.data[0] == "n":
+            return f"divisor(problem.functions, {self.placed.numbers + int(by.data[1:])})"
+        return None
 
     def _variable(self, node: Expr) -> str:
         kind, integers = node.data[0], len(self.placed.function.integers)

@@ -76,6 +76,8 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     return bits;
 }
 static inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+static inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(unsigned(bits)); }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 static inline bool __all_sync(unsigned, bool value) {
     const auto all = machine::exchange(int(value));
     return std::all_of(all.begin(), all.end(), [](int each) { return each; });

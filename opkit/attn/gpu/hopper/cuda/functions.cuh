@@ -15,6 +15,7 @@ struct Captured {
 struct Functions {
     Captured tensors[6];
     int64_t numbers[24];
+    uint32_t factors[24];  // of integers that divide
 };
 
 constexpr float LOG2_OF_E = 1.4426950408889634f;
@@ -42,6 +43,26 @@ template <typename I>
 SM90 I rem_of(I a, I b) {
     const I rest = fmod_of(a, b);
     return rest != 0 && (rest < 0) != (b < 0) ? I(rest + b) : rest;
+}
+
+// A captured integer that divides others, which are multiplied with its reciprocal instead (Granlund and Montgomery, "Division by
+// Invariant Integers using Multiplication", 1994): 2^(31 + shift) / value, rounded up, is near enough for numbers of 31 bits.
+struct Divisor {
+    int value, shift;
+    uint32_t factor;  // 0: there is none
+};
+SM90 Divisor divisor(const Functions& functions, int place) {
+    const int value = int(functions.numbers[place]);
+    return {value, value > 1 ? 32 - __clz(value - 1) : 0, functions.factors[place]};
+}
+static __device__ __noinline__ int divided_by_other(int a, int b) { return floor_of(a, b); }
+SM90 int floor_of(int a, Divisor by) {
+    if (by.factor == 0) return divided_by_other(a, by.value);
+    const int sign = a >> 31;  // of a negative a, -1 - (-1 - a) / b
+    return int(__umulhi(uint32_t(a ^ sign) << 1, by.factor) >> by.shift) ^ sign;
+}
+SM90 int rem_of(int a, Divisor by) {
+    return by.value == 0 ? 0 : int(uint32_t(a) - uint32_t(floor_of(a, by)) * uint32_t(by.value));
 }
 template <typename I>
 SM90 I pow_of(I a, I b) {
