@@ -35,7 +35,7 @@ from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.hopper import backward as hopper_backward
 from opkit.attn.gpu.hopper import forward_kinds, library
-from opkit.attn.masks.algebra import lower
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.masks import Causal, Dense, Mask, Segments, SlidingWindow
 

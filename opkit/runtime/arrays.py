@@ -12,10 +12,15 @@ from opkit.runtime.library import ManagedTensor, Tensor, library
 _CPU = (1, 0)
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 
-_api = ctypes.pythonapi
-_new_capsule, _capsule_pointer, _has_name = _api.PyCapsule_New, _api.PyCapsule_GetPointer, _api.PyCapsule_IsValid
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+def _capsules(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of Python's C API. Those of ``ctypes.pythonapi`` are shared, and other packages set their types."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+_new_capsule = _capsules("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_pointer = _capsules("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_has_name = _capsules("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 _NAME = ctypes.c_char_p(b"dltensor")  # a capsule's name must live as long as the capsule
 
 

@@ -1,5 +1,6 @@
 """Compiled kernels of operators are called without torch."""
 
+import ctypes
 import json
 import os
 import textwrap
@@ -62,6 +63,12 @@ def kernels(tmp_path_factory):
     fresh_process.run(command, environment, folder)
     listed = json.loads((folder / "built" / "manifest.json").read_text())["libraries"]
     return {each["operator"].split("::")[1]: folder / "built" / each["file"] for each in listed}
+
+
+def test_other_packages_may_set_the_types_of_python_s_functions(kernels, monkeypatch):
+    monkeypatch.setattr(ctypes.pythonapi.PyCapsule_New, "argtypes", (ctypes.c_char_p,))  # as JAX does, to others
+    sums, _ = opkit.runtime.load_kernel(kernels["scaled_sums"])(np.ones((2, 3)), np.ones(3))
+    np.testing.assert_allclose(np.from_dlpack(sums), [6, 6])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

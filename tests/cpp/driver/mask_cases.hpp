@@ -25,7 +25,7 @@ struct MaskCase {
     std::vector<attention::Strided> tensors;
     Visible visible;
     std::vector<std::shared_ptr<void>> kept;  // the memory of the tensors
-    attention::Functions functions;
+    attention::Functions functions = {};
 };
 
 struct BiasCase {
@@ -34,7 +34,7 @@ struct BiasCase {
     std::vector<attention::Typed> tensors;
     Added added;
     std::vector<std::shared_ptr<void>> kept;
-    attention::Functions functions;
+    attention::Functions functions = {};
     double factor = 1;  // of the score, before what is added
 };
 
