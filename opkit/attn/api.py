@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from opkit.attn import arguments, autocast, float8, parallel, reference
+from opkit.attn import arguments, autocast, float8, parallel, recent, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
 from opkit.attn.functions import rows
-from opkit.attn.masks.lowering import NO_KEY, Bias, Functions, MaskLike, programs_of, static_key
+from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator, paged_functions_operator
 from opkit.op import torch_private as private
-from opkit.op.dispatch.fastcall import GuardedCache, GuardedResult, bind, no_active_modes
+from opkit.op.dispatch.fastcall import no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
 from opkit.op.forcing import use_kernel
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
-_Known = GuardedResult[tuple[Any, ...]]
-_RECENT: GuardedCache[tuple[Any, ...]] = GuardedCache()  # the programs and the numbers of recent calls
 _MODULES = sys.modules
 context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
@@ -155,20 +153,19 @@ def attention(
         q, k = rows.before(q, k, v, query, key, output, layout, in_parts)
     if in_parts:
         return _in_parts(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, descales, return_lse, layout, kernel)
-    known = fn = flags = None
+    known = fn = asked = None
     plain = sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
-        flags = (static_key(mask), static_key(bias), scale, softcap, layout, is_grad_enabled())
-        known = _find_recent(q, k, v, flags)
+        asked = recent.asked_of(mask, bias, (scale, softcap, layout, is_grad_enabled()))
+        known = None if asked is None else recent.find(q, k, v, asked)
         fn = None if known is None else known.fn
-    if known is not None and fn is not None and no_active_modes():
-        hides, adds, *numbers = known.result
-        out, lse = fn(*as_bhsd(q, k, v, layout), [], [], None, None, hides[:], adds[:], *numbers)
+    if asked is not None and known is not None and fn is not None and no_active_modes():
+        out, lse = fn(*as_bhsd(q, k, v, layout), *known.result.arguments(asked.tensors))
     else:
         functions: Functions | None = [] if is_dynamo_compiling() else None
         call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout, functions)
-        if flags and call[0].dtype not in float8.DTYPES:
-            _remember(q, k, v, flags, known, call)
+        if asked is not None and call[0].dtype not in float8.DTYPES:
+            recent.remember(_OPERATOR, q, k, v, asked, known, call)
         if descales is not None or call[0].dtype in float8.DTYPES:
             out, lse = _call_float8(kernel, call, descales)
         elif functions:
@@ -242,29 +239,6 @@ def _in_context_parallel() -> bool:
     if is_dynamo_compiling():
         return torch_private.context_parallel()
     return torch_private.CONTEXT_PARALLEL in _MODULES and torch_private.context_parallel()
-
-
-@private.untraced  # as _remember is, since both are called where compilers give up on one of the user's functions
-def _find_recent(q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...]) -> _Known | None:
-    """Return what is known about calls like this one, if it has no tensors but q, k and v."""
-    if NO_KEY not in flags[:2]:
-        for known in _RECENT.entries:
-            if known.flags == flags and known.check(q, k, v):
-                return known
-    return None
-
-
-@private.untraced
-def _remember(
-    q: Tensor, k: Tensor, v: Tensor, flags: tuple[Any, ...], known: _Known | None, call: tuple[Any, ...]
-) -> None:
-    """Record for the next calls like this one the operator's arguments, and later the function that the operator runs."""
-    static = NO_KEY not in flags[:2] and all(x is None or type(x) is float for x in flags[2:4])
-    if known is not None:
-        if known.fn is None:
-            bind(_OPERATOR, known, *call)
-    elif static and not autocast.is_on(q.device.type):
-        _RECENT.store((q, k, v), flags, call[7:])
 
 
 def lowered(

@@ -150,7 +150,7 @@ def get_or_compute(name: Hashable, sources: Sequence[Tensor], compute: Callable[
         sources: one or more tensors of one device.
         compute: returns a view of one of ``sources``, or a new tensor.
     """
-    if torch.compiler.is_compiling() or _operations_are_observed():
+    if torch.compiler.is_compiling() or operations_are_observed():
         return compute()
     for x in sources:
         if type(x) is not Tensor or x.layout is not torch.strided or x.dtype not in _DTYPES or not cacheable(x):
@@ -161,7 +161,7 @@ def get_or_compute(name: Hashable, sources: Sequence[Tensor], compute: Callable[
     return _tensors.get_or_create(name, sources, functools.partial(_detached, compute), stream)
 
 
-def _operations_are_observed() -> bool:
+def operations_are_observed() -> bool:
     """Return whether something in this thread sees each operation, and may record it."""
     modes = private.dispatch_modes() or private.function_modes() or private.jit_tracing()
     return bool(modes) or private.functorch_level() is not None

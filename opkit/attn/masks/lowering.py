@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +11,10 @@ from torch import Tensor
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions import known
-from opkit.attn.functions.captures import Captures
 from opkit.attn.functions.trace import Traced, describe, trace
 from opkit.attn.masks import biases, program
 from opkit.attn.masks.algebra import Dense, Mask, as_mask, conjuncts, packed_sequences_of
 from opkit.attn.masks.program_builder import CallSizes, ProgramBuilder
-from opkit.op import torch_private as private
 
 _MAX_PROGRAMS = 4096  # in the cache of `lower`
 
@@ -36,28 +33,6 @@ MaskLike = Mask | Tensor | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | biases.Bias | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | list[Any] | tuple[Any, ...]
 Functions = list[tuple[str, Any]]
 """Functions that programs name by number, each with its kind, "mask" or "score"."""
-
-
-NO_KEY: Any = object()
-_reads_tensors: set[types.CodeType] = (
-    set()
-)  # code of functions that had no key for that reason, and are not looked at again
-
-
-@private.untraced
-def static_key(value: Any) -> Any:
-    """Return what decides the program of a mask or a bias in calls of some sizes; ``NO_KEY`` if tensors do, or more."""
-    if value is None or (isinstance(value, Mask) and value.static):
-        return value
-    if not isinstance(value, types.FunctionType) or value.__code__ in _reads_tensors:
-        return NO_KEY
-    captures = Captures.of(value)
-    numbers = [cell.cell_contents for cell in captures.numbers]
-    if captures.tensors:
-        _reads_tensors.add(value.__code__)
-    if captures.key is None or captures.tensors or not all(type(x) in (int, float) for x in numbers):
-        return NO_KEY
-    return captures.key, tuple(numbers)
 
 
 def programs_of(

@@ -126,7 +126,7 @@ class ProgramBuilder:
         _check_integers(name, lengths, self.sizes.device)
         if packed is None:
             _check_one_each(name, lengths, self.sizes.batch, "batch")
-            self.emit(program.LENGTH, self.tensor(_one_each(lengths)))
+            self.emit(program.LENGTH, self.tensor(one_each(lengths)))
             return
         _check_one_each(name, lengths, packed.starts[1].shape[0] - 1, "packed sequence")
         flags = packed.beyond(lengths)
@@ -145,7 +145,7 @@ class ProgramBuilder:
             raise ShapeError(
                 f"{_OWN}: {name} of shape {tuple(tensor.shape)} must be ({', '.join(dims)}) = {full}, or {full[1:]}."
             )
-        return self.tensor(_in_rows(tensor))
+        return self.tensor(in_rows(tensor))
 
     def dense(self, name: str, tensor: Tensor, floating: bool) -> int:
         """Return the number of a tensor that broadcasts to the logits, with 4 dimensions."""
@@ -234,14 +234,14 @@ def _check_one_each(name: str, tensor: Tensor, count: int, of: str) -> None:
         )
 
 
-def _one_each(tensor: Tensor) -> Tensor:
+def one_each(tensor: Tensor) -> Tensor:
     """Return ``tensor`` as int32 (count,) or (1,)."""
     if tensor.dim() == 1 and tensor.dtype == torch.int32:
         return tensor
     return get_or_compute("one each", (tensor,), lambda: tensor.reshape(-1).to(torch.int32))
 
 
-def _in_rows(tensor: Tensor) -> Tensor:
+def in_rows(tensor: Tensor) -> Tensor:
     """Return ``tensor`` as int32 (batch or 1, size)."""
     if tensor.dim() == 2 and tensor.dtype == torch.int32:
         return tensor

@@ -30,7 +30,7 @@ from opkit.op.dispatch import fastcall_source
 from opkit.op.dispatch.planning import CallPlan, make_plan, make_training
 from opkit.op.dispatch.selection import forced_kernels
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAX_PLANS, _MAX_ENTRIES, _MAX_COUNTED = 4096, 4, 256
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ def _namespace(
         "jit_tracing": private.jit_tracing,
         "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled, "plans": plans, "entries": entries,
         "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
-        "install": install, "returned_argument": returned_argument, "plain_types": _PLAIN_TYPES, "strided": torch.strided,
+        "install": install, "returned_argument": returned_argument, "plain_types": PLAIN_TYPES, "strided": torch.strided,
     }  # fmt: skip
     return {f"_opkit_{name}": value for name, value in helpers.items()}
 
@@ -294,7 +294,7 @@ class GuardedCache(Generic[T]):
 
     def store(self, tensors: Sequence[torch.Tensor], flags: Any, result: T) -> None:
         """Store ``result`` if calls like this one come often; after each eviction twice as many must come."""
-        if not all([type(x) in _PLAIN_TYPES and x.layout is torch.strided for x in tensors]):  # noqa: C419
+        if not all([type(x) in PLAIN_TYPES and x.layout is torch.strided for x in tensors]):  # noqa: C419
             return
         if len(self._counts) >= _MAX_COUNTED:
             self._counts.clear()
