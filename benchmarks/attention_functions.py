@@ -2,7 +2,8 @@
 
 Twelve masks and scores, written with FlexAttention's signatures; both sides get the same functions. FlexAttention also gets
 the block mask that ``create_block_mask`` computes of it, once and outside of the rounds. The sides alternate, round by round,
-in one process; a figure is the median of the rounds, a ratio the median of the rounds' own. ``first`` is the first call of a
+in one process; a figure is the median of the rounds, a ratio the median of the rounds' own. On a GPU a round launches a call
+several times before it waits, and ``launch`` is what the processor takes for a call. ``first`` is the first call of a
 new function with empty caches: tracing and compiling for both, and the block mask for FlexAttention; ``first training`` is
 that of the first forward and backward that follow. On a CPU FlexAttention has no backward; ``backward / forward`` are opkit's
 own. ``built-in`` is the time with opkit's own mask for the same thing, where there is one. ``memory`` is by how much a call of
@@ -11,7 +12,7 @@ attention with functions of rows, next to the same in torch operations around it
 unit are multiples of attention alone::
 
     python benchmarks/attention_functions.py [--device cpu] [--what calls,memory,rows] [--rounds 7] [--length 2048] [--quick]
-        [--cases causal,window] [--markdown FILE]
+        [--batch 1] [--heads 8] [--head 64] [--cases causal,window] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import opkit
-from opkit.masks import ALiBi, Causal, PrefixLM, SlidingWindow, VarLen
+from opkit.masks import ALiBi, Causal, PrefixLM, Segments, SlidingWindow
 
-HEADS, HEAD = 8, 64
+_QUEUED = 4e-3  # seconds of work that a round launches on a GPU
 Function = Callable[..., Tensor]
 
 
@@ -51,16 +52,16 @@ class Case(NamedTuple):
     learned: tuple[Tensor, ...] = ()
 
 
-def cases(n: int, device: str) -> dict[str, Case]:
+def cases(n: int, heads: int, device: str) -> dict[str, Case]:
     """Return the twelve cases for ``n`` queries and keys."""
     window, prefix, width = max(n // 8, 2), n // 4, int(n**0.5)
     reach = max(width // 8, 1)
-    slopes = torch.rand(HEADS, device=device)
+    slopes = torch.rand(heads, device=device)
     starts = torch.arange(0, n + 1, max(1, n // 8), dtype=torch.int32, device=device)
     ids = torch.bucketize(torch.arange(n, device=device), starts.long(), right=True).to(torch.int32) - 1
     within = torch.arange(n, device=device, dtype=torch.int32) - starts[ids.long()]
-    buckets = torch.randn(32, HEADS, device=device)
-    temperature = torch.rand(HEADS, device=device) + 0.5
+    buckets = torch.randn(32, heads, device=device)
+    temperature = torch.rand(heads, device=device) + 0.5
 
     def causal(b, h, i, j):
         return i >= j
@@ -86,7 +87,7 @@ def cases(n: int, device: str) -> dict[str, Case]:
         ),
         "soft cap": Case(causal, lambda s, b, h, i, j: 20 * torch.tanh(s / 20), {"mask": Causal(), "softcap": 20.0}),
         "documents": Case(
-            lambda b, h, i, j: of_document(b, h, i, j) & (i >= j), own={"mask": VarLen(starts) & Causal()}
+            lambda b, h, i, j: of_document(b, h, i, j) & (i >= j), own={"mask": Segments(ids) & Causal()}
         ),
         "prefix": Case(
             lambda b, h, i, j: (j < prefix) | (i >= j), own={"mask": PrefixLM(torch.tensor([prefix]).to(device))}
@@ -118,12 +119,31 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
     """Return the seconds of each call, round by round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+    repeats = dict.fromkeys(calls, 1)
+    for name, call in calls.items():
         seconds(call, device)
+        if device != "cpu":
+            repeats[name] = max(1, min(50, int(_QUEUED / seconds(call, device))))
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(seconds(call, device))
+            repeated = functools.partial(repeat, call, repeats[name])
+            times[name].append(seconds(repeated, device) / repeats[name])
     return times
+
+
+def repeat(call: Callable[[], Any], times: int) -> None:
+    """Call several times."""
+    for _ in range(times):
+        call()
+
+
+def launch_time(call: Callable[[], Any]) -> int:
+    """Return the microseconds until a call on a GPU returns, which is before the GPU has finished."""
+    found: list[float] = []
+    for _ in range(20):
+        torch.accelerator.synchronize()
+        found.append(seconds(call, "cpu"))
+    return round(statistics.median(found) * 1e6)
 
 
 def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
@@ -142,7 +162,8 @@ def flex(case: Case, n: int, device: str) -> Callable[..., Tensor]:
 def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
     """Return a row of the table."""
     n, device = options.length, options.device
-    q, k, v = (torch.randn(1, HEADS, n, HEAD, device=device).to(dtype) for _ in range(3))
+    shape = options.batch, options.heads, n, options.head
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     how = {"mask": case.mask, "bias": case.score}
     other: list[Callable[..., Tensor]] = []
 
@@ -161,6 +182,7 @@ def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespa
             calls["built-in"] = lambda: opkit.attention(q, k, v, **own)
         error = (calls["opkit"]().float() - calls["flex"]().float()).abs().max().item()
         times = interleaved(calls, options.rounds, device)
+        launch = {side: launch_time(call) for side, call in calls.items()} if device != "cpu" else {}
     backward, training = backwards(case, (q, k, v), how, other[0], device)
     backward["forward"] = calls["opkit"]
     with torch.no_grad():
@@ -176,6 +198,7 @@ def measure(name: str, case: Case, dtype: torch.dtype, options: argparse.Namespa
         "backward / forward": ratio(learning, "opkit", "forward"),
     }
     if device != "cpu":
+        row |= {"launch, us": launch["opkit"], "flex's, us": launch["flex"]}
         row["backward, flex / opkit"] = ratio(learning, "flex", "opkit") if "flex" in learning else None
     row |= {
         "first, s": round(first["opkit"], 2),
@@ -222,7 +245,7 @@ def calls(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtypes = [torch.float32, torch.bfloat16] if options.device == "cpu" else [torch.bfloat16]
     measure("a first one", warm, dtypes[0], options)  # imports, and whatever a first compilation costs
     for dtype in dtypes:
-        for name, case in cases(options.length, options.device).items():
+        for name, case in cases(options.length, options.heads, options.device).items():
             if not options.cases or name in options.cases:
                 yield measure(name, case, dtype, options)
 
@@ -231,9 +254,10 @@ def memory(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the peak memory of calls of many queries and keys, of which each query sees few."""
     n = 1024 if options.quick else 65536
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(1, 1, n, HEAD, device=options.device).to(dtype).requires_grad_() for _ in range(3))
+    shape = 1, 1, n, options.head
+    q, k, v = (torch.randn(shape, device=options.device).to(dtype).requires_grad_() for _ in range(3))
     own = sum(x.numel() * x.element_size() for x in (q, k, v)) / 2**20
-    for name, case in cases(n, options.device).items():
+    for name, case in cases(n, 1, options.device).items():
         if name not in ("dilated", "2-D neighbourhood", "PrefixLM of documents") and not options.cases:
             continue
         if options.device != "cpu":
@@ -269,10 +293,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtypes = [torch.float32, torch.bfloat16] if options.device == "cpu" else [torch.bfloat16]
     for dtype in dtypes:
         for n in (options.length // 4, options.length):
-            q, k, v, gate = (torch.randn(1, HEADS, n, HEAD, device=options.device).to(dtype) for _ in range(4))
-            angles = (
-                torch.outer(torch.arange(n), 10000.0 ** -torch.arange(0, 1, 2 / HEAD)).repeat(1, 2).to(options.device)
-            )
+            shape = options.batch, options.heads, n, options.head
+            q, k, v, gate = (torch.randn(shape, device=options.device).to(dtype) for _ in range(4))
+            inverse = 10000.0 ** -torch.arange(0, 1, 2 / options.head)
+            angles = torch.outer(torch.arange(n), inverse).repeat(1, 2).to(options.device)
             for name, (inside, around) in transforms(angles.cos(), angles.sin(), gate).items():
                 torch.compiler.reset()
                 alone = functools.partial(opkit.attention, q, k, v, mask=Causal())
@@ -298,7 +322,7 @@ def transforms(
     cos: Tensor, sin: Tensor, gate: Tensor
 ) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]]:
     """Return attention with functions of rows, and with the same in torch operations around it, both in float32."""
-    weight = torch.rand(HEAD, device=cos.device)
+    weight = torch.rand(cos.shape[1], device=cos.device)
 
     def rotary(x, b, h, at):
         return x * cos[at] + halves_turned(x) * sin[at]
@@ -352,6 +376,9 @@ def main() -> None:
     parser.add_argument("--what", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head", type=int, default=64, help="channels of a head")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, which say nothing of speed")
