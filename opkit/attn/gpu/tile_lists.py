@@ -25,6 +25,8 @@ _STATES = Named("opkit.attn.gpu.device.tile_lists", "tile_states")
 _FUNCTION_STATES = Named("opkit.attn.gpu.device.tile_lists", "function_states")
 _STEP = 32  # tiles, or rows of a tile, that a program reads together
 _MAX_CACHED = 64  # lists, and as many orders
+_MAX_BITS = 16  # functions' bits that are cached
+_BITS = 32 << 20  # bytes that a function's bits take at most
 MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
 _order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
 _SPANS = Named("opkit.attn.gpu.device.tile_lists", "spans")
@@ -43,16 +45,58 @@ class TileLists(NamedTuple):
 _lists_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
 
 
+class FunctionBits(NamedTuple):
+    """States of a function's tiles, and what it returns in those that are true in part, as bits.
+
+    :func:`opkit.attn.gpu.device.tile_lists.function_states` writes them. Without words ``places`` and ``words`` are None.
+    """
+
+    states: Tensor
+    places: Tensor | None
+    words: Tensor | None
+
+
+_bits_cache: TensorCache[list[FunctionBits]] = TensorCache(_MAX_BITS)
+
+
 def worth_it(shape: MaskShape, blocks: BlockSizes, queries: int, keys: int) -> bool:
     """Return whether lists are built: the mask has more than bands and lengths, and there are enough tiles to skip some."""
     return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > MAX_UNLISTED
 
 
-def lists_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool) -> TileLists:
-    """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round."""
+def lists_of(
+    call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, bits: Sequence[FunctionBits] = ()
+) -> TileLists:
+    """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round.
+
+    ``bits`` are :func:`bits_of` the call, if they are known.
+    """
     masks, sizes = list(call.mask_tensors), _sizes(call)
-    build = functools.partial(_build, shape, masks, blocks, sizes, by_keys, call.q.device)
+
+    def build() -> TileLists:
+        states = bits or _function_states(shape, masks, blocks, sizes, call.q.device)
+        return _build(shape, masks, blocks, sizes, by_keys, call.q.device, states)
+
     return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys), call, build)
+
+
+def bits_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool) -> list[FunctionBits]:
+    """Return what each function of a call's mask returns: states of tiles, and bits of those that are true in part.
+
+    A row of bits is that of a query, or ``by_keys`` of a key.
+    """
+    masks, sizes = list(call.mask_tensors), _sizes(call)
+    build = functools.partial(_function_states, shape, masks, blocks, sizes, call.q.device, by_keys)
+    return get_or_build(_bits_cache, (shape, blocks[:2], sizes, by_keys), call, build)
+
+
+def _function_states(
+    shape: MaskShape, masks: Sequence[Tensor], blocks: BlockSizes, sizes: Sequence[int], device: torch.device,
+    by_keys: bool | None = None,
+) -> list[FunctionBits]:  # fmt: skip
+    """Return the states of a mask's functions, which are before those of biases; with bits unless ``by_keys`` is None."""
+    count = sum(each.whose == "mask" for each in shape.functions)
+    return [function_states_of(shape, k, masks, blocks, sizes, device, by_keys) for k in range(count)]
 
 
 def turns_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
@@ -142,11 +186,12 @@ def _build(
     sizes: Sequence[int],
     by_keys: bool,
     device: torch.device,
+    found: Sequence[FunctionBits],
 ) -> TileLists:
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
     for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
         slots[slot] = states_of(slots[slot], blocks)
-    words = _with_states(shape, masks, blocks, sizes, slots, device)
+    words = _with_states(shape, slots, found)
     batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
     counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     own, others = counted[::-1] if by_keys else counted
@@ -164,15 +209,12 @@ def _build(
     return TileLists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
 
 
-def _with_states(
-    shape: MaskShape, masks: Sequence[Tensor], blocks: BlockSizes, sizes: Sequence[int], slots: list[Tensor | None],
-    device: torch.device,
-) -> plans.Words:  # fmt: skip
+def _with_states(shape: MaskShape, slots: list[Tensor | None], found: Sequence[FunctionBits]) -> plans.Words:
     """Return a mask's program with the states of tiles, in new slots, in place of users' functions."""
     words: list[tuple[int, ...]] = []
     for word in shape.mask:
         if word[0] == program.FUNCTION:
-            slots.append(function_states_of(shape, word[1], masks, blocks, sizes, device))
+            slots.append(found[word[1]].states)
             word = (program.DENSE, len(slots) - 1)
         words.append(word)
     return tuple(words)
@@ -185,32 +227,44 @@ def function_states_of(
     blocks: BlockSizes,
     sizes: Sequence[int],
     device: torch.device,
-) -> Tensor:
-    """Return :func:`states_of` what a function of a mask lets queries see, evaluated tile by tile.
+    by_keys: bool | None = None,
+) -> FunctionBits:
+    """Return :func:`states_of` what a function of a mask lets queries see, evaluated tile by tile, and its bits.
 
-    The stride is 0 for batches and heads if the function does not depend on these.
+    The strides of states and places are 0 for batches and heads if the function does not depend on these. There are no bits if
+    ``by_keys`` is None.
     """
     placed = shape.functions[which]
     dims = [size if name in placed.variables else 1 for name, size in zip("bh", sizes, strict=False)]
     tiles = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     states = torch.empty((*dims, *tiles), dtype=torch.uint8, device=device)
+    numbers = blocks.rows * blocks.keys // 32
+    room = min(states.numel(), _BITS // (4 * numbers))
+    places = words = count = None
+    if by_keys is not None:
+        places, count = torch.empty_like(states, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
+        words = torch.empty((room, numbers), dtype=torch.int32, device=device)
     tensors = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
-    _function_states_kernel(blocks[:2], functions.text_of(placed, placed.function.root, masks))(
-        states=states, tiles=tiles[0] * tiles[1], programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3],
+    _function_states_kernel(blocks[:2], functions.text_of(placed, placed.function.root, masks), by_keys)(
+        states=states, places=places, words=words, count_of_words=count, room=room, tiles=tiles[0] * tiles[1],
+        programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3],
         **tensors, **functions.numbers_of(shape.functions, masks, None),
     )  # fmt: skip
     strides = [stride if size > 1 else 0 for stride, size in zip(states.stride(), dims, strict=False)]
-    return states.as_strided(states.shape, (*strides, *states.stride()[2:]))
+    states, places = (
+        None if x is None else x.as_strided(x.shape, (*strides, *x.stride()[2:])) for x in (states, places)
+    )
+    return FunctionBits(states, places, words)
 
 
 @functools.cache
-def _function_states_kernel(tile: tuple[int, int], function: Any) -> TritonKernel:
+def _function_states_kernel(tile: tuple[int, int], function: Any, by_keys: bool | None) -> TritonKernel:
     rows, keys = tile
-    step = min(rows, max(1, _ELEMENTS // keys))
+    step = min(rows, max(32 if by_keys else 1, _ELEMENTS // keys))
     return triton_kernel(
         _FUNCTION_STATES,
         grid=lambda tiles, programs: (tiles, programs),
-        num_warps=4, FUNCTION=function, ROWS=rows, KEYS=keys, STEP=step,
+        num_warps=4, FUNCTION=function, ROWS=rows, KEYS=keys, STEP=step, BY_KEYS=bool(by_keys),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import interpreted_kernels
 import listing_kernels
 import pytest
 import torch
-from cuda_on_cpu import lists_in_torch, on_cpu, visits_in_torch
+from cuda_on_cpu import bits_in_torch, lists_in_torch, on_cpu, visits_in_torch
 from torch.utils import _pytree as pytree
 
 from opkit.attn import gradients
@@ -87,6 +87,7 @@ def machine_built(tmp_path_factory):
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "machine"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch, on_cpu(patch, folder) as seed:
+        patch.setattr(tile_lists, "bits_of", bits_in_torch)
         yield seed
 
 

@@ -7,8 +7,10 @@ from cuda_on_cpu import visits_in_torch
 from torch import Tensor
 
 import opkit
+from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import Spans, TileLists, spans_of, states_of, visits_of
+from opkit.attn.masks.program import Grid, visible
 
 
 @opkit.custom_op("listing_tests::states", mutates_args=(), inline=False)
@@ -26,6 +28,32 @@ def states(x: Tensor, shape: list[int], stride: list[int], rows: int, columns: i
 def states_by_kernel(x: Tensor, shape: list[int], stride: list[int], rows: int, columns: int) -> Tensor:
     """The kernel's."""
     return states_of(x.as_strided(shape, stride), BlockSizes(rows, columns, 0, 0)).contiguous()
+
+
+@opkit.custom_op("listing_tests::bits", mutates_args=(), inline=False)
+def bits(
+    mask: list[int], tensors: list[Tensor], sizes: list[int], rows: int, keys: int, by_keys: bool, room: int
+) -> Tensor:
+    """What the function that is all of a mask returns for each query and key; 2 in tiles of which its bits are not written."""
+    batch, heads, queries, columns = sizes
+    grid = Grid(queries, columns, tensors[0].device, batch, heads)
+    return visible(mask, tensors, grid).to(torch.uint8).expand(sizes).contiguous()
+
+
+def bits_by_kernel(mask, tensors, sizes, rows, keys, by_keys, room):
+    """The kernel's, from its words."""
+    tile_lists._BITS = room * rows * keys // 8
+    blocks = BlockSizes(rows, keys, 0, 0)
+    shape = plans.shape_of(tuple(mask), ())
+    _, places, words = tile_lists.function_states_of(shape, 0, tensors, blocks, sizes, tensors[0].device, by_keys)
+    place = torch.arange(32, device=words.device)
+    bit = words[..., None] >> (place % 8 // 2 * 8 + place // 8 * 2 + place % 2) & 1
+    tiles = bit.reshape(-1, keys, rows).mT if by_keys else bit.reshape(-1, rows, keys)
+    kept = tiles.to(torch.uint8)[places.clamp(min=0).long()]  # (batch, heads, tiles, tiles, rows, keys)
+    others = torch.where(places == -1, 2, torch.where(places == -3, 1, 0)).to(torch.uint8)
+    found = torch.where(places[..., None, None] >= 0, kept, others[..., None, None])
+    whole = found.transpose(3, 4).flatten(4).flatten(2, 3)
+    return whole[..., : sizes[2], : sizes[3]].expand(sizes).contiguous()
 
 
 def spans_in_torch(own, others, tile):
@@ -79,6 +107,7 @@ def visits_by_kernel(tiles: Tensor, counts: Tensor, theirs: Tensor, their_counts
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
+    bits.register_kernel("cpu", bits_by_kernel, name="interpreted")
     states.register_kernel("cpu", states_by_kernel, name="interpreted")
     spans.register_kernel("cpu", spans_by_kernel, name="interpreted")
     visits.register_kernel("cpu", visits_by_kernel, name="interpreted")

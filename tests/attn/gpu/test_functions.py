@@ -189,7 +189,7 @@ def test_compiles(name, target, head):
 # ---- CUDA C++ for sm_90 -----------------------------------------------------------------------------------------------
 
 
-def lists(call, shape, blocks, by_keys):
+def lists(call, shape, blocks, by_keys, bits=()):
     """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU: here all tiles, each of them partly visible."""
     own, others = -(-call.q.shape[2] // blocks.rows), -(-call.k.shape[2] // blocks.keys)
     own, others = (others, own) if by_keys else (own, others)

@@ -6,8 +6,11 @@ import torch
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.tile_lists import states_of
+from opkit.attn.gpu.tile_lists import function_states_of, states_of
+from opkit.attn.masks.algebra import as_mask
+from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program import DENSE
+from opkit.attn.masks.program_builder import CallSizes
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 
@@ -104,3 +107,43 @@ def test_no_length_is_compiled_in():
         return str(request_for(launches[0], None, "sm_90"))
 
     assert form(2, 4, 1024, 1024) == form(3, 5, 1001, 1023) == form(16, 16, 4096, 555)
+
+
+SIZES = (2, 2, 40, 70)
+OF_TILES = {
+    "by queries and keys": lambda x: lambda b, h, i, j: (i * 7 + j * 5) % 11 < 4,
+    "of heads and batches": lambda x: lambda b, h, i, j: (j - i > 3 * h) ^ (x[b, j] > 0),
+    "mostly whole": lambda x: lambda b, h, i, j: (i // 40 + j // 40) % 2 == 0,
+}
+
+
+@pytest.mark.sweep(keep=["of heads and batches"])
+@pytest.mark.parametrize(("by_keys", "tile"), [(False, (32, 32)), (True, (32, 64))])
+@pytest.mark.parametrize("case", OF_TILES)
+@pytest.mark.parametrize("kind", ["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bits_of_functions(request, kind, case, by_keys, tile):
+    x = torch.randn(2, SIZES[3], generator=torch.Generator().manual_seed(0))
+    lowered = lower(as_mask(OF_TILES[case](x)), CallSizes(*SIZES, x.device))
+    for room in (1000, 1):
+        given = (lowered.program, lowered.tensors or [x], list(SIZES), *tile, by_keys, room)
+        if kind == "gpu":
+            found = kernels.bits_by_kernel(given[0], [each.cuda() for each in given[1]], *given[2:]).cpu()
+        else:
+            found = request.getfixturevalue("interpreter")(kernels.bits, *given, kernel="interpreted")
+        expected = kernels.bits.reference(*given)
+        assert torch.equal(found[found < 2], expected[found < 2])
+        assert (found < 2).all() == (room == 1000)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("tile", [(128, 128), (64, 64)])
+def test_bits_compile(tile, by_keys):
+    x, blocks, sizes = torch.empty(2, 1024), BlockSizes(*tile, 0, 0), (2, 3, 1000, 1024)
+    lowered = lower(as_mask(OF_TILES["of heads and batches"](x)), CallSizes(*sizes, x.device))
+    shape, tensors = plans.shape_of(tuple(lowered.program), ()), [each.to("meta") for each in lowered.tensors]
+    report = compile_launches(
+        lambda: function_states_of(shape, 0, tensors, blocks, sizes, tensors[0].device, by_keys), ["sm_90"]
+    )
+    report.raise_for_failures()
+    assert not any(row.spills for row in report.rows)

@@ -20,6 +20,11 @@ from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 ANY, ALL = tl.constexpr(1), tl.constexpr(2)
+NO_BITS, ALL_FALSE, ALL_TRUE = (
+    tl.constexpr(-1),
+    tl.constexpr(-2),
+    tl.constexpr(-3),
+)  # places of tiles that have no words
 _WORD = tl.constexpr(16)
 STATES_RUN_TIME = ("heads", "rows", "columns", "x_stride_0", "x_stride_1", "x_stride_2")
 ORDER_RUN_TIME = ("own", "others")  #: arguments whose value no kernel is compiled for
@@ -173,19 +178,25 @@ def _count(x, stride, stride_of_columns, rows, columns, ROWS: tl.constexpr, COLU
     return tl.sum(tl.sum(count, 1), 0)
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
+@triton.jit(do_not_specialize=(*RUN_TIME, "room"))
 def function_states(
-    states,
+    states, places, words, count_of_words, room,
     f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
     f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
     f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
     m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     tiles, programs, heads, queries, keys,
-    FUNCTION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
+    FUNCTION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """As :func:`tile_states`, of what a user's function returns for queries and keys. ``heads`` are those with states.
 
-    What the function does not depend on is the same for all batches and heads. ``STEP`` divides ``ROWS``.
+    What the function does not depend on is the same for all batches and heads. ``STEP`` divides ``ROWS``; it is a multiple of 32
+    ``BY_KEYS``.
+
+    With ``places`` the results of tiles that are true in part are written too, as bits, for up to ``room`` tiles in any order:
+    ``places``, like ``states``, has a tile's place in ``words``, or ``NO_BITS``, or ``ALL_FALSE``, or ``ALL_TRUE``.
+    ``words`` is (room, ROWS, KEYS / 32), or (room, KEYS, ROWS / 32) ``BY_KEYS``, contiguous. Of 32 elements, that of number n is
+    bit 8 * (n % 8 // 2) + 2 * (n // 8) + n % 2: a thread of Hopper's products has the elements of one byte.
     """
     slots = (
         0, 0, 0, 0, 0, 0,
@@ -201,14 +212,44 @@ def function_states(
     first, j = tl.program_id(0) // wide * ROWS, tl.program_id(0) % wide * KEYS + tl.arange(0, KEYS)[None, :]
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     count, all_of = 0, 0
+    packed = tl.zeros([ROWS // STEP, STEP * KEYS // 32], tl.int32)
+    steps, flat = tl.arange(0, ROWS // STEP)[:, None], tl.arange(0, STEP * KEYS // 32)[None, :]
     for at in range(0, ROWS, STEP):
         i = first + at + tl.arange(0, STEP)[:, None]
         inside = (i < queries) & (j < keys)
         found = inside & called(FUNCTION, b, slots, numbers, b, h, i, j, queries, keys)
         count += tl.sum(tl.sum(found.to(tl.int32), 1), 0)
         all_of += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
+        if places is not None:
+            packed = tl.where(
+                steps == at // STEP, tl.reshape(_bits_of(found, STEP, KEYS, BY_KEYS), [1, STEP * KEYS // 32]), packed
+            )
     state = tl.where(count > 0, ANY, 0) | tl.where(count == all_of, ALL, 0)
-    tl.store(states + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), state.to(tl.uint8))
+    tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(states + tile, state.to(tl.uint8))
+    if places is not None:
+        place = tl.where(count > 0, ALL_TRUE, ALL_FALSE)
+        if (count > 0) & (count < all_of):
+            place = tl.atomic_add(count_of_words, 1)
+            place = tl.where(place < room, place, NO_BITS)
+        tl.store(places + tile, place)
+        if BY_KEYS:
+            to = flat % KEYS * (ROWS // 32) + steps * (STEP // 32) + flat // KEYS
+        else:
+            to = steps * (STEP * KEYS // 32) + flat
+        tl.store(words + place.to(tl.int64) * (ROWS * KEYS // 32) + to, packed, mask=place >= 0)
+
+
+@triton.jit
+def _bits_of(found, ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Return bools in words as :func:`function_states` says: (ROWS, KEYS / 32), or (ROWS / 32, KEYS) ``BY_KEYS``."""
+    n = tl.arange(0, 32)
+    bit = tl.full([32], 1, tl.int32) << (n % 8 // 2 * 8 + n // 8 * 2 + n % 2)
+    if BY_KEYS:
+        words = tl.sum(tl.where(tl.reshape(found, [ROWS // 32, 32, KEYS]), bit[None, :, None], 0), 1)
+    else:
+        words = tl.sum(tl.where(tl.reshape(found, [ROWS, KEYS // 32, 32]), bit[None, None, :], 0), 2)
+    return words
 
 
 @triton.jit(do_not_specialize=ORDER_RUN_TIME)

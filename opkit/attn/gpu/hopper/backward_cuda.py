@@ -30,7 +30,7 @@ from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, is_alone, keys_of_tile, kind_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
-from opkit.attn.gpu.hopper.masks import Mask, mask_of, shape_of
+from opkit.attn.gpu.hopper.masks import Mask, list_building, mask_of, shape_of
 from opkit.attn.gpu.portable import backward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
@@ -177,7 +177,8 @@ def backward(*args: Any) -> Callable[..., Results]:
 
 def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     kind = kind_of(call, ordered)
-    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions)
+    lists = list_building(call, (kind.rows, kind.keys), by_keys=True, in_order=ordered)
+    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
     if kernels is None:
         return portable.prepare_backward(call) if kind.functions.functions else gluon.backward.prepare(*call)
     shape, fits_slots = shape_of(call), arguments.shape_of(call).fits

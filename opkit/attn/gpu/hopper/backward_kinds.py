@@ -64,7 +64,8 @@ class Kind(NamedTuple):
         """The definitions with which ``backward.cu`` is compiled."""
         sizes = f"{self.size}, {self.head}, {self.values}"
         ways = ", ".join(str(each).lower() for each in (self.banded, self.listed, self.ordered, self.alone))
-        return definitions_of(self.asked, self.mask, self.functions, LAYOUT=f"Shape<{sizes}, {ways}>")
+        tile = self.rows, self.keys
+        return definitions_of(self.asked, self.mask, self.functions, tile, LAYOUT=f"Shape<{sizes}, {ways}>")
 
 
 _STEP = 16  # channels of a product

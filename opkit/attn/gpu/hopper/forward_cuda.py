@@ -25,7 +25,7 @@ from opkit.attn.gpu import arguments, plans
 from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.forward_kinds import ROWS, Layout, kind_of, layout_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
-from opkit.attn.gpu.hopper.masks import Mask, mask_of, shape_of
+from opkit.attn.gpu.hopper.masks import Mask, list_building, mask_of, shape_of
 from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
@@ -128,7 +128,9 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
-    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind_of(call).definitions)
+    kind = kind_of(call)
+    lists = list_building(call, kind.layout.tile, by_keys=False)
+    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
     return portable.prepare_forward(call) if kernels is None else launching(kernels, call, call.q)
 
 
@@ -142,7 +144,6 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
     fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
     masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     described = all(calls.describable(each) for each in call[:3])
-    tile = layout.groups * ROWS, layout.keys
     counter = calls.counters(call.q.device, _marks(call, layout))
     made = rows(like, call.v.shape[3], call.out_is_bshd)
     new_out, new_lse = overwritten(made), overwritten(call.q.new_empty(call.q.shape[:3], dtype=torch.float32))
@@ -166,7 +167,7 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
             problem.sinks = held[-1].data_ptr()
         if masked:
             of_mask = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
-            problem.mask, problem.lists, read = mask_of(of_mask, shape, tile, by_keys=False)
+            problem.mask, problem.lists, read = mask_of(of_mask, shape, layout.tile, by_keys=False)
             held += [of_mask, read]
         if captured:
             functions.set_addresses(problem.functions, captured, *args[3:5])

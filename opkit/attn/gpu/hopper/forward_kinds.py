@@ -37,6 +37,11 @@ class Layout(NamedTuple):
     groups: int
     keys: int
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a block's step."""
+        return self.groups * ROWS, self.keys
+
 
 class Kind(NamedTuple):
     """What a kernel is compiled for.
@@ -61,7 +66,8 @@ class Kind(NamedTuple):
     def definitions(self) -> str:
         """The definitions with which ``forward.cu`` is compiled."""
         layout = f"Listed<{self.layout.text}>" if self.listed else self.layout.text
-        return definitions_of(self.asked, self.mask, self.functions, LAYOUT=layout, OF_BAND=str(self.banded).lower())
+        banded = str(self.banded).lower()
+        return definitions_of(self.asked, self.mask, self.functions, self.layout.tile, LAYOUT=layout, OF_BAND=banded)
 
 
 def kind_of(call: AttentionCall) -> Kind:

@@ -15,6 +15,7 @@ import functools
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +84,22 @@ def there(name: str, dtype: torch.dtype, defined: Callable[[], str] = str) -> bo
     return compiler_there() and not (_refused and (name, dtype, defined()) in _refused)
 
 
-def kernels_or_none(name: str, dtype: torch.dtype, defined: str = "") -> Kernels | None:
-    """Return the :func:`kernels`; None, and one warning, where the source is refused: calls get another kernel then."""
+def kernels_or_none(
+    name: str, dtype: torch.dtype, defined: str = "", meanwhile: Callable[[], Any] | None = None
+) -> Kernels | None:
+    """Return the :func:`kernels`; None, and one warning, where the source is refused: calls get another kernel then.
+
+    ``meanwhile`` is called while they are compiled, which another process does.
+    """
     if (name, dtype, defined) in _refused:
         return None
     try:
-        return kernels(name, dtype, defined)
+        if meanwhile is None:
+            return kernels(name, dtype, defined)
+        with ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(kernels, name, dtype, defined)
+            meanwhile()
+            return compiled.result()
     except CompileError as error:
         _refused.add((name, dtype, defined))
         file, (kernel, instead) = f"{name}.cu", _INSTEAD[name]

@@ -8,18 +8,22 @@ which these are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from opkit.attn.calls import AttentionCall, GradientCall
-from opkit.attn.gpu import plans, tile_lists
+from opkit.attn.gpu import arguments, plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.hopper import functions
 from opkit.attn.gpu.hopper.library import Lists, lists_of, of_segments
 from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks import program
+from opkit.op import torch_private as private
 
+_FUNCTIONS = 4  # whose results are read as bits
 _BOX = 64  # channels that the copy engine loads at once
 
 
@@ -35,11 +39,14 @@ def asked_of(call: AttentionCall | GradientCall, shape: MaskShape, sinks: bool) 
     return call.softcap > 0, sinks, bool(shape.lengths), *odd
 
 
-def definitions_of(asked: Sequence[bool], mask: Words, texts: functions.Texts | None = None, **more: str) -> str:
-    """Return the definitions with which a source is compiled, ``more`` of them first."""
+def definitions_of(
+    asked: Sequence[bool], mask: Words, texts: functions.Texts | None, tile: tuple[int, int], **more: str
+) -> str:
+    """Return the definitions with which a source is compiled, ``more`` of them first; a tile is queries and keys."""
     found = {**more, "ASKED": ", ".join(str(each).lower() for each in asked)}
     if mask:
         found["MASK_PROGRAM"] = expression_of(mask)
+        found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
     found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), texts or (), strict=False) if text}
     return "".join(f"#define {name} {text}\n" for name, text in found.items())
 
@@ -59,7 +66,10 @@ def expression_of(mask: Words) -> str:
             stack.append(f"~{stack.pop()}")
         elif opcode == program.FUNCTION:
             called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
-            stack.append(f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})")
+            found = f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})"
+            if operands[0] < _FUNCTIONS:
+                found = f"where_bit<COUNT>(problem, at, {operands[0]}, [&] {{ return {found}; }})"
+            stack.append(found)
         else:
             stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")
     return stack[0]
@@ -80,6 +90,17 @@ class Slot(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "query", "key")))
 
 
+class Bits(ctypes.Structure):
+    """Bits of a function's results, as ``cuda/asked.cuh`` says."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+    )
+
+
 class Mask(ctypes.Structure):
     """What a mask says besides a band and segments, as ``cuda/asked.cuh`` says."""
 
@@ -88,6 +109,7 @@ class Mask(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lengths_batch", "blocks_head", "counts_head")),
         ("slots", Slot * plans.SLOTS),
         ("numbers", ctypes.c_int * plans.NUMBERS),
+        ("bits", Bits * _FUNCTIONS),
     )
 
 
@@ -115,7 +137,13 @@ def mask_of(
         for place, x in enumerate(plans.slots_of(shape, call.mask_tensors, [], sizes, of_biases=False)):
             mask.slots[place] = Slot(x.data_ptr(), *x.stride())
         blocks = BlockSizes(*tile, 0, 0)
-        found = tile_lists.lists_of(call, shape, blocks, by_keys=by_keys)
+        bits = tile_lists.bits_of(call, shape, blocks, by_keys) if shape.functions else []
+        for place, (_, places, words) in enumerate(bits[:_FUNCTIONS]):
+            assert places is not None
+            assert words is not None
+            mask.bits[place] = Bits(words.data_ptr(), places.data_ptr(), *places.stride()[:2])
+            read += (places, words)
+        found = tile_lists.lists_of(call, shape, blocks, by_keys, bits)
         read += found
         (lists.blocks, lists.counts), strides = (x.data_ptr() for x in found), [x.stride() for x in found]
         lists.blocks_batch, lists.counts_batch = (each[0] for each in strides)
@@ -124,3 +152,13 @@ def mask_of(
             read.append(tile_lists.visits_of_call(found, call, shape, blocks))
             lists.visits = read[-1].data_ptr()
     return mask, lists, read
+
+
+def list_building(
+    call: AttentionCall | GradientCall, tile: tuple[int, int], by_keys: bool, in_order: bool = False
+) -> Callable[[], Any] | None:
+    """Return what builds the lists of a call's tiles, which are cached, while kernels are compiled; None without lists."""
+    shape = shape_of(call)
+    if not shape.mask or not call.q.is_cuda or private.capturing():
+        return None
+    return functools.partial(mask_of, arguments.fit_to_slots(call), shape, tile, by_keys, in_order)

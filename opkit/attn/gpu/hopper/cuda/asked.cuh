@@ -35,6 +35,15 @@ struct Slot {
     int64_t batch, head, query, key;
 };
 
+// What a function returns, as bits of those tiles in which it is true in part: where in `words` those of each tile are, by tiles of
+// queries and of keys, or one of these numbers; with strides by batch and head.
+struct Bits {
+    const uint32_t* words;
+    const int* places;
+    int64_t batch, head;
+};
+constexpr int NO_BITS = -1, ALL_FALSE = -2, ALL_TRUE = -3;
+
 // What a mask says besides a band and segments: how many keys each batch has, and what a program reads (masks.cuh). Lists of tiles may
 // be of a head then.
 struct Mask {
@@ -42,6 +51,7 @@ struct Mask {
     int64_t lengths_batch, blocks_head, counts_head;
     Slot slots[6];
     int numbers[8];
+    Bits bits[4];
 };
 
 }  // namespace

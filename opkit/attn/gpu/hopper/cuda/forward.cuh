@@ -143,12 +143,25 @@ SM90 Step read_step(const Shared<L>& shared) {
     return {__shfl_sync(0xffffffff, numbers.x, 0), __shfl_sync(0xffffffff, numbers.y, 0)};
 }
 
-// -inf for what a thread's rows do not see of a step, where there are segments. Spans are all keys if these are not in order.
+// What a thread's rows see of a step by a mask's program.
 template <typename L, bool BANDED>
-SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step& step, const Tile& tile, int group) {
+SM90 Seen seen_in_step(const Problem& problem, const Step& step, const Tile& tile, int group) {
+    if constexpr (PROGRAM) {
+        const int row = tile.row + row_of_thread(group), column = step.at + int(threadIdx.x) % 4 * 2;
+        if (step.hidden != NOTHING) return seen_columns<L::KEYS / 4, BANDED>(problem, {tile.batch, tile.head, row, column});
+    }
+    return {};
+}
+
+// -inf for what a thread's rows do not see of a step: by `seen` under a program, else by segments. Spans are all keys if these are not
+// in order.
+template <typename L, bool BANDED>
+SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step& step, const Tile& tile, int group, const Seen& seen) {
     if (step.hidden == NOTHING) return;
-    if constexpr (PROGRAM)
-        return hide_unseen<BANDED>(problem, s, tile.batch, tile.head, tile.row + row_of_thread(group), step.at);
+    if constexpr (PROGRAM) {
+        hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
+        return;
+    }
     hide_beyond<BANDED>(problem, s, tile.batch, tile.row + row_of_thread(group), step.at);
     const int warp = threadIdx.x % WARPGROUP / LANES;
     if (step.hidden == OTHERS) hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, step.at);
@@ -190,7 +203,7 @@ SM90 void weigh_first(const Problem& problem, Shared<L>& shared, const Work& wor
     else shared.keys.wait_full();
     change_logits<L>(problem, mine.s, step, work.tile, group, work.step * L::KEYS);
     if constexpr (L::LISTED) {
-        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
+        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group, seen_in_step<L, BANDED>(problem, step, work.tile, group));
     } else if (BANDED || (work.step + 1) * L::KEYS > work.keys) {
         mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), work.step * L::KEYS, work.keys);
     }
@@ -248,12 +261,13 @@ SM90 void take_step(const Problem& problem, Shared<L>& shared, const Work& work,
     multiply_values<L>(mine.acc, mine.p, shared.values.buffer());
     pass_turn<L>(group);
     const Step step = read_step(shared);
+    const Seen seen = seen_in_step<L, BANDED>(problem, step, work.tile, group);  // during the product
     products_wait<1>();
     hold(mine.s);
     shared.keys.free();
     change_logits<L>(problem, mine.s, step, work.tile, group, at);
     if constexpr (L::LISTED) {
-        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group);
+        hide_step<L, BANDED>(problem, mine.s, step, work.tile, group, seen);
     } else if (BANDED && partial<L>(problem, work.tile.row + group * GROUP_ROWS, at)) {
         mask<BANDED>(problem, mine.s, work.tile.row + row_of_thread(group), at, work.keys);
     }

@@ -72,13 +72,6 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int firs
     }
 }
 
-// -inf for what the thread's rows, `row` and `row + 8`, do not see of the keys from `from` by a program.
-template <bool BANDED, int N>
-SM90 void hide_unseen(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
-    const Seen seen = seen_columns<N / 2, BANDED>(problem, {batch, head, row, from + int(threadIdx.x) % 4 * 2});
-    hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
-}
-
 // Minus half of what a logit's tanh is less than 1. The factor of exponents is twice the cap then, and their offset is the cap.
 SM90 float capped(const Problem& problem, float logit) { return -reciprocal_approx(exp2_approx(logit * problem.inner) + 1.f); }
 

@@ -172,6 +172,39 @@ SM90 Seen where_holds(const Problem& problem, const Place& at, const Function& f
     return seen;
 }
 
+#ifdef MASK_PROGRAM
+// Where a function is true, by its bits, a row's one after another (opkit/attn/gpu/device/tile_lists.py): a thread's columns of 32 are
+// a byte. Of tiles without bits `evaluated` is called.
+template <int COUNT, class Evaluated>
+SM90 Seen where_bit(const Problem& problem, const Place& at, int function, const Evaluated& evaluated) {
+    constexpr int ROWS = BY_KEYS ? TILE_KEYS : TILE_QUERIES, WORDS = (BY_KEYS ? TILE_QUERIES : TILE_KEYS) / 32;
+    static_assert(COUNT == 1 || COUNT % 16 == 0);
+    const Bits& bits = problem.mask.bits[function];
+    const int query = BY_KEYS ? at.column : at.row, key = BY_KEYS ? at.row : at.column;
+    const int tile = query / TILE_QUERIES * ((problem.keys + TILE_KEYS - 1) / TILE_KEYS) + key / TILE_KEYS;
+    const int place = bits.places[at.batch * bits.batch + at.head * bits.head + tile];
+    if (place == NO_BITS) return evaluated();
+    if (place < 0) return place == ALL_TRUE ? Seen{{~0u, ~0u}} : Seen{};
+    const uint32_t* words = bits.words + (int64_t(place) * ROWS + at.row % ROWS) * WORDS + at.column / 32 % WORDS;
+    const int byte = at.column % 8 / 2 * 8;
+    if constexpr (COUNT == 1) {
+        return {{*words >> (byte + at.column % 32 / 8 * 2 + at.column % 2) & 1, 0}};
+    } else {
+        struct alignas(COUNT / 2) Row {
+            uint32_t words[COUNT / 8];
+        };
+        Seen seen = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const Row row = *reinterpret_cast<const Row*>(words + half * 8 * WORDS);
+#pragma unroll
+            for (int i = 0; i < COUNT / 8; i++) seen.of[half] |= (row.words[i] >> byte & 0xff) << (8 * i);
+        }
+        return seen;
+    }
+}
+#endif
+
 // Which of some columns two rows see: of queries that are there, all that their mask says.
 template <int COUNT, bool BANDED>
 SM90 Seen seen_columns(const Problem& problem, const Place& at) {
