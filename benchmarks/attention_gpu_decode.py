@@ -127,8 +127,8 @@ def paged(case: Case) -> Call:
     op, q = paged_attention_operator(), normal(case.batch, case.heads, case.d)
     lengths = torch.full((case.batch,), case.keys, device=DEVICE)
     starts = torch.arange(case.batch + 1, device=DEVICE)
-    rest = (page_table(case), lengths, starts, -(2**62), 0, case.d**-0.5, 0.0, None, None, None)
-
+    numbers = -(2**62), 0, case.d**-0.5, 0.0
+    rest = (page_table(case), lengths, starts, *numbers, None, None, None, [], [], [], [])
     return lambda k, v: op(q, *inside(case, k, v), *rest)
 
 

@@ -19,7 +19,7 @@ from opkit.attn.functions import rows
 from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged.api import paged_attention_operator, paged_functions_operator
+from opkit.attn.paged.api import paged_attention_operator
 from opkit.op import torch_private as private
 from opkit.op.dispatch.fastcall import no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
@@ -366,6 +366,6 @@ def batch_invariant() -> Generator[None]:
     True
     """
     with contextlib.ExitStack() as stack:
-        for operator in (attention_operator(), paged_attention_operator(), paged_functions_operator()):
+        for operator in (attention_operator(), paged_attention_operator()):
             stack.enter_context(use_kernel(operator, NAME))
         yield

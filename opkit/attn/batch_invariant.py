@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opkit import config
 from opkit.attn import cpu
-from opkit.attn.calls import AttentionCall
+from opkit.attn.calls import AttentionCall, PagedCall
 from opkit.attn.masks import program
 from opkit.attn.paged.cpu import available
 from opkit.attn.paged.reference import gather_pages
@@ -38,12 +38,6 @@ def register_paged(op: CustomOp[Any, Any]) -> None:
     op.register_kernel("cpu", paged, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
 
 
-def register_paged_functions(op: CustomOp[Any, Any]) -> None:
-    """Let ``opkit::paged_attention_with_functions`` refuse calls that must not depend on the batch."""
-    for device in ("cpu", "cuda"):
-        op.register_kernel(device, _refuse_functions, when=switched_on, name=NAME, priority=_FIRST, trusted=True)
-
-
 def switched_on() -> bool:
     """Return whether ``OPKIT_BATCH_INVARIANT`` is set."""
     return config.get().batch_invariant
@@ -62,29 +56,19 @@ def forward(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return cpu.forward.prepare(*arguments)
 
 
-def paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    lower: int,
-    upper: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def paged(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the tiles kernel for each sequence on its gathered keys and values: equal to :func:`forward` of them, bit by bit.
 
     Pages that are quantised or of another dtype than ``q`` are computed in float32.
 
     Raises:
-        KernelError: ``q`` is of another dtype than the tiles kernel takes.
+        KernelError: ``q`` is of another dtype than the tiles kernel takes, or there are functions.
         ValueError: a length or a page that is needed is out of range.
     """
+    call = PagedCall(*arguments)
+    q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, *_ = call
+    if call.mask or call.bias:
+        _refuse("opkit::paged_attention", "functions of positions")
     if q.dtype not in cpu.NAMES or not available() or k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
         _refuse("opkit::paged_attention", f"q of {q.dtype} {tuple(q.shape)} with k_pages {tuple(k_pages.shape)}")
     same = k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype
@@ -102,10 +86,6 @@ def paged(
         result, sums = forward(some, k, v, [], [], sinks, None, band, [], scale, softcap, 0.0, True)
         out[rows], lse[rows] = result[0].transpose(0, 1).to(q.dtype), sums[0].mT
     return out, lse
-
-
-def _refuse_functions(*_: Any) -> tuple[Tensor, Tensor]:
-    _refuse("opkit::paged_attention_with_functions", "functions of positions")
 
 
 def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:

@@ -201,33 +201,10 @@ class PagedCall(NamedTuple):
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-
-
-class PagedFunctionsCall(NamedTuple):
-    """The arguments of :func:`opkit.attn.paged.reference.paged_attention_with_functions`, which says what they are."""
-
-    q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    page_table: Tensor
-    lengths: Tensor
-    starts: Tensor
-    lower: int
-    upper: int
-    scale: float
-    softcap: float
-    sinks: Tensor | None
-    k_scale: Tensor | None
-    v_scale: Tensor | None
     mask_tensors: list[Tensor]
     bias_tensors: list[Tensor]
     mask: list[int]
     bias: list[int]
-
-    @property
-    def plain(self) -> PagedCall:
-        """The call without functions."""
-        return PagedCall(*self[:13])
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

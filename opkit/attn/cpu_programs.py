@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall, AttentionCall, PagedFunctionsCall
+from opkit.attn.calls import AnyCall, AttentionCall, PagedCall
 from opkit.attn.functions.c import compiled
 from opkit.attn.functions.c.compiled import CompiledFunction
 from opkit.attn.functions.expression import Function, indexed
@@ -55,7 +55,7 @@ def functions_of(mask: tuple[int, ...], bias: tuple[int, ...]) -> tuple[tuple[Fu
     return tuple(of_mask), tuple(of_bias)
 
 
-def obstacle(call: AnyCall | PagedFunctionsCall) -> str | None:
+def obstacle(call: AnyCall | PagedCall) -> str | None:
     """Return why the kernels do not run a call's functions, or add its tensors; None if they do."""
     if not call.mask_tensors and not call.bias_tensors and len(call.mask) <= 3 and not call.bias:
         return None
@@ -74,7 +74,7 @@ def _added(bias: Sequence[int]) -> set[int]:
     return {number for word in words for number in word[1 : 1 + program.BIAS_TENSORS[word[0]]]}
 
 
-def programs_of(call: AnyCall | PagedFunctionsCall, slopes: bool) -> Programs:
+def programs_of(call: AnyCall | PagedCall, slopes: bool) -> Programs:
     """Return a call's programs, whose functions are built if need be; ``slopes``: with their derivatives."""
     of_mask, of_bias = functions_of(tuple(call.mask), tuple(call.bias))
     return Programs(
@@ -95,7 +95,7 @@ def _numbered(words: Sequence[int], opcode: int) -> list[int]:
     return found
 
 
-def description(call: AnyCall | PagedFunctionsCall, slopes: bool) -> dict[str, Any]:
+def description(call: AnyCall | PagedCall, slopes: bool) -> dict[str, Any]:
     """Return the programs and the strides of their tensors; ``slopes`` as in :func:`programs_of`."""
     return {
         **programs_of(call, slopes)._asdict(),
@@ -112,14 +112,14 @@ def _strides(x: Tensor) -> list[int]:
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
-def of_few(call: AttentionCall | PagedFunctionsCall, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+def of_few(call: AttentionCall | PagedCall, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     """Return the programs as the decoding kernel takes them; ``sizes`` are those of the logits."""
     batch, heads, queries, keys = sizes
     whole = (batch, heads, 0, queries, keys, 0, 0)
     return {**description(call, False), "sizes": whole, "by_head": _hides_by_head(call)}
 
 
-def _hides_by_head(call: AttentionCall | PagedFunctionsCall) -> bool:
+def _hides_by_head(call: AttentionCall | PagedCall) -> bool:
     """Return whether heads may see different keys."""
     for opcode, *operands in instructions(call.mask, MASK_OPERANDS):
         if opcode == DENSE and call.mask_tensors[operands[0]].shape[1] > 1:

@@ -313,7 +313,7 @@ def test_pages_and_lengths_out_of_range_are_refused():
 def test_the_cpu_kernel_is_chosen_where_it_applies():
     cache = Cache([40])
     q = cache.queries(1, 4, torch.float32)
-    arguments = (cache.table, cache.lengths, torch.tensor([0, 1]), 0, 0, 1.0, 0.0, None, None, None)
+    arguments = (cache.table, cache.lengths, torch.tensor([0, 1]), 0, 0, 1.0, 0.0, None, None, None, [], [], [], [])
     op = paged_attention_operator()
     assert op.select(q, cache.k, cache.v, *arguments).kernel == "decode"
     assert op.select(q.double(), cache.k.double(), cache.v.double(), *arguments).kernel == "reference"
@@ -378,7 +378,23 @@ def _all_keys(q, k_pages, v_pages, page_table):
     lengths = torch.full((1,), page_table.shape[1] * k_pages.shape[1], dtype=torch.int64)
     starts = torch.tensor([0, q.shape[0]])
     return paged_attention_operator()(
-        q, k_pages, v_pages.to(k_pages.dtype), page_table, lengths, starts, -(2**62), 0, 0.5, 0.0, None, None, None
+        q,
+        k_pages,
+        v_pages.to(k_pages.dtype),
+        page_table,
+        lengths,
+        starts,
+        -(2**62),
+        0,
+        0.5,
+        0.0,
+        None,
+        None,
+        None,
+        [],
+        [],
+        [],
+        [],
     )
 
 
@@ -411,6 +427,10 @@ def test_torch_checks_the_operators():
         None,
         None,
         None,
+        [],
+        [],
+        [],
+        [],
     )
     torch.library.opcheck(
         paged_attention_operator()._opoverload, arguments, test_utils=("test_schema", "test_faketensor")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from opkit.attn import batch_invariant
-from opkit.attn.calls import PagedCall, PagedFunctionsCall, predicate
+from opkit.attn.calls import PagedCall, predicate
 from opkit.attn.functions import known
 from opkit.attn.functions.trace import Traced, describe, trace
-from opkit.attn.gpu.decode.paged import register_append, register_paged, register_paged_functions
+from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
@@ -40,25 +40,13 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """Return ``opkit::paged_attention``; the first call defines it and registers its kernels."""
     op = custom_op("opkit::paged_attention", mutates_args=(), inline=False)(paged_reference.paged_attention)
     op.register_fake(_fake)
-    op.register_kernel("cpu", paged_cpu.paged, when=paged_cpu.takes_pages, name="decode", trusted=True)
+    when = predicate(PagedCall, paged_cpu.takes_pages)
+    op.register_kernel("cpu", paged_cpu.paged, when=when, name="decode", trusted=True)
     batch_invariant.register_paged(op)
     register_paged(op)
     decode_cuda.register_paged(op)
     mla_paged.register_paged(op)
     invariant.register_paged(op)
-    return op
-
-
-@functools.cache
-def paged_functions_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
-    """Return ``opkit::paged_attention_with_functions``; the first call defines it and registers its kernels."""
-    reference = paged_reference.paged_attention_with_functions
-    op = custom_op("opkit::paged_attention_with_functions", mutates_args=(), inline=False)(reference)
-    op.register_fake(_fake)
-    when = predicate(PagedFunctionsCall, paged_cpu.takes_functions)
-    op.register_kernel("cpu", paged_cpu.paged_with_functions, when=when, name="decode", trusted=True)
-    batch_invariant.register_paged_functions(op)
-    register_paged_functions(op)
     return op
 
 
@@ -145,35 +133,33 @@ def paged_attention(
     if softcap is not None and softcap < 0:
         raise ArgumentError(f"opkit.paged_attention: softcap is {softcap}; it must be positive, or None for no cap")
     factor = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-    scales = [_scale_of(name, s, p) for name, s, p in (("k_scale", k_scale, k_pages), ("v_scale", v_scale, v_pages))]
-    call = (rows, k_pages, v_pages, page_table, lengths, starts, lower, upper, factor, softcap or 0.0, sinks, *scales)
-    op = _PAGED
+    k_by, v_by = _scale_of("k_scale", k_scale, k_pages), _scale_of("v_scale", v_scale, v_pages)
+    numbers = (lower, upper, factor, softcap or 0.0)
+    call = (rows, k_pages, v_pages, page_table, lengths, starts, *numbers, sinks, k_by, v_by, [], [], [], [])
     if mask is not None or bias is not None:
-        whole = _with_functions(PagedCall(*call), mask, bias)
-        op, call = (_FUNCTIONS, whole) if whole.mask or whole.bias else (_PAGED, whole.plain)
-    out, lse = op(*call) if kernel is None else _call_kernel(op, kernel, call)
+        call = _with_functions(PagedCall(*call), mask, bias)
+    out, lse = _PAGED(*call) if kernel is None else _call_kernel(kernel, call)
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
 
 
 @private.untraced
-def _with_functions(call: PagedCall, mask: Any, bias: Any) -> PagedFunctionsCall:
-    """Return a call with a mask's and a score's function."""
-    whole = PagedFunctionsCall(*call, [], [], [], [])
+def _with_functions(call: PagedCall, mask: Any, bias: Any) -> PagedCall:
+    """Return the call with the programs of a mask's and a score's function."""
     if mask is not None:
-        traced = _traced("mask", mask, whole)
+        traced = _traced("mask", mask, call)
         lower, upper, root = known.without_bands(traced)
-        whole = whole._replace(lower=max(whole.lower, lower), upper=min(whole.upper, upper))
+        call = call._replace(lower=max(call.lower, lower), upper=min(call.upper, upper))
         if root is not None:
-            whole.mask.extend((FUNCTION, *traced.function(root, whole.mask_tensors).words()))
+            call.mask.extend((FUNCTION, *traced.function(root, call.mask_tensors).words()))
     if bias is not None:
-        traced = _traced("bias", bias, whole)
-        whole.bias.extend((BIAS_FUNCTION, *traced.function(traced.root, whole.bias_tensors).words()))
-    return whole
+        traced = _traced("bias", bias, call)
+        call.bias.extend((BIAS_FUNCTION, *traced.function(traced.root, call.bias_tensors).words()))
+    return call
 
 
-def _traced(name: str, function: Any, call: PagedFunctionsCall) -> Traced:
+def _traced(name: str, function: Any, call: PagedCall) -> Traced:
     if isinstance(function, (Tensor, Mask, Bias)) or not callable(function):
         raise ArgumentTypeError(
             f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
@@ -183,9 +169,9 @@ def _traced(name: str, function: Any, call: PagedFunctionsCall) -> Traced:
     return traced
 
 
-def _call_kernel(op: CustomOp[Any, Any], kernel: str, call: tuple[Any, ...]) -> Any:
-    with use_kernel(op, kernel):
-        return op(*call)
+def _call_kernel(kernel: str, call: tuple[Any, ...]) -> Any:
+    with use_kernel(_PAGED, kernel):
+        return _PAGED(*call)
 
 
 def append_kv(
@@ -314,8 +300,5 @@ def _check(
         raise ShapeError(f"opkit.{function}: {heads} heads of {name} are no multiple of k_pages' {kv_heads}")
 
 
-_PAGED, _FUNCTIONS, _APPEND = (
-    paged_attention_operator(),
-    paged_functions_operator(),
-    append_kv_operator(),
-)  # here, since compilers warn of cached functions
+# here, since compilers warn of cached functions
+_PAGED, _APPEND = paged_attention_operator(), append_kv_operator()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opkit.attn import cpu_programs
 from opkit.attn.allocation import address, dense_rows, like, overwritten
-from opkit.attn.calls import PagedCall, PagedFunctionsCall
+from opkit.attn.calls import PagedCall
 from opkit.attn.masks.program import UNLIMITED, bias_words_fit, mask_words_fit
 from opkit.errors import KernelError
 from opkit.op.dispatch.selection import Refused
@@ -47,9 +47,18 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
-    """Return :func:`takes`, and whether the heads of queries are a multiple of those of keys."""
-    return takes(q, k_pages, v_pages) and k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
+def takes_pages(call: PagedCall) -> bool | Refused:
+    """Return whether :func:`paged` takes a call: its dtypes and heads; of functions, where there is a C compiler."""
+    heads, kv_heads = call.q.shape[1], call.k_pages.shape[2]
+    fits = (
+        takes(call.q, call.k_pages, call.v_pages)
+        and kv_heads > 0
+        and heads % kv_heads == 0
+        and mask_words_fit(call.mask, call.mask_tensors, call.sizes)
+        and bias_words_fit(call.bias, call.bias_tensors, call.sizes)
+    )
+    obstacle = cpu_programs.obstacle(call) if fits else None
+    return fits if obstacle is None else Refused(obstacle)
 
 
 def decode(
@@ -128,8 +137,7 @@ def contiguous(
         if programs is None:
             kernel(*addresses)
         else:
-            lists = [[each.data_ptr() for each in tensors] for tensors in (mask_tensors, bias_tensors)]
-            kernel(*addresses, mask_tensors=lists[0], bias_tensors=lists[1])
+            kernel(*addresses, mask_tensors=_addresses(mask_tensors), bias_tensors=_addresses(bias_tensors))
         return out, lse
 
     return run
@@ -140,70 +148,44 @@ def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the CPU kernel of ``opkit.paged_attention``; its arguments are a :class:`PagedCall`.
 
     Raises:
-        ValueError: a length, a start of queries or a page that is needed is out of range.
+        ValueError: a length, a start of queries or a page that is needed is out of range; or, in calls with functions, a
+            sequence has fewer keys than queries.
     """
-    run = _prepared(PagedCall(*arguments), None)
-    return lambda *arguments: run(arguments)
-
-
-def takes_functions(call: PagedFunctionsCall) -> bool | Refused:
-    """Return whether :func:`paged_with_functions` takes a call: as :func:`takes_pages`, where there is a C compiler."""
-    fits = (
-        mask_words_fit(call.mask, call.mask_tensors, call.sizes)
-        and bias_words_fit(call.bias, call.bias_tensors, call.sizes)
-        and takes_pages(call.q, call.k_pages, call.v_pages)
-    )
-    obstacle = cpu_programs.obstacle(call) if fits else None
-    return fits if obstacle is None else Refused(obstacle)
-
-
-@PreparedKernel
-def paged_with_functions(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the kernel of calls with functions; the arguments are a :class:`PagedFunctionsCall`.
-
-    Raises:
-        ValueError: as in :func:`paged`; or a sequence has fewer keys than queries.
-    """
-    call = PagedFunctionsCall(*arguments)
-    supported = takes_functions(call)
-    if not supported:
-        raise KernelError(
-            f"opkit::paged_attention_with_functions: kernel 'decode' does not take q {_shape(call.q)} with k_pages "
-            f"{_shape(call.k_pages)}{f': {supported.reason}' if isinstance(supported, Refused) else ''}"
-        )
-    run = _prepared(call.plain, cpu_programs.of_few(call, call.sizes))
-
-    def with_functions(*arguments: Any) -> tuple[Tensor, Tensor]:
-        lists = [[each.data_ptr() for each in tensors] for tensors in arguments[13:15]]
-        return run(arguments[:13], mask_tensors=lists[0], bias_tensors=lists[1])
-
-    return with_functions
-
-
-def _prepared(call: PagedCall, programs: dict[str, Any] | None) -> Callable[..., tuple[Tensor, Tensor]]:
     from opkit import _core
 
-    if not takes_pages(call.q, call.k_pages, call.v_pages):
+    call = PagedCall(*arguments)
+    supported = takes_pages(call)
+    if not supported:
         raise KernelError(
-            f"opkit::paged_attention: kernel 'decode' does not take q {_shape(call.q)} with k_pages {_shape(call.k_pages)}"
+            f"opkit::paged_attention: kernel 'decode' does not take q {_shape(call.q)} with k_pages "
+            f"{_shape(call.k_pages)}{f': {supported.reason}' if isinstance(supported, Refused) else ''}"
         )
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
+    programs = cpu_programs.of_few(call, call.sizes) if call.mask or call.bias else None
     kernel = _core.DecodeAttention(**_paged_shape(_readable(call), new_out(), new_lse()), programs=programs)
     converted = not all(a is b for a, b in zip(call, _readable(call), strict=True))
 
-    def run(arguments: Any, **tensors: list[int]) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = (
+    def run(*arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale, mask_tensors, bias_tensors, _, _ = (
             _readable(PagedCall(*arguments)) if converted else arguments
         )
         out, lse = new_out(), new_lse()
-        kernel(
+        addresses = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks), table.data_ptr() or 64,
-            lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale), **tensors,
+            lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale),
         )  # fmt: skip
+        if programs is None:
+            kernel(*addresses)
+        else:
+            kernel(*addresses, mask_tensors=_addresses(mask_tensors), bias_tensors=_addresses(bias_tensors))
         return out, lse
 
     return run
+
+
+def _addresses(tensors: Tensors) -> list[int]:
+    return [each.data_ptr() for each in tensors]
 
 
 def _readable(call: PagedCall) -> PagedCall:
@@ -212,6 +194,7 @@ def _readable(call: PagedCall) -> PagedCall:
         dense_rows(call.q), dense_rows(call.k_pages), dense_rows(call.v_pages), call.page_table.to(torch.int32).contiguous(),
         call.lengths.to(torch.int64).contiguous(), call.starts.to(torch.int64).contiguous(), *call[6:10],
         None if call.sinks is None else call.sinks.to(torch.float32).contiguous(), _single(call.k_scale), _single(call.v_scale),
+        *call[13:],
     )  # fmt: skip
 
 

@@ -29,78 +29,22 @@ def paged_attention(
     sinks: Float[Tensor, "heads"] | None,
     k_scale: Float[Tensor, "pages size kv_heads"] | None,
     v_scale: Float[Tensor, "pages size kv_heads"] | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of ragged queries to pages of keys and values.
-
-    Queries ``starts[b]`` to ``starts[b + 1]`` are the last of sequence ``b``, which has ``lengths[b]`` keys. The query at
-    position p sees the key at j iff ``lower <= j - p <= upper``. Returns ``(total, heads, dv)`` of ``q``'s dtype, and the
-    log-sum-exp ``(total, heads)``, float32 (float64 for float64).
-    """
-    return _paged(
-        q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, None, None
-    )  # fmt: skip
-
-
-def paged_attention_with_functions(
-    q: Float[Tensor, "total heads d"],
-    k_pages: Shaped[Tensor, "pages size kv_heads d"],
-    v_pages: Shaped[Tensor, "pages size kv_heads dv"],
-    page_table: Integer[Tensor, "batch width"],
-    lengths: Integer[Tensor, "batch"],
-    starts: Integer[Tensor, "batch+1"],
-    lower: int,
-    upper: int,
-    scale: float,
-    softcap: float,
-    sinks: Float[Tensor, "heads"] | None,
-    k_scale: Float[Tensor, "pages size kv_heads"] | None,
-    v_scale: Float[Tensor, "pages size kv_heads"] | None,
     mask_tensors: list[Tensor],
     bias_tensors: list[Tensor],
     mask: list[int],
     bias: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """The same with a function in ``mask`` that also hides keys, and one in ``bias`` that is applied to logits.
+    """Attention of ragged queries to pages of keys and values.
 
-    Each is a program of one ``FUNCTION`` (:mod:`opkit.attn.masks.program`) or is empty; its variables are the sequence, the head
-    and the positions of query and key there.
+    Queries ``starts[b]`` to ``starts[b + 1]`` are the last of sequence ``b``, which has ``lengths[b]`` keys. The query at
+    position p sees the key at j iff ``lower <= j - p <= upper``, and a function in ``mask`` does not hide it; one in ``bias`` is
+    applied to logits. Each is a program of one ``FUNCTION`` (:mod:`opkit.attn.masks.program`) or is empty; its variables are the
+    sequence, the head and the positions of query and key there.
+
+    Returns ``(total, heads, dv)`` of ``q``'s dtype, and the log-sum-exp ``(total, heads)``, float32 (float64 for float64).
     """
     hides = _Function(Function.of(mask[1:]), mask_tensors) if mask else None
     scores = _Function(Function.of(bias[1:]), bias_tensors) if bias else None
-    return _paged(
-        q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, hides, scores
-    )  # fmt: skip
-
-
-class _Function(NamedTuple):
-    function: Function
-    tensors: list[Tensor]
-
-    def at(self, sequence: Tensor, position: Tensor, heads: int, keys: int, score: Tensor | None) -> Tensor:
-        """Return its value for queries of sequences at positions, (queries, heads, keys)."""
-        h, j = (torch.arange(n, device=position.device, dtype=torch.int32) for n in (heads, keys))
-        variables = {"b": sequence.int()[:, None, None], "h": h[:, None], "i": position.int()[:, None, None], "j": j}
-        known = variables if score is None else {"score": score, **variables}
-        return self.function.evaluate(known, self.tensors).expand(len(sequence), heads, keys)
-
-
-def _paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    lower: int,
-    upper: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    hides: _Function | None,
-    scores: _Function | None,
-) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = page_table.shape[1] * k_pages.shape[1]
     out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
@@ -118,6 +62,18 @@ def _paged(
         score = None if scores is None else functools.partial(scores.at, *at)
         out[some], lse[some] = _attend(q[some].to(wide), k, v, seen, scale, softcap, sinks, q.dtype, score)
     return out, lse
+
+
+class _Function(NamedTuple):
+    function: Function
+    tensors: list[Tensor]
+
+    def at(self, sequence: Tensor, position: Tensor, heads: int, keys: int, score: Tensor | None) -> Tensor:
+        """Return its value for queries of sequences at positions, (queries, heads, keys)."""
+        h, j = (torch.arange(n, device=position.device, dtype=torch.int32) for n in (heads, keys))
+        variables = {"b": sequence.int()[:, None, None], "h": h[:, None], "i": position.int()[:, None, None], "j": j}
+        known = variables if score is None else {"score": score, **variables}
+        return self.function.evaluate(known, self.tensors).expand(len(sequence), heads, keys)
 
 
 def _positions(tokens: Tensor, lengths: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

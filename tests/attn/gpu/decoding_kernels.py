@@ -9,11 +9,10 @@ import opkit
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.merging import merge_attention_operator
 from opkit.attn.operator import attention_operator
-from opkit.attn.paged.api import append_kv_operator, paged_attention_operator, paged_functions_operator
+from opkit.attn.paged.api import append_kv_operator, paged_attention_operator
 
 attention = attention_operator()
 paged_attention = paged_attention_operator()
-paged_functions = paged_functions_operator()
 append_kv = append_kv_operator()
 merge_attention = merge_attention_operator()
 
@@ -29,7 +28,7 @@ def latent(q: Tensor, k: Tensor, columns: int) -> Tensor:
 @opkit.custom_op("decoding_tests::latent_pages", mutates_args=(), inline=False)
 def latent_pages(q: Tensor, pages: Tensor, columns: int, table: Tensor, lengths: Tensor, starts: Tensor) -> Tensor:
     """Paged attention whose values are the first columns of the keys."""
-    rest = (table, lengths, starts, -(2**62), 0, 0.25, 0.0, None, None, None)
+    rest = (table, lengths, starts, -(2**62), 0, 0.25, 0.0, None, None, None, [], [], [], [])
     with opkit.use_kernel(paged_attention, decoding.NAME):
         return paged_attention(q, pages, pages[..., :columns], *rest)[0]
 

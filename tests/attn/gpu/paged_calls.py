@@ -49,7 +49,8 @@ class Cache:
     def call(self, q, starts, lower=-UNLIMITED, upper=0, scale=0.25, softcap=0.0, sinks=None):
         starts = torch.tensor(starts)
         return (
-            q, self.k, self.v, self.table, self.lengths, starts, lower, upper, scale, softcap, sinks, self.k_scale, self.v_scale
+            q, self.k, self.v, self.table, self.lengths, starts, lower, upper, scale, softcap, sinks, self.k_scale, self.v_scale,
+            [], [], [], [],
         )  # fmt: skip
 
 

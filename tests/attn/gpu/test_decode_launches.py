@@ -38,7 +38,9 @@ def paged_call(scaled=False):
     table, lengths = torch.arange(40, dtype=torch.int32).view(2, 20), torch.tensor([300, 320], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     far = program.UNLIMITED
-    return PagedCall(empty(2, HEADS, HEAD), *pages, table, lengths, starts, -far, far, 0.1, 0.0, None, *scales)
+    return PagedCall(
+        empty(2, HEADS, HEAD), *pages, table, lengths, starts, -far, far, 0.1, 0.0, None, *scales, [], [], [], []
+    )
 
 
 CASES = {

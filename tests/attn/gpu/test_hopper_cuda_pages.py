@@ -8,6 +8,7 @@ from paged_calls import UNLIMITED, Cache, of_pages
 from opkit.attn.calls import PagedCall
 from opkit.attn.gpu.hopper import decode_cuda, library
 from opkit.attn.gpu.hopper import decode_cuda as decoding
+from opkit.attn.masks import program
 from opkit.attn.paged.api import paged_attention_operator
 
 
@@ -23,7 +24,8 @@ def given(
     table, lengths, starts = (
         empty(*sizes, dtype=torch.int32) for sizes in ((sequences, width), (sequences,), (sequences + 1,))
     )
-    named = {"lower": -UNLIMITED, "upper": 0, "scale": 0.1, "softcap": 0.0, "sinks": None, "k": None, "v": None} | what
+    named = {"lower": -UNLIMITED, "upper": 0, "scale": 0.1, "softcap": 0.0, "sinks": None, "k": None, "v": None}
+    named |= {"mask_tensors": [], "bias_tensors": [], "mask": [], "bias": []} | what
     return (empty(tokens, heads, head), *pages, table, lengths, starts, *named.values())
 
 
@@ -55,6 +57,7 @@ REFUSED = {
     "a negative scale": lambda: given(scale=-1.0),
     "scales": lambda: given(k=torch.empty(300, 16, 8, device="meta")),
     "many sequences": lambda: given(sequences=1025),
+    "a function": lambda: given(mask=[program.FUNCTION]),
 }
 
 

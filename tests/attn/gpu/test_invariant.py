@@ -207,7 +207,7 @@ def in_pages(k, v, size=16):
 
 
 def paged_call(q, pages, table, lengths, starts, lower=-(2**62), upper=0, softcap=0.0, sinks=None, scales=(None, None)):
-    return q, *pages, table, lengths, starts, lower, upper, q.shape[-1] ** -0.5, softcap, sinks, *scales
+    return q, *pages, table, lengths, starts, lower, upper, q.shape[-1] ** -0.5, softcap, sinks, *scales, [], [], [], []
 
 
 @pytest.mark.sweep(1)

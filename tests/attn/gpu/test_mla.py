@@ -52,7 +52,7 @@ def pages(batch=64, queries=64, heads=128, page=64, most=128, d=576, dtype=BF16)
         torch.empty(n, dtype=torch.int32, device="meta") for n in ((batch, most), batch, batch + 1)
     )
     q = torch.empty(queries, heads, d, dtype=dtype, device="meta")
-    return q, k, k[..., :512], table, lengths, starts, -FAR, 0, d**-0.5, 0.0, None, None, None
+    return q, k, k[..., :512], table, lengths, starts, -FAR, 0, d**-0.5, 0.0, None, None, None, [], [], [], []
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -127,8 +127,9 @@ PAGES_REFUSED = {
     "pages of 16": lambda: pages(page=16),
     "32 heads": lambda: pages(heads=32),
     "a window": lambda: (*pages()[:6], -5, *pages()[7:]),
-    "scales": lambda: (*pages()[:11], torch.empty(1000, 64, 1, device="meta"), None),
+    "scales": lambda: (*pages()[:11], torch.empty(1000, 64, 1, device="meta"), *pages()[12:]),
     "many sequences": lambda: pages(2000),
+    "a function": lambda: (*pages()[:15], [program.FUNCTION], []),
 }
 
 

@@ -9,7 +9,7 @@ from paged_calls import UNLIMITED, Cache, expected
 from torch.utils import _pytree as pytree
 
 import opkit
-from opkit.attn.calls import PagedFunctionsCall
+from opkit.attn.calls import PagedCall
 from opkit.attn.functions.trace import trace
 from opkit.attn.gpu.decode import paged
 from opkit.attn.gpu.decode import plan as decode_plan
@@ -135,12 +135,12 @@ def test_functions_of_positions(request, name, pair, device):
         if function is not None:
             traced = trace(function, kind, torch.float32, torch.device("cpu"))
             words[k] = [opcode, *traced.function(traced.root, tensors[k]).words()]
-    call = (*cache.call(q, starts, softcap=0.0), *tensors, *words)
+    call = (*cache.call(q, starts, softcap=0.0)[:-4], *tensors, *words)
     if device == "interpreter":
-        found = request.getfixturevalue("interpreter")("opkit::paged_attention_with_functions", *call, kernel="split")
+        found = request.getfixturevalue("interpreter")("opkit::paged_attention", *call, kernel="split")
     else:
         call = pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), call)
-        found = [x.cpu() for x in decoding_kernels.paged_functions(*call)]
+        found = [x.cpu() for x in decoding_kernels.paged_attention(*call)]
     exact, exact_lse = expected(cache, q, starts, mask_mod=mask, score_mod=score)
     largest = max(1.0, exact.abs().max().item())
     torch.testing.assert_close(found[0].double(), exact, rtol=0, atol=4 * ROUNDING[q.dtype] * largest)
@@ -152,8 +152,9 @@ def test_functions_whose_tensors_do_not_reach_all_positions_are_refused():
     traced = trace(lambda b, h, i, j: BY_POSITION[h, j] > 0, "mask", torch.float32, torch.device("cpu"))
     tensors = []
     words = [program.FUNCTION, *traced.function(traced.root, tensors).words()]
-    call = PagedFunctionsCall(*cache.call(cache.queries(2, 6), [0, 1, 2]), tensors, [], words, [])
-    assert not paged.takes_functions(call)
+    call = PagedCall(*cache.call(cache.queries(2, 6), [0, 1, 2]))
+    assert paged.takes_pages(call)
+    assert not paged.takes_pages(call._replace(mask_tensors=tensors, mask=words))
 
 
 def test_more_queries_than_keys_see_nothing(run):
@@ -215,11 +216,16 @@ def test_batch_invariance_is_refused():
 def test_what_is_taken():
     cache = Cache([40])
     q = cache.queries(1, 4)
-    assert paged.takes_pages(q, cache.k, cache.v, cache.lengths)
-    assert not paged.takes_pages(q.double(), cache.k, cache.v, cache.lengths)
-    assert not paged.takes_pages(q, cache.k, cache.v.half(), cache.lengths)
-    assert not paged.takes_pages(q[:, :3], cache.k, cache.v, cache.lengths)
-    assert not paged.takes_pages(q, cache.k[:0], cache.v[:0], cache.lengths)
+    call = PagedCall(*cache.call(q, [0, 1]))
+    assert paged.takes_pages(call)
+    others = (
+        {"q": q.double()},
+        {"v_pages": cache.v.half()},
+        {"q": q[:, :3]},
+        {"k_pages": cache.k[:0], "v_pages": cache.v[:0]},
+    )
+    for other in others:
+        assert not paged.takes_pages(call._replace(**other))
     with pytest.raises(KernelError, match="does not take q, k_pages, v_pages"):
         paged.paged(*cache.call(q.double(), [0, 1]))
 

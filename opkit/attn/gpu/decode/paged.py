@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_bytes, dense_rows, like
-from opkit.attn.calls import AppendCall, PagedCall, PagedFunctionsCall, dtypes_and_shapes, predicate
+from opkit.attn.calls import AppendCall, PagedCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.decode import launches as decode_launches
 from opkit.attn.gpu.decode.decoding import (
@@ -44,27 +44,17 @@ _APPEND = Named("opkit.attn.gpu.decode.device.append", "append")
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` its kernel for GPUs."""
-    op.register_kernel(devices(), paged, when=takes_pages, name=NAME, trusted=True)
+    op.register_kernel(devices(), paged, when=predicate(PagedCall, takes_pages), name=NAME, trusted=True)
 
 
-def register_paged_functions(op: CustomOp[Any, Any]) -> None:
-    """Give ``opkit::paged_attention_with_functions`` its kernel for GPUs."""
-    when = predicate(PagedFunctionsCall, takes_functions)
-    op.register_kernel(devices(), paged_with_functions, when=when, name=NAME, trusted=True)
-
-
-def takes_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor) -> bool:
-    """Return whether :func:`paged` takes these dtypes and sizes."""
+def takes_pages(call: PagedCall) -> bool:
+    """Return whether :func:`paged` takes a call: its dtypes and sizes, and captured tensors that reach all positions."""
+    q, k_pages, v_pages = call[:3]
     fits = k_pages.dtype == v_pages.dtype and k_pages.dtype in (*FLOATS, *_NARROW) and q.dtype in FLOATS
     grouped = k_pages.shape[2] > 0 and q.shape[1] % k_pages.shape[2] == 0
-    small = max(q.shape[-1], v_pages.shape[-1]) <= LARGEST_HEAD and lengths.shape[0] <= MOST_SEQUENCES
-    return fits and grouped and small and k_pages.shape[0] > 0 and k_pages.shape[1] > 0
-
-
-def takes_functions(call: PagedFunctionsCall) -> bool:
-    """Return whether :func:`paged_with_functions` takes a call: its pages, and captured tensors that reach all positions."""
+    small = max(q.shape[-1], v_pages.shape[-1]) <= LARGEST_HEAD and call.lengths.shape[0] <= MOST_SEQUENCES
     return (
-        takes_pages(call.q, call.k_pages, call.v_pages, call.lengths)
+        (fits and grouped and small and k_pages.shape[0] > 0 and k_pages.shape[1] > 0)
         and program.mask_words_fit(call.mask, call.mask_tensors, call.sizes)
         and program.bias_words_fit(call.bias, call.bias_tensors, call.sizes)
         and _shape_of(call).fits
@@ -72,11 +62,11 @@ def takes_functions(call: PagedFunctionsCall) -> bool:
     )
 
 
-def _shape_of(call: PagedFunctionsCall) -> MaskShape:
+def _shape_of(call: PagedCall) -> MaskShape:
     return plans.shape_of(tuple(call.mask), tuple(call.bias))
 
 
-def _captured(call: PagedFunctionsCall) -> dict[str, Tensor]:
+def _captured(call: PagedCall) -> dict[str, Tensor]:
     """Return the captured tensors by the kernel's parameters."""
     found = functions.tensors_of(_shape_of(call).functions, call.mask_tensors, call.bias_tensors)
     return {name: x for name, x in zip(functions.TENSORS, found, strict=True) if x is not None}
@@ -94,60 +84,40 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
         KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
     call = PagedCall(*args)
-    if not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
-        _refuse(call)
-    return _prepared(PagedFunctionsCall(*call, [], [], [], []))
-
-
-@PreparedKernel
-def paged_with_functions(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Compute the same with users' functions; the arguments are a :class:`opkit.attn.calls.PagedFunctionsCall`.
-
-    Raises:
-        KernelError: as :func:`paged`.
-    """
-    call = PagedFunctionsCall(*args)
-    if not takes_functions(call):
-        _refuse(call.plain)
-    return _prepared(call)
-
-
-def _refuse(call: PagedCall) -> None:
-    shapes = dtypes_and_shapes(call[:3])
-    raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
-
-
-def _prepared(call: PagedFunctionsCall) -> Callable[..., tuple[Tensor, ...]]:
+    if not takes_pages(call):
+        shapes = dtypes_and_shapes(call[:3])
+        raise KernelError(f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}")
     refuse_batch_invariance("opkit::paged_attention")
     new_out = like(call.q.new_empty((*call.q.shape[:2], call.v_pages.shape[-1])))
     new_lse = like(call.q.new_empty(call.q.shape[:2], dtype=torch.float32))
     if 0 in (*call.q.shape[:2], call.lengths.shape[0]):
         return lambda *_: (new_out().zero_(), new_lse().fill_(-torch.inf))
     optional = {"sinks": call.sinks, "k_scale": call.k_scale, "v_scale": call.v_scale}
-    given = (*(name for name, x in optional.items() if x is not None), *_captured(call))
-    names = ("q", "k", "v", "table", "lengths", "starts", *given)
+    captured = tuple(_captured(call))
+    given = (name for name, x in optional.items() if x is not None)
+    names = ("q", "k", "v", "table", "lengths", "starts", *given, *captured)
     results = {"out": new_out, "lse": new_lse}
     launches = [_plan(call, shared).series(names, results) for shared in _shared(call)]
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*args: Any) -> tuple[Tensor, ...]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale, *rest = args
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale, *_ = args
         launch = launches[len(launches) > 1 and k.data_ptr() == v.data_ptr()]
         read = (dense_rows(q), bytes_of(k), bytes_of(v), dense_rows(table), lengths.contiguous(), starts.contiguous())
         sinks = None if sinks is None else sinks.contiguous()
-        captured = _captured(PagedFunctionsCall(*args)).values() if rest else ()
-        return launch(*read, *[each for each in (sinks, k_scale, v_scale) if each is not None], *captured)
+        read += tuple([each for each in (sinks, k_scale, v_scale) if each is not None])
+        return launch(*read, *_captured(PagedCall(*args)).values()) if captured else launch(*read)
 
     return run
 
 
-def _shared(call: PagedFunctionsCall) -> tuple[bool, ...]:
+def _shared(call: PagedCall) -> tuple[bool, ...]:
     """Return whether values may be the first columns of keys, and then also whether they may not."""
     scaled = call.k_scale is not None or call.v_scale is not None
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
 
 
-def _plan(call: PagedFunctionsCall, shared: bool) -> DecodeLaunches | Divided:
+def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
     masks, biases, found = call.mask_tensors, call.bias_tensors, _shape_of(call)
     of_functions = bool(found.functions)
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
@@ -184,7 +154,7 @@ def _plan(call: PagedFunctionsCall, shared: bool) -> DecodeLaunches | Divided:
     return divided(asked, functools.partial(blocks_of, shape, gpu), made, of_functions)
 
 
-def _computed(call: PagedFunctionsCall) -> torch.dtype:
+def _computed(call: PagedCall) -> torch.dtype:
     """Return the dtype of products: that of the queries, unless pages of another floating dtype have what it has not."""
     return call.q.dtype if call.k_pages.dtype in (call.q.dtype, *_NARROW) else torch.float32
 

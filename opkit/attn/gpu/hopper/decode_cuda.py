@@ -285,9 +285,11 @@ def fits_paged(call: PagedCall) -> bool:
         and max(tokens, kv_heads) <= MOST
         and 0 < lengths.shape[0] <= MOST_SEQUENCES
     )
-    plain = call.softcap == 0 and call.scale > 0 and call.k_scale is None and call.v_scale is None
+    unscaled = call.k_scale is None and call.v_scale is None
+    plain = call.softcap == 0 and call.scale > 0 and not call.mask and not call.bias
     whole = all(each.dtype in _WHOLE for each in (table, lengths, starts))
-    return same and few and plain and whole and table.shape[1] * page < decoding.FAR and count < decoding.FAR
+    near = table.shape[1] * page < decoding.FAR and count < decoding.FAR
+    return same and few and unscaled and plain and whole and near
 
 
 def _described(*pages: Tensor) -> bool:
@@ -313,9 +315,9 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         shapes = ", ".join(f"{each.dtype} {tuple(each.shape)} with strides {each.stride()}" for each in call[:3])
         raise KernelError(
             f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}, scale={call.scale}, "
-            f"softcap={call.softcap}, k_scale={call.k_scale}, v_scale={call.v_scale}: it takes pages of q's dtype and of a "
-            f"multiple of {_BOX} keys, heads of {HEADS}, and as many heads to one of keys as {MOST_ROWS} says. Leave the choice "
-            "to opkit, or force kernel='split'."
+            f"softcap={call.softcap}, k_scale={call.k_scale}, v_scale={call.v_scale}, mask={call.mask}, bias={call.bias}: it "
+            f"takes pages of q's dtype and of a multiple of {_BOX} keys, heads of {HEADS}, and as many heads to one of keys as "
+            f"{MOST_ROWS} says. Leave the choice to opkit, or force kernel='split'."
         )
     return _prepared_paged(call)
 
@@ -331,7 +333,7 @@ def _prepared_paged(call: PagedCall) -> Callable[..., tuple[Tensor, Tensor]]:
     dense = call.q.stride(2) == 1 and all(stride % 8 == 0 for stride in call.q.stride()[:2])
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, _, _ = args
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, *_ = args
         problem = DecodeProblem.from_buffer_copy(common)
         if not dense or q.data_ptr() % 16:
             q = q.clone(memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.allocation import dense_rows, like
-from opkit.attn.calls import PagedCall, dtypes_and_shapes
+from opkit.attn.calls import PagedCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.decode.paged import paged as split_paged
 from opkit.attn.gpu.decode.plan import device_of, power, splits_of
@@ -39,45 +39,28 @@ _PRIORITY = 1  # above the kernel that takes all pages
 
 def register_paged(op: CustomOp[Any, Any]) -> None:
     """Give ``opkit::paged_attention`` the kernel for latent attention."""
-    op.register_kernel("cuda", paged, when=takes_pages, name=NAME, priority=_PRIORITY, trusted=True)
+    when = predicate(PagedCall, takes_pages)
+    op.register_kernel("cuda", paged, when=when, name=NAME, priority=_PRIORITY, trusted=True)
 
 
-def takes_pages(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    lower: int,
-    scale: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> bool:
+def takes_pages(call: PagedCall) -> bool:
     """Return whether a call is for :func:`paged`: what it says there, on a GPU of compute capability 9.0."""
-    return fits(q, k_pages, v_pages, lengths, lower, scale, sinks, k_scale, v_scale) and on_hopper(q)
+    return fits(call) and on_hopper(call.q)
 
 
-def fits(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    lower: int,
-    scale: float,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> bool:
+def fits(call: PagedCall) -> bool:
     """Return whether :func:`paged` can compute a call."""
+    (q, k_pages, v_pages), sinks = call[:3], call.sinks
     if q.dtype not in DTYPES or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
         return False
-    if 0 in q.shape or 0 in k_pages.shape or not 0 < lengths.shape[0] <= MOST_SEQUENCES:
+    if 0 in q.shape or 0 in k_pages.shape or not 0 < call.lengths.shape[0] <= MOST_SEQUENCES:
         return False
     (_, page, kv_heads, channels), heads = k_pages.shape, q.shape[1]
     latent = VALUES == v_pages.shape[3] < channels <= MOST and k_pages.stride() == v_pages.stride()
     tiled = heads % (_PLACES * kv_heads) == 0 and page % _PLACES == 0 and describable(k_pages)
-    plain = k_scale is None and v_scale is None and scale > 0 and lower <= -decoding.FAR
-    return latent and tiled and plain and (sinks is None or tuple(sinks.shape) == (heads,))
+    unscaled = call.k_scale is None and call.v_scale is None
+    plain = not call.mask and not call.bias and call.scale > 0 and call.lower <= -decoding.FAR
+    return latent and tiled and unscaled and plain and (sinks is None or tuple(sinks.shape) == (heads,))
 
 
 @PreparedKernel
@@ -85,20 +68,20 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp; the arguments are a :class:`opkit.attn.calls.PagedCall`.
 
     It takes bfloat16 and float16; keys of more than 512 and at most 576 channels, the first 512 of which are the values; pages
-    of a multiple of 64; heads that 64 divides to each of keys; no window and no scales; up to 1024 sequences. Lengths, starts
-    and pages are read on the GPU alone, as the kernel "split" does, to which values are left that lie elsewhere than in the
-    keys.
+    of a multiple of 64; heads that 64 divides to each of keys; no window, no scales and no functions; up to 1024 sequences.
+    Lengths, starts and pages are read on the GPU alone, as the kernel "split" does, to which values are left that lie elsewhere
+    than in the keys.
 
     Raises:
         KernelError: it was forced on a call that it does not compute, or batch invariance is set.
     """
     call = PagedCall(*args)
-    if not fits(*call[:3], call.lengths, call.lower, call.scale, *call[10:]):
+    if not fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(
             f"opkit::paged_attention: kernel {NAME!r} does not take q, k_pages, v_pages of {shapes}, lower={call.lower}, "
-            f"scale={call.scale}: it takes {VALUES} values that are the first channels of the keys, and pages of a multiple "
-            f"of {_PLACES}. Leave the choice to opkit, or force kernel='reference'."
+            f"scale={call.scale}, mask={call.mask}, bias={call.bias}: it takes {VALUES} values that are the first channels of "
+            f"the keys, and pages of a multiple of {_PLACES}. Leave the choice to opkit, or force kernel='reference'."
         )
     decoding.refuse_batch_invariance("opkit::paged_attention", NAME)
     new_out = like(call.q.new_empty((*call.q.shape[:2], VALUES)))

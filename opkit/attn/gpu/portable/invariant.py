@@ -72,7 +72,9 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """
     call = PagedCall(*args)
     small = call.q.shape[-1] <= LARGEST_HEAD and call.v_pages.shape[-1] <= LARGEST_VALUES
-    if not small or not takes_pages(call.q, call.k_pages, call.v_pages, call.lengths):
+    if call.mask or call.bias:
+        _refuse("opkit::paged_attention", "functions of positions")
+    if not small or not takes_pages(call):
         _refuse(
             "opkit::paged_attention",
             f"q of {call.q.dtype} {tuple(call.q.shape)} with k_pages {tuple(call.k_pages.shape)}",
@@ -85,7 +87,7 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale = args
+        q, k, v, table, lengths, starts, _, _, _, _, sinks, k_scale, v_scale, *_ = args
         out, lse = new_out(), new_lse()
         sinks = None if sinks is None else sinks.contiguous()
         pages = dense_rows(table), lengths.contiguous(), starts.contiguous(), k_scale, v_scale
