@@ -333,7 +333,13 @@ class PreparedSeries:
             return self._one_by_one(tensors)
         return tuple(private.tensors_of_handles(handles))
 
-    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def time(self, *tensors: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
+        """Return the sum of what :meth:`PreparedLaunch.time` returns of each launch, and the results."""
+        named, results = self._named(tensors)
+        return sum(launch.time(*map(named.get, launch.names)) for launch in self.launches), results
+
+    def _named(self, tensors: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Return the tensors of a call by name, with new results and scratch tensors; and the results."""
         tensors_by_name = dict(zip(self.names, tensors, strict=True))
         results = {name: make() for name, make in self.results.items()}
         device = tensors[0].device
@@ -343,12 +349,16 @@ class PreparedSeries:
         }
         tensors_by_name |= results | scratch
         tensors_by_name |= {other: tensors_by_name[name] for other, name in self.others.items()}
+        return tensors_by_name, tuple(results.values())
+
+    def _one_by_one(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        named, results = self._named(tensors)
         for launch in self.launches:
-            launch(*[tensors_by_name.get(name) for name in launch.names])
+            launch(*map(named.get, launch.names))
         if self._series is None:
             self._gpu = tensors[0].get_device()
-            self._series = self._joined(tensors_by_name)  # last: other threads look at it first
-        return tuple(results.values())
+            self._series = self._joined(named)  # last: other threads look at it first
+        return results
 
     def _joined(self, tensors_by_name: Mapping[str, torch.Tensor]) -> _core.Series | None:
         """Return the launches that were just made as one; None where one of them cannot be repeated."""

@@ -14,7 +14,7 @@ from opkit.attn.allocation import dense_rows, overwritten, rows
 from opkit.attn.calls import AttentionCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, functions, limits, search
 from opkit.attn.gpu.decode import launches as decode_launches
-from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Divided, divided, explained, tile_search_of
+from opkit.attn.gpu.decode.launches import KERNEL, SOURCES, DecodeLaunches, Results, divided, explained, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, parts
 from opkit.attn.gpu.limits import devices
 from opkit.attn.gpu.plans import MaskShape
@@ -134,8 +134,8 @@ def decode(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
         return lambda *_: tuple([make() for make in results.values()])
     tensors = _programs_of(call, shape)
     names = ("q", "k", "v", *(("sinks",) if call.sinks is not None else ()), *tensors)
-    plans = [_plan(call, shape, shared) for shared in ((False, True) if may_share(call.k, call.v) else (False,))]
-    launches = [each.series(names, results) for each in plans]
+    may = (False, True) if may_share(call.k, call.v) else (False,)
+    launches = [_plan(call, shape, shared, names, results) for shared in may]
 
     def run(*args: Any) -> tuple[Tensor, ...]:
         q, k, v, _, _, sinks = args[:6]
@@ -181,7 +181,9 @@ def shape_of(call: AttentionCall, numbers: dict[str, Any], shared: bool) -> Deco
     programs = _has_programs(call)
     mixed = programs or (_banded(numbers) and q.shape[2] > 1 and group % 64 > 0)
     sizes = k.shape[2], k.shape[3], v.shape[3]
-    return DecodeShape(group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, False, shared, mixed, programs)
+    return DecodeShape(
+        group * q.shape[2], q.shape[0] * k.shape[1], *sizes, item, item, shared=shared, mixed=mixed, programs=programs
+    )
 
 
 def _has_programs(call: AttentionCall) -> bool:
@@ -193,7 +195,9 @@ def _banded(numbers: dict[str, Any]) -> bool:
     return bool(numbers["lower"] > -FAR or numbers["upper"] < FAR)
 
 
-def _plan(call: AttentionCall, of_mask: MaskShape, shared: bool) -> DecodeLaunches | Divided:
+def _plan(
+    call: AttentionCall, of_mask: MaskShape, shared: bool, names: Sequence[str], results: Results
+) -> Callable[..., tuple[Tensor, ...]]:
     (q, k, v), numbers = call[:3], _numbers(call)
     (batch, heads, queries, _), kv_heads, keys, sizes = q.shape, k.shape[1], k.shape[2], (k.shape[3], v.shape[3])
     group, height, dtype = heads // kv_heads, heads // kv_heads * queries, q.dtype
@@ -218,7 +222,7 @@ def _plan(call: AttentionCall, of_mask: MaskShape, shared: bool) -> DecodeLaunch
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, min(height, blocks.rows), numbers)
 
     asked = tile_search_of(shape, gpu, q.device, dtype)
-    return divided(asked, functools.partial(blocks_of, shape, gpu), made, programs)
+    return divided(asked, functools.partial(blocks_of, shape, gpu), made, names, results)
 
 
 def _apart(call: AttentionCall, of_mask: MaskShape) -> bool:

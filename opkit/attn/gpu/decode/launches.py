@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.allocation import allocate_scratch
 from opkit.attn.gpu import functions, plans, search
 from opkit.attn.gpu.decode import plan
 from opkit.attn.gpu.decode.plan import CHANGES, Change, DecodeBlocks, DecodeShape, Device, parts, power
@@ -19,9 +18,6 @@ from opkit.kernels.tuning.configs import Config
 from opkit.op.triton.declare import triton_kernel
 from opkit.op.triton.kernel import TritonKernel
 from opkit.op.triton.launch import PreparedLaunch, PreparedSeries, ScratchTensor
-
-Pages = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-NO_PAGES: Pages = (None, None, None, None, None)
 
 _DECODE = Named("opkit.attn.gpu.decode.device.decode", "decode")
 _MERGE = Named("opkit.attn.gpu.decode.device.merge", "merge")
@@ -45,6 +41,7 @@ SOURCES = (
     "decode/plan.py",
 )
 Divide = Callable[..., DecodeBlocks]
+Results = Mapping[str, Callable[[], Tensor]]
 # Relative to what the rules say, since these give other numbers to calls of one class.
 _CONFIGS = tuple(
     Config({"BLOCK_TIMES": each.block, "STAGES_MORE": each.stages, "WARPS_TIMES": each.warps}) for each in CHANGES
@@ -64,22 +61,7 @@ class DecodeLaunches(NamedTuple):
     merge: PreparedLaunch | None
     partial: int
 
-    def run(
-        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES,
-        programs: Sequence[Tensor | None] = (),
-    ) -> None:  # fmt: skip
-        """Launch on what is written, sinks, and what is read.
-
-        That is ``read`` (queries, keys, values), of pages table, lengths, starts and scales, and the tensors ``OF_PROGRAMS``,
-        where there are some.
-        """
-        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
-        sinks_or_lse = lse if sinks is None else sinks.contiguous()
-        self.decode(*read, out, lse, sinks_or_lse, partial, *pages, *programs)
-        if self.merge is not None:
-            self.merge(partial, out, lse, sinks_or_lse, pages[1], pages[2])
-
-    def series(self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]) -> PreparedSeries:
+    def series(self, names: Sequence[str], results: Results) -> PreparedSeries:
         """Return the launches by one call, which allocates.
 
         Args:
@@ -91,18 +73,6 @@ class DecodeLaunches(NamedTuple):
             return PreparedSeries([self.decode], names, results, {}, others | {"partial": "lse"})
         rooms = {"partial": ScratchTensor((self.partial,), torch.float32)}
         return PreparedSeries([self.decode, self.merge], names, results, rooms, others)
-
-    def time(
-        self, out: Tensor, lse: Tensor, sinks: Tensor | None, read: Sequence[Tensor], pages: Pages = NO_PAGES,
-        programs: Sequence[Tensor | None] = (),
-    ) -> float:  # fmt: skip
-        """Return the milliseconds that the launches of :meth:`run` take, one after the other."""
-        partial = lse if self.merge is None else allocate_scratch(lse, self.partial)
-        sinks_or_lse = lse if sinks is None else sinks.contiguous()
-        took = self.decode.time(*read, out, lse, sinks_or_lse, partial, *pages, *programs)
-        if self.merge is not None:
-            took += self.merge.time(partial, out, lse, sinks_or_lse, pages[1], pages[2])
-        return took
 
 
 def launches_of(
@@ -225,55 +195,36 @@ def divided(
     tile_search: TileSearch | None,
     divide: Divide,
     make: Callable[[DecodeBlocks], DecodeLaunches],
-    programs: bool = False,
-) -> DecodeLaunches | Divided:
-    """Launches of calls of some shapes.
+    names: Sequence[str],
+    results: Results,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return what makes the launches of calls of some shapes, by the rules or by that change of them which a search finds.
 
     Args:
         tile_search: which change of the rules is the fastest; None where they are not changed.
         divide: the rules for these calls, of a change.
         make: the launches of a division.
-        programs: whether there are programs of masks and biases, with the tensors ``OF_PROGRAMS``.
+        names, results: as :meth:`DecodeLaunches.series` has them.
     """
-    return make(divide()) if tile_search is None else Divided(tile_search, divide, make, programs)
+    if tile_search is None:
+        return make(divide()).series(names, results)
+    tiles: Tiles[DecodeBlocks, PreparedSeries] = Tiles(tile_search, functools.partial(_divided, divide))
+    empty = {name: functools.partial(_emptied, new) for name, new in results.items()}
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        _, series = tiles.chosen or tiles.choose(
+            lambda blocks: make(blocks).series(names, results),
+            lambda blocks: make(blocks).series(names, empty).time(*tensors),
+        )
+        return series(*tensors)
+
+    return run
 
 
-class Divided:
-    """Launches of calls by that change of the rules which a search finds; see :func:`divided`."""
-
-    def __init__(
-        self,
-        tile_search: TileSearch,
-        divide: Divide,
-        make: Callable[[DecodeBlocks], DecodeLaunches],
-        programs: bool = False,
-    ) -> None:
-        self._make, self._programs = make, programs
-        self._tiles: Tiles[DecodeBlocks, DecodeLaunches] = Tiles(tile_search, functools.partial(_divided, divide))
-
-    def run(self, *args: Any) -> None:
-        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.run`."""
-        _, launches = self._tiles.chosen or self._tiles.choose(self._make, functools.partial(self._time, args))
-        launches.run(*args)
-
-    def series(
-        self, names: Sequence[str], results: Mapping[str, Callable[[], Tensor]]
-    ) -> Callable[..., tuple[Tensor, ...]]:
-        """As :meth:`opkit.attn.gpu.decode.launches.DecodeLaunches.series`."""
-
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            there, made = dict(zip(names, tensors, strict=True)), {name: make() for name, make in results.items()}
-            pages = tuple([there.get(name) for name in ("table", "lengths", "starts", "k_scale", "v_scale")])
-            programs = [there.get(name) for name in OF_PROGRAMS] if self._programs else []
-            self.run(made["out"], made["lse"], there.get("sinks"), [there[name] for name in "qkv"], pages, programs)
-            return tuple(made.values())
-
-        return run
-
-    def _time(self, args: tuple[Any, ...], blocks: DecodeBlocks) -> search.Timed:
-        out, lse = args[:2]
-        search.emptied(out, lse)
-        return self._make(blocks).time(*args), (out, lse)
+def _emptied(new: Callable[[], Tensor]) -> Tensor:
+    made = new()
+    search.emptied(made)
+    return made
 
 
 def explained(tile_search: TileSearch | None, divide: Divide) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from opkit.attn.gpu.decode.decoding import (
     numbers_of,
     refuse_batch_invariance,
 )
-from opkit.attn.gpu.decode.launches import DecodeLaunches, Divided, divided, tile_search_of
+from opkit.attn.gpu.decode.launches import DecodeLaunches, Results, divided, tile_search_of
 from opkit.attn.gpu.decode.plan import DecodeBlocks, DecodeShape, blocks_of, device_of, power
 from opkit.attn.gpu.limits import devices
 from opkit.attn.gpu.plans import MaskShape
@@ -97,7 +97,7 @@ def paged(*args: Any) -> Callable[..., tuple[Tensor, ...]]:
     given = (name for name, x in optional.items() if x is not None)
     names = ("q", "k", "v", "table", "lengths", "starts", *given, *captured)
     results = {"out": new_out, "lse": new_lse}
-    launches = [_plan(call, shared).series(names, results) for shared in _shared(call)]
+    launches = [_plan(call, shared, names, results) for shared in _shared(call)]
     bytes_of = dense_bytes if call.k_pages.dtype == torch.float8_e4m3fn else dense_rows
 
     def run(*args: Any) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ def _shared(call: PagedCall) -> tuple[bool, ...]:
     return (False, True) if may_share(call.k_pages, call.v_pages) and not scaled else (False,)
 
 
-def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
+def _plan(call: PagedCall, shared: bool, names: Sequence[str], results: Results) -> Callable[..., tuple[Tensor, ...]]:
     masks, biases, found = call.mask_tensors, call.bias_tensors, _shape_of(call)
     of_functions = bool(found.functions)
     (total, heads, d), (_, page, kv_heads, dv) = call.q.shape, call.v_pages.shape
@@ -128,8 +128,9 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
     height, stored = group * -(-total // batch), call.k_pages.itemsize
     apart = of_functions or (mixed and group % 64 > 0)
     shape = DecodeShape(
-        height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, True, shared, apart, of_functions
-    )
+        height, batch * kv_heads, keys, d, dv, computed.itemsize, stored, paged=True, shared=shared, mixed=apart,
+        programs=of_functions,
+    )  # fmt: skip
     settled = {
         "PAGE": page, "BATCH": power(batch), "SHARED": shared, "CAPPED": call.softcap > 0,
         "SINKS": call.sinks is not None, "NEGATIVE": call.scale < 0, "WHOLE": False,
@@ -151,7 +152,7 @@ def _plan(call: PagedCall, shared: bool) -> DecodeLaunches | Divided:
         return decode_launches.launches_of(blocks, constants, slots, kv_heads, tall, {**numbers, "keys": keys})
 
     asked = tile_search_of(shape, gpu, call.q.device, computed)
-    return divided(asked, functools.partial(blocks_of, shape, gpu), made, of_functions)
+    return divided(asked, functools.partial(blocks_of, shape, gpu), made, names, results)
 
 
 def _computed(call: PagedCall) -> torch.dtype:
