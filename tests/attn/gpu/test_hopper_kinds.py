@@ -73,7 +73,7 @@ def test_a_mask_of_more_tensors_than_there_is_room_for_becomes_bools():
 
 def test_segments_with_a_band_and_lengths_need_no_program():
     mask = (*CAUSAL, *SEGMENTS, program.AND, program.LENGTH, 2, program.AND)
-    assert kind_of(128, 128, 300, 300, mask).mask == ()
+    assert kind_of(128, 128, 300, 300, mask).asked.mask == ()
 
 
 def test_heads_are_interleaved_as_the_cache_holds():

@@ -180,7 +180,7 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     lists = list_building(call, (kind.rows, kind.keys), by_keys=True, in_order=ordered)
     kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
     if kernels is None:
-        return portable.prepare_backward(call) if kind.functions.functions else gluon.backward.prepare(*call)
+        return portable.prepare_backward(call) if kind.asked.functions.functions else gluon.backward.prepare(*call)
     shape, fits_slots = shape_of(call), arguments.shape_of(call).fits
     masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
@@ -295,7 +295,7 @@ def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
         numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
     if call.bias:
         numbers |= {"factor": calls.LOG2E, "inner": call.scale}
-    if kind.functions.functions:
+    if kind.asked.functions.functions:
         numbers["functions"] = functions.captured(call)
     return BackwardProblem(**numbers)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkit.attn.calls import GradientCall
-from opkit.attn.gpu.hopper import calls, functions
-from opkit.attn.gpu.hopper.library import of_segments
-from opkit.attn.gpu.hopper.masks import asked_of, definitions_of, shape_of
-from opkit.attn.gpu.plans import MaskShape, Words
+from opkit.attn.gpu.hopper import calls
+from opkit.attn.gpu.hopper.masks import Asked, asked_of, shape_of
+from opkit.attn.gpu.plans import MaskShape
 
 PART = 64 * 64  #: floats of a part of the gradient of a block of queries
 
@@ -24,25 +23,17 @@ class Kind(NamedTuple):
         size: of a head in shared memory.
         head: channels of queries and keys.
         values: channels of values.
-        banded: whether there is a band, or segments, whose keys see spans of queries.
-        listed: whether steps are listed: a mask is more than a band and lengths.
         ordered: whether the gradient of queries is summed up in one order.
         alone: of :func:`is_alone`: no gradient of queries is a sum, and there is nothing to order.
-        asked: of ``Asked`` in ``cuda/asked.cuh``.
-        mask: the program; empty where bands, segments and lengths say all.
-        functions: those of users.
+        asked: what else a call asks for.
     """
 
     size: int
     head: int
     values: int
-    banded: bool
-    listed: bool
     ordered: bool
     alone: bool
-    asked: tuple[bool, ...]
-    mask: Words
-    functions: functions.Texts = functions.Texts("", "")
+    asked: Asked
 
     @property
     def rows(self) -> int:
@@ -63,9 +54,8 @@ class Kind(NamedTuple):
     def definitions(self) -> str:
         """The definitions with which ``backward.cu`` is compiled."""
         sizes = f"{self.size}, {self.head}, {self.values}"
-        ways = ", ".join(str(each).lower() for each in (self.banded, self.listed, self.ordered, self.alone))
-        tile = self.rows, self.keys
-        return definitions_of(self.asked, self.mask, self.functions, tile, LAYOUT=f"Shape<{sizes}, {ways}>")
+        ways = ", ".join(str(each).lower() for each in (self.asked.banded, self.asked.listed, self.ordered, self.alone))
+        return self.asked.definitions((self.rows, self.keys), LAYOUT=f"Shape<{sizes}, {ways}>")
 
 
 _STEP = 16  # channels of a product
@@ -87,8 +77,5 @@ def is_alone(call: GradientCall, shape: MaskShape) -> bool:
 def kind_of(call: GradientCall, ordered: bool) -> Kind:
     """Return the kind of a call."""
     shape, head, values = shape_of(call), *(-(-size // _STEP) * _STEP for size in (call.q.shape[3], call.v.shape[3]))
-    spans, alone = of_segments(shape), is_alone(call, shape)
-    return Kind(
-        calls.padded(max(head, values)), head, values, shape.banded or spans, bool(shape.mask), ordered and not alone, alone,
-        asked_of(call, shape, sinks=False), () if spans else shape.mask, functions.texts_of(call, sloped=True),
-    )  # fmt: skip
+    alone, asked = is_alone(call, shape), asked_of(call, sinks=False, sloped=True)
+    return Kind(calls.padded(max(head, values)), head, values, ordered and not alone, alone, asked)

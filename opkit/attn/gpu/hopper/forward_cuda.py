@@ -273,9 +273,9 @@ def _long(call: AttentionCall) -> bool:
 
 def _float8_has(call: AttentionCall) -> bool:
     """Return whether the kernels in float8 have what a call asks for."""
-    kind = kind_of(call)
-    heads = calls.HEADS[:2] if kind.listed else calls.HEADS
-    return call.q.shape[3] == call.v.shape[3] in heads and not any((*kind.asked, *kind.functions)) and not kind.mask
+    asked = kind_of(call).asked
+    heads = calls.HEADS[:2] if asked.listed else calls.HEADS
+    return call.q.shape[3] == call.v.shape[3] in heads and not any((*asked.flags, *asked.functions)) and not asked.mask
 
 
 def fits_float8(call: Float8Call) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkit.attn.calls import AttentionCall
-from opkit.attn.gpu.hopper import calls, functions
+from opkit.attn.gpu.hopper import calls
 from opkit.attn.gpu.hopper.library import of_segments
-from opkit.attn.gpu.hopper.masks import asked_of, definitions_of, shape_of
-from opkit.attn.gpu.plans import MaskShape, Words
+from opkit.attn.gpu.hopper.masks import Asked, asked_of, shape_of
+from opkit.attn.gpu.plans import MaskShape
 
 ROWS = 64  #: queries of a warpgroup
 _VALUES = (64, 96, 128, 192, 256)  # channels of products with values
@@ -48,35 +48,22 @@ class Kind(NamedTuple):
 
     Attributes:
         layout: of its work.
-        listed: whether steps are listed, or those of spans.
-        banded: whether there is a band.
-        asked: of ``Asked`` in ``cuda/asked.cuh``.
-        mask: the program; empty where bands, segments and lengths say all.
-        functions: those of users.
+        asked: what else a call asks for.
     """
 
     layout: Layout
-    listed: bool
-    banded: bool
-    asked: tuple[bool, ...]
-    mask: Words
-    functions: functions.Texts = functions.Texts("", "")
+    asked: Asked
 
     @property
     def definitions(self) -> str:
         """The definitions with which ``forward.cu`` is compiled."""
-        layout = f"Listed<{self.layout.text}>" if self.listed else self.layout.text
-        banded = str(self.banded).lower()
-        return definitions_of(self.asked, self.mask, self.functions, self.layout.tile, LAYOUT=layout, OF_BAND=banded)
+        layout = f"Listed<{self.layout.text}>" if self.asked.listed else self.layout.text
+        return self.asked.definitions(self.layout.tile, LAYOUT=layout, OF_BAND=str(self.asked.banded).lower())
 
 
 def kind_of(call: AttentionCall) -> Kind:
     """Return the kind of a call."""
-    shape = shape_of(call)
-    spans = of_segments(shape)
-    asked = asked_of(call, shape, call.sinks is not None)
-    mask, texts = () if spans else shape.mask, functions.texts_of(call)
-    return Kind(layout_of(call), bool(shape.mask), shape.banded or spans, asked, mask, texts)
+    return Kind(layout_of(call), asked_of(call, sinks=call.sinks is not None))
 
 
 def layout_of(call: AttentionCall) -> Layout:

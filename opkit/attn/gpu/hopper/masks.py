@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,22 +33,41 @@ def shape_of(call: AttentionCall | GradientCall) -> MaskShape:
     return found if found.fits else plans.shape_of((program.DENSE, 0), ())
 
 
-def asked_of(call: AttentionCall | GradientCall, shape: MaskShape, sinks: bool) -> tuple[bool, ...]:
-    """Return what a call asks for, as ``Asked`` in ``cuda/asked.cuh``."""
+class Asked(NamedTuple):
+    """What a call asks for, with which kernels are compiled.
+
+    Attributes:
+        banded: whether there is a band, or segments, whose keys see spans of queries.
+        listed: whether steps are listed: a mask is more than a band and lengths.
+        flags: of ``Asked`` in ``cuda/asked.cuh``.
+        mask: the program; empty where bands, segments and lengths say all.
+        functions: those of users.
+    """
+
+    banded: bool
+    listed: bool
+    flags: tuple[bool, ...]
+    mask: Words
+    functions: functions.Texts
+
+    def definitions(self, tile: tuple[int, int], **more: str) -> str:
+        """Return the definitions with which a source is compiled, ``more`` of them first; a tile is queries and keys."""
+        found = {**more, "ASKED": ", ".join(str(each).lower() for each in self.flags)}
+        if self.mask:
+            found["MASK_PROGRAM"] = expression_of(self.mask)
+            found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
+        found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), self.functions, strict=True) if text}
+        return "".join(f"#define {name} {text}\n" for name, text in found.items())
+
+
+def asked_of(call: AttentionCall | GradientCall, *, sinks: bool, sloped: bool = False) -> Asked:
+    """Return what a call asks for; ``sloped``: with the derivatives of functions of logits."""
+    shape = shape_of(call)
+    spans = of_segments(shape)
     odd = tuple(size > _BOX and size % _BOX != 0 for size in (call.q.shape[3], call.v.shape[3]))
-    return call.softcap > 0, sinks, bool(shape.lengths), *odd
-
-
-def definitions_of(
-    asked: Sequence[bool], mask: Words, texts: functions.Texts | None, tile: tuple[int, int], **more: str
-) -> str:
-    """Return the definitions with which a source is compiled, ``more`` of them first; a tile is queries and keys."""
-    found = {**more, "ASKED": ", ".join(str(each).lower() for each in asked)}
-    if mask:
-        found["MASK_PROGRAM"] = expression_of(mask)
-        found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
-    found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), texts or (), strict=False) if text}
-    return "".join(f"#define {name} {text}\n" for name, text in found.items())
+    flags = (call.softcap > 0, sinks, bool(shape.lengths), *odd)
+    mask = () if spans else shape.mask
+    return Asked(shape.banded or spans, bool(shape.mask), flags, mask, functions.texts_of(call, sloped))
 
 
 def expression_of(mask: Words) -> str:
