@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -77,3 +77,8 @@ def dense_bytes(x: Tensor) -> Tensor:
 def address(x: Tensor | None) -> int:
     """Return the address of the elements of ``x``; 0 for None."""
     return 0 if x is None else x.data_ptr()
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the addresses of tensors."""
+    return [each.data_ptr() for each in tensors]

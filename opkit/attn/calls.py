@@ -50,39 +50,6 @@ class GradientCall(NamedTuple):
     sinks: Tensor | None = None
 
 
-class WholeGradientCall(NamedTuple):
-    """The arguments of :func:`opkit.attn.gradients.attention_whole_backward`: those above, and the numbers of bias tensors."""
-
-    gradient: Tensor
-    of_lse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    mask_tensors: list[Tensor]
-    bias_tensors: list[Tensor]
-    mask: list[int]
-    bias: list[int]
-    scale: float
-    softcap: float
-    out_is_bshd: bool
-    wanted: list[int]
-    seed: Tensor | None = None
-    dropout_p: float = 0.0
-    sinks: Tensor | None = None
-
-    @classmethod
-    def of(cls, call: GradientCall, wanted: list[int]) -> WholeGradientCall:
-        """Return a call with the numbers of the tensors of a bias whose gradients are wanted."""
-        return cls(*call[:14], wanted, *call[14:])
-
-    @property
-    def parts(self) -> GradientCall:
-        """The call without the gradients of biases."""
-        return GradientCall(*self[:14], *self[15:])
-
-
 class BiasCall(NamedTuple):
     """The arguments of :func:`opkit.attn.gradients.attention_bias_backward`, which says what they are."""
 
@@ -164,12 +131,13 @@ def dtypes_and_shapes(tensors: Iterable[Tensor]) -> str:
     return ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
 
 
-def predicate(kind: Any, condition: Callable[[Any], object]) -> Callable[..., object]:
+def predicate(kind: Any, condition: Callable[..., object], *more: str) -> Callable[..., object]:
     """Turn a predicate of a call into one for ``register_kernel(when=)``, whose parameters are the operator's arguments.
 
     Args:
         kind: the class of the call, one of the above.
         condition: the predicate of a call.
+        more: the operator's arguments that no field of the call has, which ``condition`` takes after the call.
 
     >>> when = predicate(AttentionCall, lambda call: call.dropout_p == 0)
     >>> list(inspect.signature(when).parameters)[:3]
@@ -178,9 +146,10 @@ def predicate(kind: Any, condition: Callable[[Any], object]) -> Callable[..., ob
 
     @functools.wraps(condition)
     def when(**arguments: Any) -> object:
-        return condition(kind(**arguments))
+        others = [arguments.pop(name) for name in more]
+        return condition(kind(**arguments), *others)
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kind._fields]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*kind._fields, *more)]
     when.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return when
 

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from opkit.attn import cpu_programs, cpu_tiles, gradients
-from opkit.attn.allocation import address, dense_rows, overwritten, rows
-from opkit.attn.calls import (
-    AnyCall,
-    AttentionCall,
-    BiasCall,
-    GradientCall,
-    WholeGradientCall,
-    dtypes_and_shapes,
-    predicate,
-)
+from opkit.attn.allocation import address, addresses, dense_rows, overwritten, rows
+from opkit.attn.calls import AnyCall, AttentionCall, BiasCall, GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.cpu_programs import BiasSums
 from opkit.attn.masks.program import bias_fits, mask_fits, results_fit, shapes_fit, sinks_fit
 from opkit.attn.paged import cpu as paged_cpu
@@ -56,7 +48,7 @@ def live_tiles(call: Sequence[Any]) -> cpu_tiles.LiveTiles:
     _check_supported(takes(made), "tiles", made)
     out = made.q.new_empty((*made.q.shape[:3], made.v.shape[3]))
     kernel = _core.AttentionForward(None, **description(made, [made.q, made.k, made.v, out]))
-    return cpu_tiles.tiles_of(made, kernel.states(_addresses(made.mask_tensors)))
+    return cpu_tiles.tiles_of(made, kernel.states(addresses(made.mask_tensors)))
 
 
 def _notes(*call: Any) -> list[str]:
@@ -108,7 +100,7 @@ def _run_general(kernel: Run, new_out: Run, new_lse: Run) -> Run:
             out,
             lse,
         )  # alive until the kernel has read them
-        kernel(*_addresses(tensors), address(sinks), _addresses(call.mask_tensors), _addresses(call.bias_tensors))
+        kernel(*addresses(tensors), address(sinks), addresses(call.mask_tensors), addresses(call.bias_tensors))
         return results
 
     return run
@@ -125,16 +117,16 @@ def backward(*arguments: Any) -> Run:
 
 @PreparedKernel
 def whole_backward(*arguments: Any) -> Run:
-    """Compute them, and the gradients of some of the tensors of a bias; the arguments are a :class:`WholeGradientCall`."""
-    call = WholeGradientCall(*arguments)
-    run = _prepared_backward(call.parts, list(call.wanted))
-    return lambda *arguments: list(run(*arguments[:14], *arguments[15:]))
+    """Compute them, and the gradients of some of the tensors of a bias, whose numbers follow a :class:`GradientCall`."""
+    *call, wanted = arguments
+    run = _prepared_backward(GradientCall(*call), list(wanted))
+    return lambda *arguments: list(run(*arguments))
 
 
 def _prepared_backward(call: GradientCall, wanted: list[int]) -> Run:
     from opkit import _core
 
-    _check_supported(_takes_whole(call, wanted), "tiles", call)
+    _check_supported(takes_whole(call, wanted), "tiles", call)
     results = [rows(each, each.shape[3], call.out_is_bshd) for each in (call.q, call.k, call.v)]
     new = [overwritten(each) for each in (*results, call.q.new_empty(call.q.shape[:3], dtype=torch.float32))]
     sums = BiasSums(call, wanted)
@@ -156,9 +148,9 @@ def _run_backward(kernel: Run, new: list[Run], copied: bool, sums: BiasSums | No
             lse, of_lse = lse.contiguous(), None if of_lse is None else of_lse.contiguous()
         results = tuple([make() for make in new])
         tensors = (q, k, v, out, lse, *results)
-        of_masks, of_biases = _addresses(mask_tensors), _addresses(bias_tensors)
+        of_masks, of_biases = addresses(mask_tensors), addresses(bias_tensors)
         added, wanted = ([], []) if sums is None else sums.new(bias_tensors)
-        kernel(address(gradient), address(of_lse), *_addresses(tensors), address(sinks), of_masks, of_biases, wanted)
+        kernel(address(gradient), address(of_lse), *addresses(tensors), address(sinks), of_masks, of_biases, wanted)
         return results if sums is None else (*results, *sums.rounded(added, bias_tensors))
 
     return run
@@ -182,7 +174,7 @@ def bias_backward(*arguments: Any) -> Callable[..., list[Tensor]]:
         q, k, v, gradient = (dense_rows(each) for each in (call.q, call.k, call.v, call.gradient))
         lse, delta, sinks = call.lse.contiguous(), call.delta.contiguous(), _in_float32(call.sinks)
         added, wanted = sums.new(call.bias_tensors)
-        of_masks, of_biases = _addresses(call.mask_tensors), _addresses(call.bias_tensors)
+        of_masks, of_biases = addresses(call.mask_tensors), addresses(call.bias_tensors)
         rows = gradient.data_ptr(), delta.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr()
         kernel(*rows, of_masks, of_biases, address(sinks), wanted)
         return sums.rounded(added, call.bias_tensors)
@@ -196,7 +188,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     op.register_kernel("cpu", decode, when=predicate(AttentionCall, takes_few), name="decode", priority=1, trusted=True)
     when = predicate(GradientCall, takes_gradients)
     gradients.backward_operator().register_kernel("cpu", backward, when=when, name="tiles", trusted=True)
-    when = predicate(WholeGradientCall, takes_whole)
+    when = predicate(GradientCall, takes_whole, "wanted")
     gradients.whole_backward_operator().register_kernel("cpu", whole_backward, when=when, name="tiles", trusted=True)
     when = predicate(BiasCall, takes_bias_gradients)
     gradients.bias_backward_operator().register_kernel("cpu", bias_backward, when=when, name="tiles", trusted=True)
@@ -215,12 +207,8 @@ def takes_gradients(call: GradientCall) -> bool | Refused:
     return call.dropout_p == 0 and sinks_fit(call.sinks, call.q) and results_fit(call) and _tensors_fit(call)
 
 
-def takes_whole(call: WholeGradientCall) -> bool | Refused:
+def takes_whole(call: GradientCall, wanted: Sequence[int]) -> bool | Refused:
     """Return whether :func:`whole_backward` supports a call."""
-    return _takes_whole(call.parts, call.wanted)
-
-
-def _takes_whole(call: GradientCall, wanted: Sequence[int]) -> bool | Refused:
     supported = takes_gradients(call)
     return supported and all(cpu_programs.gradient_place(call, number) is not None for number in wanted)
 
@@ -297,10 +285,6 @@ def decode(*arguments: Any) -> Run:
 
 def _same(inputs: Sequence[Tensor], tensors: Sequence[Any]) -> bool:
     return all(one is other for one, other in zip(inputs, tensors, strict=True))
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [each.data_ptr() for each in tensors]
 
 
 def description(call: AnyCall, tensors: list[Tensor], slopes: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import reference
-from opkit.attn.calls import AttentionCall, BiasCall, GradientCall, WholeGradientCall
+from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.masks import program
 from opkit.attn.masks.program import Grid
 from opkit.op.definition import custom_op
@@ -116,19 +116,19 @@ def attention_whole_backward(
     scale: float,
     softcap: float,
     out_is_bshd: bool,
+    seed: Tensor | None,
+    dropout_p: float,
+    sinks: Tensor | None,
     wanted: list[int],
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the results of :func:`attention_backward`, and then those of :func:`attention_bias_backward`, by both operators.
 
     Where a kernel exists it computes the scores once for both.
     """
-    call = WholeGradientCall(
-        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, wanted, seed,
+    call = GradientCall(
+        gradient, of_lse, q, k, v, out, lse, mask_tensors, bias_tensors, mask, bias, scale, softcap, out_is_bshd, seed,
         dropout_p, sinks,
-    ).parts  # fmt: skip
+    )  # fmt: skip
     *gradients, delta = backward_operator()(*call)
     of_biases = _of_biases(call, delta, wanted)
     return [*gradients, delta, *[each for each in of_biases if each is not None]]
@@ -253,7 +253,7 @@ def _backward_with_optional(
     wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4] or ()) if needed]
     of_biases: list[Tensor | None] = [None] * biases
     if wanted and q.device.type == "cpu":
-        found = whole_backward_operator()(*WholeGradientCall.of(call, wanted))
+        found = whole_backward_operator()(*call, wanted)
         gradients, delta = found[:3], found[3]
         for number, one in zip(wanted, found[4:], strict=True):
             of_biases[number] = one

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn import cpu_programs
-from opkit.attn.allocation import address, dense_rows, like, overwritten
+from opkit.attn.allocation import address, addresses, dense_rows, like, overwritten
 from opkit.attn.calls import PagedCall
 from opkit.attn.masks.program import UNLIMITED, bias_words_fit, mask_words_fit
 from opkit.errors import KernelError
@@ -133,11 +133,11 @@ def contiguous(
     ) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse = dense_rows(q), dense_rows(k), dense_rows(v), new_out(), new_lse()
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks)
+        read = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks)
         if programs is None:
-            kernel(*addresses)
+            kernel(*read)
         else:
-            kernel(*addresses, mask_tensors=_addresses(mask_tensors), bias_tensors=_addresses(bias_tensors))
+            kernel(*read, mask_tensors=addresses(mask_tensors), bias_tensors=addresses(bias_tensors))
         return out, lse
 
     return run
@@ -171,21 +171,17 @@ def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             _readable(PagedCall(*arguments)) if converted else arguments
         )
         out, lse = new_out(), new_lse()
-        addresses = (
+        read = (
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(sinks), table.data_ptr() or 64,
             lengths.data_ptr(), starts.data_ptr(), address(k_scale), address(v_scale),
         )  # fmt: skip
         if programs is None:
-            kernel(*addresses)
+            kernel(*read)
         else:
-            kernel(*addresses, mask_tensors=_addresses(mask_tensors), bias_tensors=_addresses(bias_tensors))
+            kernel(*read, mask_tensors=addresses(mask_tensors), bias_tensors=addresses(bias_tensors))
         return out, lse
 
     return run
-
-
-def _addresses(tensors: Tensors) -> list[int]:
-    return [each.data_ptr() for each in tensors]
 
 
 def _readable(call: PagedCall) -> PagedCall:
