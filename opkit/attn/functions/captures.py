@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,7 +120,7 @@ class Captures:
             self.tensor_cells.append((cell, len(self.tensors)))
         elif isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
             self.numbers.append(cell)
-            return type(value) if self.function.__code__ not in needs_numbers else (type(value), value)
+            return type(value) if not learned(self.function.__code__).needs_numbers else (type(value), value)
         return self._described(value, outer, reads)
 
 
@@ -128,7 +129,17 @@ def _reads(code: types.CodeType, name: str, value: Any) -> Paths | None:
     return attributes.read(code, name, isinstance(value, types.ModuleType))
 
 
-needs_numbers: set[types.CodeType] = set()  # functions that need the values of captured numbers
+@dataclasses.dataclass
+class Learned:
+    """What calls of a function have shown: whether it needs the values of captured numbers."""
+
+    needs_numbers: bool = False
+
+
+@functools.lru_cache(1024)
+def learned(code: types.CodeType) -> Learned:
+    """Return what is known of functions with this code."""
+    return Learned()
 
 
 def _is_of_torch(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -95,7 +95,7 @@ def _value(traced: Traced, end: Affine) -> int:
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-_Emit = Callable[[], Any]
+_Leaf = tuple[Any, ...]  # an opcode, and its tensors and numbers
 
 
 class _MaskLowering:
@@ -106,12 +106,14 @@ class _MaskLowering:
         self.builder = builder
         self.sizes = builder.sizes
         self.name = name
-        self.leaves: dict[Expr, _Emit | None] = {}
+        self.leaves: dict[Expr, _Leaf | None] = {}
 
     def emit(self, root: Expr) -> None:
         leaf = self._leaf(root)
         if leaf is not None:
-            leaf()
+            self._opcode(*leaf)
+            if root.op == "ne":
+                self.builder.emit(program.NOT)
         elif root.op == "not":
             self.emit(root.args[0])
             self.builder.emit(program.NOT)
@@ -144,24 +146,29 @@ class _MaskLowering:
         function = self.traced.function(root, self.builder.tensors)
         self.builder.emit(program.FUNCTION, *function.words())
 
-    def _leaf(self, node: Expr) -> _Emit | None:
-        """Return what appends the opcode of a comparison or a bool tensor; None if no opcode says it."""
+    def _opcode(self, opcode: int, *operands: Any) -> None:
+        if opcode == program.SEGMENTS:
+            sides = zip(operands, ("queries", "keys"), strict=True)
+            self.builder.emit(opcode, *[self.builder.integers(self.name, ids, ("batch", dim)) for ids, dim in sides])
+        elif opcode == program.LENGTH:
+            self.builder.lengths(self.name, operands[0], None)
+        else:
+            self.builder.emit(opcode, *[self.builder.tensor(x) if isinstance(x, Tensor) else x for x in operands])
+
+    def _leaf(self, node: Expr) -> _Leaf | None:
+        """Return the opcode of a comparison, of ``==`` for ``!=``, or of a bool tensor; None if no opcode says it."""
         if node not in self.leaves:
-            found = self._found(node)
-            self.leaves[node] = (
-                found if found is None or node.op != "ne" else lambda: (found(), self.builder.emit(program.NOT))
-            )
+            self.leaves[node] = self._found(node)
         return self.leaves[node]
 
-    def _found(self, node: Expr) -> _Emit | None:
-        """Return the same, of ``==`` for ``!=``."""
+    def _found(self, node: Expr) -> _Leaf | None:
         if node.op == "load":
             table = _table(node, self.traced, self.sizes, self.name)
-            return None if table is None else lambda: self.builder.emit(program.DENSE, self.builder.tensor(table))
+            return None if table is None else (program.DENSE, table)
         if node.op not in ("lt", "le", "eq", "ne") or not is_int(node.args[0].dtype):
             return None
         if self._always_holds(node):
-            return lambda: self.builder.emit(program.BAND, -program.UNLIMITED, program.UNLIMITED)
+            return program.BAND, -program.UNLIMITED, program.UNLIMITED
         return self._band(node) or self._segments(node) or self._length(node)
 
     def _always_holds(self, node: Expr) -> bool:
@@ -177,7 +184,7 @@ class _MaskLowering:
         )
         return type(greatest) is int and greatest <= most
 
-    def _band(self, node: Expr) -> _Emit | None:
+    def _band(self, node: Expr) -> _Leaf | None:
         ends = band_ends(node)
         if ends is None:
             return None
@@ -186,9 +193,9 @@ class _MaskLowering:
             default if number is None else number
             for number, default in zip(numbers, (-program.UNLIMITED, program.UNLIMITED), strict=True)
         )
-        return lambda: self.builder.band(lower, upper, "top-left", None)
+        return program.BAND, lower, upper
 
-    def _segments(self, node: Expr) -> _Emit | None:
+    def _segments(self, node: Expr) -> _Leaf | None:
         sides = [_stripped(each) for each in node.args]
         if node.op not in ("eq", "ne") or any(each.op != "load" for each in sides):
             return None
@@ -197,16 +204,9 @@ class _MaskLowering:
             at = _axes_of(each, _tensor(self.traced, each))
             if at in (("i",), ("j",), ("b", "i"), ("b", "j")):
                 ids[at[-1]] = _cut(self.traced, each, self.sizes, self.name)
-        if len(ids) != 2:
-            return None
+        return (program.SEGMENTS, ids["i"], ids["j"]) if len(ids) == 2 else None
 
-        def emit() -> None:
-            of = [self.builder.integers(self.name, ids[axis], ("batch", dim)) for axis, dim in _ID_DIMS]
-            self.builder.emit(program.SEGMENTS, *of)
-
-        return emit
-
-    def _length(self, node: Expr) -> _Emit | None:
+    def _length(self, node: Expr) -> _Leaf | None:
         left, right = node.args
         bound, own = _stripped(right), affine(left)
         if (
@@ -223,11 +223,10 @@ class _MaskLowering:
         lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - own.get("", 0)
         if more:
             lengths = get_or_compute(("keys", more), (lengths,), lambda: lengths + more)
-        return lambda: self.builder.lengths(self.name, lengths, None)
+        return program.LENGTH, lengths
 
 
 _COMBINE = {"and": program.AND, "or": program.OR}
-_ID_DIMS = (("i", "queries"), ("j", "keys"))
 
 
 def _operands(node: Expr, op: str) -> Iterator[Expr]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.captures import Captures, needs_numbers
+from opkit.attn.functions.captures import Captures, Learned, learned
 from opkit.attn.functions.expression import Function, coordinates, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
 from opkit.compiler.ir.dtypes import DTYPES, is_int
@@ -142,7 +142,7 @@ def trace_captures(
     if recipe is None:
         recipe = _traced(function, kind, dtype, device, captures)
         found = all(isinstance(each, int) or not each.shape for each in recipe.tensors)
-        if key is not None and found and not recipe.reads:
+        if key is not None and captures.key is not None and found and not recipe.reads:
             if len(_recipes) >= _MAX_CACHED:
                 _recipes.clear()
             _recipes[key] = recipe
@@ -161,12 +161,13 @@ def _traced(function: Any, kind: Kind, dtype: torch.dtype, device: torch.device,
     if not isinstance(function, torch.fx.GraphModule):
         _check_signature(function, kind)
     name = describe(function)
-    code: Any = getattr(captures.function, "__code__", None)
-    if captures.numbers and code not in needs_numbers and dtype != torch.float64:
+    code = getattr(captures.function, "__code__", None)  # graphs have none
+    known = Learned() if code is None else learned(code)
+    if captures.numbers and not known.needs_numbers and dtype != torch.float64:
         try:
             return _run(captures, function, kind, dtype, device, True)
         except private.DataDependent:
-            needs_numbers.add(code)
+            known.needs_numbers, captures.key = True, None  # the key is without their values
     try:
         return _run(captures, function, kind, dtype, device, False)
     except private.DataDependent as error:
