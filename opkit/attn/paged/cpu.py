@@ -186,11 +186,11 @@ def paged(*arguments: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _readable(call: PagedCall) -> PagedCall:
     """Return the call as the kernel reads it: dense rows, and the dtypes of its page table, lengths, sinks and scales."""
-    return PagedCall(
-        dense_rows(call.q), dense_rows(call.k_pages), dense_rows(call.v_pages), call.page_table.to(torch.int32).contiguous(),
-        call.lengths.to(torch.int64).contiguous(), call.starts.to(torch.int64).contiguous(), *call[6:10],
-        None if call.sinks is None else call.sinks.to(torch.float32).contiguous(), _single(call.k_scale), _single(call.v_scale),
-        *call[13:],
+    return call._replace(
+        q=dense_rows(call.q), k_pages=dense_rows(call.k_pages), v_pages=dense_rows(call.v_pages),
+        page_table=call.page_table.to(torch.int32).contiguous(), lengths=call.lengths.to(torch.int64).contiguous(),
+        starts=call.starts.to(torch.int64).contiguous(), k_scale=_single(call.k_scale), v_scale=_single(call.v_scale),
+        sinks=None if call.sinks is None else call.sinks.to(torch.float32).contiguous(),
     )  # fmt: skip
 
 
