@@ -25,7 +25,6 @@ _STATES = Named("opkit.attn.gpu.device.tile_lists", "tile_states")
 _FUNCTION_STATES = Named("opkit.attn.gpu.device.tile_lists", "function_states")
 _STEP = 32  # tiles, or rows of a tile, that a program reads together
 _MAX_CACHED = 64  # lists, and as many orders
-_MAX_BITS = 16  # functions' bits that are cached
 _BITS = 32 << 20  # bytes that a function's bits take at most
 MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
 _order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
@@ -56,9 +55,6 @@ class FunctionBits(NamedTuple):
     words: Tensor | None
 
 
-_bits_cache: TensorCache[list[FunctionBits]] = TensorCache(_MAX_BITS)
-
-
 def worth_it(shape: MaskShape, blocks: BlockSizes, queries: int, keys: int) -> bool:
     """Return whether lists are built: the mask has more than bands and lengths, and there are enough tiles to skip some."""
     return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > MAX_UNLISTED
@@ -83,11 +79,9 @@ def lists_of(
 def bits_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool) -> list[FunctionBits]:
     """Return what each function of a call's mask returns: states of tiles, and bits of those that are true in part.
 
-    A row of bits is that of a query, or ``by_keys`` of a key.
+    A row of bits is that of a query, or ``by_keys`` of a key. They are not cached.
     """
-    masks, sizes = list(call.mask_tensors), _sizes(call)
-    build = functools.partial(_function_states, shape, masks, blocks, sizes, call.q.device, by_keys)
-    return get_or_build(_bits_cache, (shape, blocks[:2], sizes, by_keys), call, build)
+    return _function_states(shape, list(call.mask_tensors), blocks, _sizes(call), call.q.device, by_keys)
 
 
 def _function_states(

@@ -21,8 +21,10 @@ from opkit.attn.gpu.hopper import functions
 from opkit.attn.gpu.hopper.library import Lists, lists_of, of_segments
 from opkit.attn.gpu.plans import MaskShape, Words
 from opkit.attn.masks import program
+from opkit.attn.tensor_cache import TensorCache
 from opkit.op import torch_private as private
 
+_MAX_CACHED = 16  # calls' masks, of which each may have bits of functions
 _FUNCTIONS = 4  # whose results are read as bits
 _BOX = 64  # channels that the copy engine loads at once
 
@@ -132,10 +134,21 @@ class Mask(ctypes.Structure):
     )
 
 
+class MaskRead(NamedTuple):
+    """What a call's mask reads, and the lists of its tiles; and tensors of these that must live until the kernel is launched."""
+
+    mask: Mask
+    lists: Lists
+    tensors: Sequence[Tensor]
+
+
+_cache: TensorCache[MaskRead] = TensorCache(_MAX_CACHED)
+
+
 def mask_of(
     call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool = False
-) -> tuple[Mask, Lists, Sequence[Tensor]]:
-    """Return what a call's mask reads, and the lists of its tiles; and tensors that must live until the kernel is launched.
+) -> MaskRead:
+    """Return what a call's mask reads, cached with the mask's tensors, which must live until the kernel is launched, too.
 
     Args:
         call: the call, whose mask fits the kernels' slots.
@@ -144,13 +157,24 @@ def mask_of(
         by_keys: whether tiles of keys have lists of those of queries.
         in_order: whether such lists have turns, by which sums are made in order.
     """
-    mask, lists, sizes = Mask(), Lists(), (*call.q.shape[:3], call.k.shape[2])
+    sizes = (*call.q.shape[:3], call.k.shape[2])
+    name = shape, tile, by_keys, in_order, sizes, tuple([x.stride() for x in call.mask_tensors])
+    build = functools.partial(_mask_of, call, shape, tile, by_keys, in_order, sizes)
+    return tile_lists.get_or_build(_cache, name, call, build)
+
+
+def _mask_of(
+    call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool,
+    sizes: tuple[int, ...],
+) -> MaskRead:  # fmt: skip
+    mask, lists = Mask(), Lists()
     read: list[Tensor] = []
     for number in shape.lengths:
         lengths = call.mask_tensors[number]
         mask.lengths, mask.lengths_batch = lengths.data_ptr(), lengths.stride(0) if lengths.shape[0] > 1 else 0
     if of_segments(shape):
-        lists, read = lists_of(call, *tile, by_keys=by_keys, in_order=in_order)
+        lists, found = lists_of(call, *tile, by_keys=by_keys, in_order=in_order)
+        read += found[2:]  # the first are the mask's own
     elif shape.mask:
         mask.numbers[: len(shape.numbers)] = shape.numbers
         for place, x in enumerate(plans.slots_of(shape, call.mask_tensors, [], sizes, of_biases=False)):
@@ -170,7 +194,7 @@ def mask_of(
         if in_order:
             read.append(tile_lists.visits_of_call(found, call, shape, blocks))
             lists.visits = read[-1].data_ptr()
-    return mask, lists, read
+    return MaskRead(mask, lists, read)
 
 
 def list_building(
