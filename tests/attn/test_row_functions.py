@@ -233,6 +233,94 @@ def test_vmap_and_func_grad():
     torch.testing.assert_close(found, torch.autograd.grad(model(q, gate).sum(), gate)[0])
 
 
+# ---- kernels of eager mode -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_torch_operations(monkeypatch):
+    """Call it, and functions of rows cannot be mapped any more: kernels must do."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("torch.vmap is called")
+
+    return lambda: monkeypatch.setattr(torch, "vmap", refuse)
+
+
+def gated_rotary(number, weight, gate):
+    def query(x, b, h, at):
+        return rotary(x * torch.rsqrt(x.square().mean() + number) * weight, b, h, at + 1)
+
+    return query, query, lambda x, b, h, i: x * torch.sigmoid(gate[b, h, i] * number)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_a_kernel_serves_other_sizes_numbers_and_tensors(no_torch_operations, dtype, limit):
+    for n, (batch, queries, number) in enumerate([(2, 9, 1e-3), (3, 14, 0.5), (2, 33, 0.25)]):
+        q, k, v = (x.transpose(1, 2) if n else x for x in inputs(dtype, batch, queries, queries))
+        q, k, v = (x.detach().transpose(1, 2).contiguous() if n else x for x in (q, k, v))
+        weight, gate = torch.rand(D).add(0.5), torch.randn(batch, H, queries, D).to(dtype)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, weight, gate)]
+        query, key, output = gated_rotary(number, *leaves[3:])
+        found = opkit.attention(*leaves[:3], mask=Causal(), query=query, key=key, output=output)
+        gradient = torch.randn_like(found)
+        got = torch.autograd.grad(found, leaves, gradient)
+        no_torch_operations()
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        right = formula(*wide[:3], *gated_rotary(number, *wide[3:]))
+        expected = torch.autograd.grad(right, wide, gradient.double())
+        for one, other in zip((found, *got), (right, *expected), strict=True):
+            assert (one.double() - other).abs().max() <= limit * (1 + other.abs().max())
+
+
+def test_sizes_of_captured_tensors_are_those_of_each_call():
+    for queries in (5, 6, 7, 6):
+        q, k, v = (x.detach() for x in inputs(queries=queries))
+        table = torch.linspace(0, 1, queries * D, dtype=torch.float64).reshape(queries, D)
+
+        def shifted(x, b, h, at, table=table):
+            return x * table[(at + 1) % table.shape[0]] / len(table)
+
+        found = opkit.attention(q, k, v, mask=Causal("bottom-right"), query=shifted)
+        torch.testing.assert_close(found, formula(q, k, v, query=shifted))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_torch_maps_row_by_row_has_no_kernel():
+    q, k, v = (x.detach() for x in inputs())
+    edges = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+
+    def counted(x, b, h, at):
+        return torch.histogram(x, edges)[0]
+
+    found = opkit.attention(q, k, v, mask=Causal("bottom-right"), query=counted, key=counted)
+    torch.testing.assert_close(found, formula(q, k, v, query=counted, key=counted))
+
+
+def test_second_derivatives_of_tensors_that_were_computed():
+    q, k, v = inputs()
+    gate = LEARNED["gate"].exp()
+    out = opkit.attention(q, k, v, query=rotary, output=lambda x, b, h, i: x * torch.sigmoid(gate[b, h, i]))
+    wanted, gradient = (q, LEARNED["gate"]), torch.randn_like(out)
+    by_kernels = torch.autograd.grad(out, wanted, gradient, retain_graph=True)
+    first = torch.autograd.grad(out, wanted, gradient, create_graph=True)
+    torch.testing.assert_close(first, by_kernels)
+    assert all(x.abs().max() > 0 for x in torch.autograd.grad(first[1].square().sum(), (q, v, LEARNED["gate"])))
+
+
+def test_writes_to_captured_tensors_are_noticed():
+    q, k, v = inputs()
+    gate = torch.ones(H, dtype=torch.float64)
+
+    def output(x, b, h, i):
+        return x * gate[h]
+
+    first = opkit.attention(q, k, v, output=output)
+    gate.mul_(2)
+    torch.testing.assert_close(opkit.attention(q, k, v, output=output), 2 * first)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
 # ---- compilers -------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +362,8 @@ def test_compiled_code_serves_all_sizes(backend):
         frames = counter.frame_count
 
 
-@pytest.mark.parametrize("name", ["rotary, halves", "norms", "gate"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", ["norms", "rotary, halves", "gate"])
 def test_the_compiler_makes_one_kernel_of_a_function(name):
     functions, _ = CASES[name]
     for x in LEARNED.values():
@@ -290,7 +379,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of strict export, for any mode
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_export(strict):
     tensors = model_inputs(2, 9)
     sequence = torch.export.Dim("sequence", min=4, max=50)

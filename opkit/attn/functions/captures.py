@@ -25,6 +25,7 @@ class Captures:
         numbers: its cells that hold integers and floats.
         tensor_cells: its cells that hold tensors, and the place of each in ``tensors``.
         key: decides the expression, together with the captured tensors and numbers; None if something else may decide it.
+        shapes: whether ``key`` contains the shapes of tensors.
     """
 
     function: Any
@@ -32,11 +33,12 @@ class Captures:
     numbers: list[types.CellType] = dataclasses.field(default_factory=list[types.CellType])
     tensor_cells: list[tuple[types.CellType, int]] = dataclasses.field(default_factory=list[tuple[types.CellType, int]])
     key: Any = None
+    shapes: bool = True
     _opaque: bool = False
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Captures:
-        captures = cls(function if isinstance(function, types.FunctionType) else None)
+    def of(cls, function: Callable[..., Any], shapes: bool = True) -> Captures:
+        captures = cls(function if isinstance(function, types.FunctionType) else None, shapes=shapes)
         key = captures._described(function, ())
         captures.key = None if captures._opaque else key
         return captures
@@ -89,7 +91,7 @@ class Captures:
         if not all(type(n) is int for n in tensor.shape):
             self._opaque = True
             return None
-        return ("tensor", first, tensor.dtype, tuple(tensor.shape), tensor.device)
+        return ("tensor", first, tensor.dtype, tuple(tensor.shape) if self.shapes else None, tensor.device)
 
     def _of_function(self, function: Any, outer: tuple[Any, ...]) -> Any:
         if function in outer:

@@ -1,7 +1,8 @@
 """Functions of rows: what ``query=``, ``key=`` and ``output=`` of :func:`opkit.attention` do to each row of a tensor.
 
 A function sees one row, and is mapped over all of them by ``torch.vmap``, before attention or after it. So gradients, vmap,
-export and compilers need no rules, and a compiler makes one kernel of a function and what is next to it.
+export and compilers need no rules, and a compiler makes one kernel of a function and what is next to it. Calls in eager mode run
+kernels of ``row_kernels``, if the function has one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from opkit.attn import arguments, autocast
+from opkit.attn.functions import row_kernels
 from opkit.attn.functions.trace import describe, line_of
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 
@@ -89,23 +91,33 @@ def mapped(function: RowFunction, name: str, x: Tensor, layout: str) -> Tensor:
         ArgumentTypeError: the function raised, or returned no tensor.
         ShapeError, DtypeError: what it returned is no row of floating numbers.
     """
+    if torch.compiler.is_compiling():
+        with _OF_ANY_SIZE:
+            return _in_operators(_map_flat, name, layout, function, x)
+    known = 0 not in x.shape and all(type(n) is int for n in x.shape)
+    found = row_kernels.call(function, x, layout, functools.partial(_in_operators, _map_all, name)) if known else None
+    if found is not None:
+        return found
+    try:
+        return _in_operators(_map_nested if known else _map_flat, name, layout, function, x)
+    except (ArgumentTypeError, DtypeError, ShapeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"opkit.attention: {name}={describe(function)} raised {type(error).__name__}: {error} {line_of(error, function)} "
+            f"torch.vmap maps it; it gets a row of shape ({x.shape[-1]},), and numbers of batch, head and position."
+        ) from error
+
+
+def _in_operators(
+    how: Callable[[RowFunction, Tensor, str], Tensor], name: str, layout: str, function: RowFunction, x: Tensor
+) -> Tensor:
+    """Map a function in torch operations."""
     rows = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)  # a function may write to its row
     run = functools.partial(_checked, function, name)
     off = torch.autocast(x.device.type, enabled=False) if autocast.is_on(x.device.type) else contextlib.nullcontext()
     with off:
-        if torch.compiler.is_compiling():
-            with _OF_ANY_SIZE:
-                return _map_flat(run, rows, layout).to(x.dtype)
-        flat = 0 in x.shape or not all(type(n) is int for n in x.shape)
-        try:
-            return (_map_flat if flat else _map_nested)(run, rows, layout).to(x.dtype)
-        except (ArgumentTypeError, DtypeError, ShapeError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise ArgumentTypeError(
-                f"opkit.attention: {name}={describe(function)} raised {type(error).__name__}: {error} {line_of(error, function)} "
-                f"torch.vmap maps it; it gets a row of shape ({x.shape[-1]},), and numbers of batch, head and position."
-            ) from error
+        return how(run, rows, layout).to(x.dtype)
 
 
 def _checked(function: RowFunction, name: str, x: Tensor, b: Tensor, h: Tensor, at: Tensor) -> Tensor:
@@ -130,13 +142,23 @@ def _map_nested(function: RowFunction, x: Tensor, layout: str) -> Tensor:
     """Map over one dimension after another: what a function gathers by position is not repeated for batches and heads."""
     dims, sizes = layout.replace("t", "s")[:-1], x.shape[:-1]
     several = [dim for dim, size in zip(dims, sizes, strict=True) if size > 1]  # each vmap takes tens of microseconds
+    return _map_over(several, function, x, layout)
+
+
+def _map_all(function: RowFunction, x: Tensor, layout: str) -> Tensor:
+    """Map over all dimensions, since torch reads the number in a tensor that is mapped over none, if it is an index."""
+    return _map_over(list(layout[:-1]), function, x, layout)
+
+
+def _map_over(several: list[str], function: RowFunction, x: Tensor, layout: str) -> Tensor:
+    dims, sizes = layout.replace("t", "s")[:-1], x.shape[:-1]
     index = [
         torch.arange(sizes[dims.index(d)], dtype=torch.int32, device=x.device) if d in several else _zero(x)
         for d in "bhs"
     ]
     for dim in reversed(several):
         function = torch.vmap(function, in_dims=(0, *(0 if d == dim else None for d in "bhs")))
-    result = function(x.squeeze([k for k, size in enumerate(sizes) if size == 1]), *index)
+    result = function(x.squeeze([k for k, dim in enumerate(dims) if dim not in several]), *index)
     return result.reshape(*sizes, result.shape[-1])
 
 
