@@ -71,7 +71,7 @@ QUICK = {"numbers.reference", "schema.alias"}
 @pytest.mark.parametrize(
     ("properties", "asked"),
     [
-        (["numbers", "schema"], QUICK),
+        ([*QUICK, "numbers.dtypes", "numbers.empty"], QUICK),
         pytest.param(
             None,
             QUICK | {"fake.shapes", "gradients.second", "gradients.reference", "layout.strides"},

@@ -83,20 +83,22 @@ def test_packed_sequences_exported():
         torch.testing.assert_close(exported(x, rows), packed(x[rows]))
 
 
-def several(x):
+def several(*names):
     """Of many kinds in one program."""
-    return tuple(PROGRAMS[name](x) for name in ("causal", "bias", "padding", "paged", "modules"))
+    return lambda x: tuple(PROGRAMS[name](x) for name in names)
 
 
+FEW, MANY = several("causal", "padding", "paged"), several("causal", "bias", "padding", "paged", "modules")
 BACKENDS = ["opkit", *(pytest.param(backend, marks=pytest.mark.exhaustive) for backend in ("aot_eager", "inductor"))]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled(backend):
+@pytest.mark.parametrize("programs", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)], ids=["few", "many"])
+def test_compiled(backend, programs):
     x = randn(5, 4, 3, 8)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(Program(several), backend=backend, fullgraph=True)
-        check(compiled, several, x)
+        compiled = torch.compile(Program(programs), backend=backend, fullgraph=True)
+        check(compiled, programs, x)
 
 
 @pytest.mark.exhaustive

@@ -3,11 +3,13 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import fresh_process
 import processes
 import pytest
 
@@ -28,12 +30,24 @@ def started(processes, *arguments, more=()):
 def losses(process, limit=200):
     out, error = process.communicate(timeout=limit)
     assert process.returncode == 0, error[-3000:]
+    return losses_in(out)
+
+
+def losses_in(out):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", out)}
 
 
 def test_a_sequence_on_two_processes():
-    both = started(2, "--cp=2", "--steps=2"), started(1, "--steps=2")
-    found, expected = (losses(each) for each in both)
+    """With what torchrun tells its processes, of which these have imported torch."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    common = alone | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = [*(common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"), alone]
+    divisions = ("--cp=2", "--cp=2", "--cp=1")
+    pairs = zip(divisions, environments, strict=True)
+    children = [fresh_process.start([EXAMPLE, "--steps=2", division], given) for division, given in pairs]
+    found, _, expected = (losses_in(child.wait(timeout=200).stdout) for child in children)
     assert found == pytest.approx(expected, abs=2e-6)
     assert [*found] == [0, 1]
 

@@ -32,7 +32,10 @@ def exactly(call):
 @pytest.mark.sweep(keep=REPRESENTATIVE)
 @pytest.mark.parametrize("name", BOTH)
 def test_of_the_formula(run, name):
-    check_formula(run, call_of(name, torch.float32), BOUNDS[torch.float32])
+    call = call_of(name, torch.float32)
+    if name in REPRESENTATIVE:  # of which the interpreter, in the default run too, computes half the heads
+        call = call._replace(q=call.q[:, :2], k=call.k[:, :1], v=call.v[:, :1])
+    check_formula(run, call, BOUNDS[torch.float32])
 
 
 @pytest.mark.gpu

@@ -317,9 +317,13 @@ def of_distributed_tensors(mesh, backend, dim, layout="bhsd", replicated=False):
 @case
 def compiled(mesh):
     in_parts(mesh, "ring", True, 1, "opkit", Causal())
+    of_distributed_tensors(mesh, "aot_eager", 2)
+
+
+@case
+def compiled_by_heads(mesh):
     in_parts(mesh, "all_to_all", False, mesh.size(), "aot_eager", Causal())
     of_distributed_tensors(mesh, "opkit", 1)
-    of_distributed_tensors(mesh, "aot_eager", 2)
 
 
 @case

@@ -18,8 +18,8 @@ CASES = (
     "pages_divided_among_processes", "bad_calls",
 )  # fmt: skip
 COMPILED = (
-    "compiled_masks", "compiled_distributed_tensors", "compiled_by_inductor", "compiled_dropout", "compiled_contexts",
-    "compiled_pages",
+    "compiled_by_heads", "compiled_masks", "compiled_distributed_tensors", "compiled_by_inductor", "compiled_dropout",
+    "compiled_contexts", "compiled_pages",
 )  # fmt: skip
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
