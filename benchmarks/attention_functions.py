@@ -106,14 +106,15 @@ def cases(n: int, heads: int, device: str) -> dict[str, Case]:
 
 
 def seconds(call: Callable[[], Any], device: str) -> float:
-    """Return the time of a call."""
+    """Return the time of a call; of one thread on a CPU the time that it computes, of which other processes take nothing."""
     if device != "cpu":
         torch.accelerator.synchronize()
-    start = time.perf_counter()
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     call()
     if device != "cpu":
         torch.accelerator.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
@@ -289,7 +290,7 @@ def halves_turned(x: Tensor) -> Tensor:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure functions of rows, and the same in torch operations around attention."""
+    """Measure functions of rows, and the same in torch operations around attention, in eager mode."""
     dtypes = [torch.float32, torch.bfloat16] if options.device == "cpu" else [torch.bfloat16]
     for dtype in dtypes:
         for n in (options.length // 4, options.length):
@@ -297,25 +298,37 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             q, k, v, gate = (torch.randn(shape, device=options.device).to(dtype) for _ in range(4))
             inverse = 10000.0 ** -torch.arange(0, 1, 2 / options.head)
             angles = torch.outer(torch.arange(n), inverse).repeat(1, 2).to(options.device)
+            alone = functools.partial(opkit.attention, mask=Causal())
+            leaves, gradient = [x.requires_grad_() for x in (q, k, v)], torch.randn_like(q)
             for name, (inside, around) in transforms(angles.cos(), angles.sin(), gate).items():
-                torch.compiler.reset()
-                alone = functools.partial(opkit.attention, q, k, v, mask=Causal())
-                sides: dict[str, Callable[[], Tensor]] = {"alone": alone}
-                for side, function in (("torch", around), ("functions", inside)):
-                    sides[side] = functools.partial(function, q, k, v)
-                    for backend in ("inductor", "opkit"):
-                        compiled = torch.compile(function, backend=backend, fullgraph=True)
-                        sides[f"{side}, {backend}"] = functools.partial(compiled, q, k, v)
+                sides = {"alone": alone, "torch": around, "functions": inside}
+                forward = {side: functools.partial(function, q, k, v) for side, function in sides.items()}
+                both = {
+                    side: functools.partial(gradients, function, leaves, gradient) for side, function in sides.items()
+                }
+                start = time.perf_counter()
+                both["functions"]()
+                first = time.perf_counter() - start
                 with torch.no_grad():
-                    times = interleaved(sides, options.rounds, options.device)
-                    error = (sides["functions"]().float() - sides["torch"]().float()).abs().max().item()
-                found = {side: ratio(times, side, "alone") for side in list(sides)[1:]}
+                    times = interleaved(forward, options.rounds, options.device)
+                    error = (forward["functions"]().float() - forward["torch"]().float()).abs().max().item()
+                training = interleaved(both, options.rounds, options.device)
                 yield {
                     "case": f"{name}, {n} positions, {str(dtype)[6:]}",
                     "alone, ms": round(statistics.median(times["alone"]) * 1e3, 2),
-                    **found,
+                    "torch": ratio(times, "torch", "alone"),
+                    "functions": ratio(times, "functions", "alone"),
+                    "with backward, alone, ms": round(statistics.median(training["alone"]) * 1e3, 2),
+                    "and torch": ratio(training, "torch", "alone"),
+                    "and functions": ratio(training, "functions", "alone"),
+                    "first, s": round(first, 2),
                     "largest difference": f"{error:.0e}",
                 }
+
+
+def gradients(function: Callable[..., Tensor], leaves: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of a function of queries, keys and values."""
+    return torch.autograd.grad(function(*leaves), leaves, gradient)
 
 
 def transforms(

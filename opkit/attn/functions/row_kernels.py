@@ -85,8 +85,9 @@ def call(function: Callable[..., Any], x: Tensor, layout: str, mapped: Mapped) -
 
 
 def _is_observed() -> bool:
-    """Return whether operators are to be seen one by one: by modes of dispatch, or by transforms such as vmap."""
-    return dispatch.dispatch_modes() > 0 or dispatch.functorch_level() is not None
+    """Return whether operators are to be seen one by one: by modes of dispatch, transforms such as vmap, or forward mode."""
+    forward_mode = dispatch.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+    return forward_mode or dispatch.dispatch_modes() > 0 or dispatch.functorch_level() is not None
 
 
 def _refused(error: Exception) -> None:
@@ -95,7 +96,7 @@ def _refused(error: Exception) -> None:
 
 def _takes(x: Tensor) -> bool:
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided
-    return plain and not (dispatch.has_tangent(x) or x.is_conj() or x.is_neg())
+    return plain and not (x.is_conj() or x.is_neg())
 
 
 def _dtype(number: float) -> torch.dtype:
@@ -150,7 +151,7 @@ def _order(x: Tensor) -> tuple[int, ...]:
 
 def _dense(x: Tensor) -> Tensor:
     """Return a tensor with nothing between its elements, whatever the order of its dimensions: itself, or a copy."""
-    return x if x.permute(_order(x)).is_contiguous() else x.contiguous()
+    return x if x.is_contiguous() or x.permute(_order(x)).is_contiguous() else x.contiguous()
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------
