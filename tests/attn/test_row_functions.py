@@ -337,6 +337,31 @@ def test_second_derivatives_of_tensors_that_were_computed():
     assert all(x.abs().max() > 0 for x in torch.autograd.grad(first[1].square().sum(), (q, v, LEARNED["gate"])))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_functions_of_a_loop_that_capture_its_variables(create_graph):
+    q, k, v = inputs()
+    gates, results, gate = [LEARNED["gate"] + n for n in range(3)], [], None
+    for gate in gates:
+        output = lambda x, b, h, i: x * gate[b, h, i] * x  # noqa: B023, E731
+        results.append(opkit.attention(q, k, v, mask=Causal("bottom-right"), query=rotary, output=output))
+    right = [formula(q, k, v, query=rotary) for _ in gates]
+    right = [out * each * out for out, each in zip(right, gates, strict=True)]
+    gradient = torch.randn_like(right[0]).mT.contiguous().mT
+    wanted = (q, LEARNED["gate"])
+    found = torch.autograd.grad(sum(results), wanted, gradient, create_graph=create_graph)
+    torch.testing.assert_close(found, torch.autograd.grad(sum(right), wanted, gradient))
+
+
+def test_a_function_that_captures_the_rows():
+    q, k, v = inputs()
+    pair = {"query": lambda x, b, h, at: x * q[b, h, at].sin()}
+    found, right = opkit.attention(q, k, v, mask=Causal("bottom-right"), **pair), formula(q * q.sin(), k, v)
+    torch.testing.assert_close(found, right)
+    for create_graph in (False, True):
+        (one,) = torch.autograd.grad(found.sum(), q, retain_graph=True, create_graph=create_graph)
+        torch.testing.assert_close(one, torch.autograd.grad(right.sum(), q, retain_graph=True)[0])
+
+
 def test_writes_to_captured_tensors_are_noticed():
     q, k, v = inputs()
     gate = torch.ones(H, dtype=torch.float64)

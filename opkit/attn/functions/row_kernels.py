@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.captures import Captures, needs_numbers
+from opkit.attn.functions.captures import Captures, learned
 from opkit.errors import CompileError, ToolchainError
 from opkit.op import torch_private as dispatch
 
@@ -56,10 +56,13 @@ def call(function: Callable[..., Any], x: Tensor, layout: str, mapped: Mapped) -
     if captures.key is None or not all(map(_takes, (x, *tensors))):
         return None
     numbers = [cell.cell_contents for cell in captures.numbers]
-    fixed = x.dtype == torch.float64 or code in needs_numbers  # their values are constants of the kernel
+    fixed = x.dtype == torch.float64 or learned(code).needs_numbers  # their values are constants of the kernel
     kinds = _kinds(x, tensors, layout)
     settings = layout, x.device, torch.get_default_dtype(), dispatch.deterministic()
     key = (captures.key, tuple(numbers) if fixed else None, settings, kinds)
+    cells = [captures.tensors[k] for _, k in captures.tensor_cells]
+    if captures.function is not None:  # a later call may capture other values, as in a loop, before the backward
+        function = captures.substituted(numbers, cells)
     trace = _Trace(captures, function, tensors, [] if fixed else numbers, kinds, x.device, layout, mapped)
     if key not in _cache:
         if _built[code] >= _MAX_OF_FUNCTION:
@@ -69,7 +72,7 @@ def call(function: Callable[..., Any], x: Tensor, layout: str, mapped: Mapped) -
             _cache.clear()
         _cache[key] = kernels = _Kernels.of(trace, x)
         if kernels is None and numbers and not fixed:  # perhaps the function needs their values
-            needs_numbers.add(code)
+            learned(code).needs_numbers = True
             return call(function, x, layout, mapped)
     kernels = _cache[key]
     if kernels is None:
@@ -174,7 +177,8 @@ class _Trace(NamedTuple):
         from opkit.attn.functions import torch_private as private  # which imports sympy
 
         try:
-            seen = any(isinstance(n, str) for kind in self.kinds[1:] for n in kind.sizes)  # in captured tensors
+            sizes = [n for kind in self.kinds[1:] for n in kind.sizes]
+            seen = any(isinstance(n, str) or not all(n % prime for prime in _PRIMES.values()) for n in sizes)
             graphs = [
                 private.with_symbols(self._graph(primes, order), {primes[name]: n for name, n in hints.items()})
                 for primes in (_PRIMES_OF_CAPTURED if seen else (_PRIMES,))
@@ -220,16 +224,19 @@ class _Trace(NamedTuple):
 
 @dataclasses.dataclass
 class _Kernels:
-    """The kernels of a function: of the results, and of the gradients by the order of an incoming gradient's dimensions.
+    """The kernels of a function.
 
-    ``hints`` has the number of batches and positions when they were compiled.
+    Attributes:
+        hints: the numbers of batches and positions when they were compiled.
+        forward: of the results.
+        order: of the dimensions of the results, and of the gradient that the backward takes.
+        backward: of the gradients; None if there is none, or before it is needed.
     """
 
     hints: dict[str, int]
     forward: Kernel
-    backwards: dict[tuple[int, ...], Kernel | None] = dataclasses.field(
-        default_factory=dict[tuple[int, ...], Kernel | None]
-    )
+    order: tuple[int, ...] | None = None
+    backward: Kernel | None = None
 
     @classmethod
     def of(cls, trace: _Trace, x: Tensor) -> _Kernels | None:
@@ -238,10 +245,9 @@ class _Kernels:
         forward = trace.kernel(hints)
         return None if forward is None else cls(hints, forward)
 
-    def backward(self, trace: _Trace, order: tuple[int, ...]) -> Kernel | None:
-        if order not in self.backwards:
-            self.backwards[order] = trace.kernel(self.hints, order)
-        return self.backwards[order]
+    def build_backward(self, trace: _Trace, order: tuple[int, ...]) -> None:
+        if self.order is None:
+            self.order, self.backward = order, trace.kernel(self.hints, order)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -252,7 +258,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.kernels, ctx.trace, ctx.given = kernels, trace, given
         ctx.save_for_backward(*inputs)
         out = kernels.forward([*given, *map(_dense, inputs)])[0]
-        kernels.backward(trace, _order(out))  # which the compiler begins with
+        kernels.build_backward(trace, _order(out))
         return out
 
     @staticmethod
@@ -260,15 +266,35 @@ class _Differentiable(torch.autograd.Function):
         inputs = ctx.saved_tensors
         trace: _Trace = ctx.trace
         is_wanted = [kind.wanted for kind in trace.kinds]
+        kernels: _Kernels = ctx.kernels
         plain = not (torch.is_grad_enabled() or _is_observed()) and _takes(gradient)
-        run = ctx.kernels.backward(trace, _order(gradient)) if plain else None
-        if run is not None:
-            found = run([_dense(gradient), *ctx.given, *map(_dense, inputs)])
+        if plain and kernels.backward is not None and kernels.order is not None:
+            ordered = gradient.permute(kernels.order).contiguous()
+            back = [kernels.order.index(d) for d in range(gradient.dim())]
+            found = kernels.backward([ordered.permute(back), *ctx.given, *map(_dense, inputs)])
         else:
-            with torch.enable_grad():
-                out = trace.mapped(trace.layout, trace.function, inputs[0])
-            wanted = [x for x, needed in zip(inputs, is_wanted, strict=True) if needed]
-            further = torch.is_grad_enabled()
-            found = torch.autograd.grad(out, wanted, gradient, create_graph=further, materialize_grads=True)
+            found = _gradients(trace, is_wanted, inputs, gradient)
         gradients = iter(found)
         return None, None, None, *[next(gradients) if needed else None for needed in is_wanted]
+
+
+def _gradients(
+    trace: _Trace, is_wanted: Sequence[bool], inputs: Sequence[Tensor], gradient: Tensor
+) -> Sequence[Tensor]:
+    """Return the gradients of the rows and of captured tensors by torch operations, as differentiable functions of these."""
+    from opkit.attn.functions import torch_private as private
+
+    if [*map(id, Captures.of(trace.function).tensors)] != [*map(id, trace.captures.tensors)]:
+        raise RuntimeError(
+            "opkit.attention: a function of rows captures other tensors now than when it was called, so that torch operations "
+            "cannot compute its gradients. Define a function for each call, with tensors of its own."
+        )
+
+    def results(*wanted: Tensor) -> Tensor:
+        given = iter(wanted)
+        x, *tensors = [next(given) if needed else each for each, needed in zip(inputs, is_wanted, strict=True)]
+        with private.Replaced(trace.tensors, tensors):
+            return trace.mapped(trace.layout, trace.function, x)
+
+    pull: Any = torch.func.vjp(results, *[x for x, needed in zip(inputs, is_wanted, strict=True) if needed])[1]
+    return pull(gradient)
