@@ -25,7 +25,8 @@ _ROWS = (
     ("opkit",),
     ("demo", "doctor"),
     ("terminal",),
-    ("cli_check", "cli_kernels", "cli_new", "cli_packages"),
+    ("bench",),
+    ("cli_bench", "cli_check", "cli_kernels", "cli_new", "cli_packages"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,1 @@
+"""The architectures, one file a family; ``table`` lists them."""
