@@ -1,5 +1,5 @@
 """The ``opkit`` command: ``demo``, ``doctor``, ``new``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``,
-``explain``, ``cache``."""
+``explain``, ``cache``, ``bench``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opkit import errors, terminal
+from opkit.cli_bench import bench_app
 from opkit.cli_check import check
 from opkit.cli_kernels import cache_app, tune
 from opkit.cli_new import new
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
 app.command()(check)
 app.command()(tune)
 

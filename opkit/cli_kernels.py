@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
 from opkit import errors, terminal
 from opkit.kernels.cc.progress import printable
@@ -219,18 +218,13 @@ def _run(calls: Sequence[ExampleCall], force: bool) -> int:
     """Tune for each call, print a line for each of its kernels, and return how many calls failed."""
     console = terminal.console()
     failed = 0
-    with _progress(console) as progress:
+    with terminal.progress(console) as progress:
         task = progress.add_task("", total=len(calls))
         for call in calls:
             failed += not _tune_call(call, force, progress, task)
             progress.advance(task)
     _print(f"{_count(len(calls) - failed, 'call')} tuned, {failed} failed.")
     return failed
-
-
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _tune_call(call: ExampleCall, force: bool, progress: Progress, task: TaskID) -> bool:

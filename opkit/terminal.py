@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from opkit import errors
@@ -88,3 +89,9 @@ def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     for row in rows:
         result.add_row(*row)
     return result
+
+
+def progress(console: Console) -> Progress:
+    """Return a bar with the number of things that are done; it shows nothing where the output is not a terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

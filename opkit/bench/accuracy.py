@@ -1,0 +1,83 @@
+"""Errors against float64, and the rule by which a model passes.
+
+As in torch's own benchmarks, a compiled model may be as wrong as the model itself is in eager mode, times a small factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+FACTOR = 10.0
+"""How often the error of eager mode a compiled model may have."""
+
+FLOOR = 1e-5
+"""The error that any compiled model may have, for models whose results in eager mode are exact or nearly so."""
+
+
+def floating_leaves(result: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a result, in order; of an object, such as the data class of a model, its fields."""
+    leaves = pytree.tree_leaves(result if not hasattr(result, "to_tuple") else result.to_tuple())
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type):
+            found += floating_leaves(list(vars(leaf).values()))
+    return found
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a training step: see :class:`~opkit.bench.architecture.Task`."""
+    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
+        return result["loss"]
+    if isinstance(result, Mapping) and result and all(isinstance(v, Tensor) and v.dim() == 0 for v in result.values()):
+        return torch.stack(list(result.values())).sum()
+    squares = [leaf.abs().square().mean() for leaf in floating_leaves(result)]
+    return torch.stack([each.to(torch.promote_types(each.dtype, torch.float32)) for each in squares]).sum()
+
+
+def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Return the largest relative error of the tensors, in the Euclidean norm; infinity if their number or shapes differ."""
+    pairs = list(zip(found, expected, strict=False))
+    found, expected = list(found), list(expected)
+    if len(found) != len(expected) or any(a.shape != b.shape for a, b in pairs):
+        return math.inf
+    return max((_relative([a], [b]) for a, b in pairs), default=0.0)
+
+
+def joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Return the relative error of all tensors as one vector; infinity if one is None where the other is not."""
+    if [each is None for each in found] != [each is None for each in expected]:
+        return math.inf
+    return _relative([each for each in found if each is not None], [each for each in expected if each is not None])
+
+
+def _relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    difference = norm = 0.0
+    for a, b in zip(found, expected, strict=True):
+        wide = torch.complex128 if b.is_complex() else torch.float64
+        a, b = a.detach().to(wide), b.detach().to(wide)
+        same = a == b  # infinities too, such as those of masks
+        difference += torch.where(same, 0.0, a - b).abs().square().sum().item()
+        norm += torch.where(same & ~b.isfinite(), 0.0, b).abs().square().sum().item()
+    return math.sqrt(difference) / math.sqrt(norm) if norm else math.sqrt(difference)
+
+
+def limit(eager: float) -> float:
+    """Return the largest error with which a model passes, for its error in eager mode."""
+    return max(FACTOR * eager, FLOOR)
+
+
+def wrong_results(errors: Mapping[str, float], eager: Mapping[str, float]) -> list[str]:
+    """Return a line for each error that is above its limit, or is not a number."""
+    return [
+        f"{name}: error {error:.3g}, more than {limit(eager[name]):.3g} (eager mode: {eager[name]:.3g})"
+        for name, error in errors.items()
+        if not error <= limit(eager[name])
+    ]

@@ -1,0 +1,94 @@
+"""The processes that measure: one for each architecture and backend, with caches of its own and a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+
+from opkit.bench import results
+from opkit.bench.architecture import PIP_COMMAND, Architecture
+from opkit.bench.measurement import Request
+from opkit.bench.results import Record
+
+_CACHES = ("OPKIT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_MAX_OUTPUT = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An architecture, and what to measure of it."""
+
+    architecture: Architecture
+    request: Request
+
+    @property
+    def key(self) -> results.Key:
+        """The key of its record."""
+        return results.key_of(dataclasses.asdict(self.request))
+
+
+def missing(jobs: Iterable[Job], records: Iterable[Record], retry: bool = False) -> list[Job]:
+    """Return the jobs without a record. Models that were skipped are tried again; with ``retry``, also those that failed."""
+    again = {"skipped", *(("failed", "wrong") if retry else ())}
+    done = {results.key_of(each) for each in records if each["status"] not in again}
+    return [job for job in jobs if job.key not in done]
+
+
+def run(jobs: Sequence[Job], path: Path, timeout: float, finished: Callable[[Job, Record], None]) -> None:
+    """Run jobs one after the other, and add a record of each to the file; ``finished`` is called with it."""
+    for job in jobs:
+        record = _record(job, timeout)
+        results.append(path, record)
+        finished(job, record)
+
+
+def _record(job: Job, timeout: float) -> Record:
+    """Measure in a process of its own, and return its record; if there is none, one that says how the process ended."""
+    base = {**dataclasses.asdict(job.request), "family": job.architecture.family}
+    absent = job.architecture.missing_packages()
+    if absent:
+        return {**base, "status": "skipped", "error": f"needs {', '.join(absent)}: {PIP_COMMAND}"}
+    with tempfile.TemporaryDirectory(prefix="opkit-bench-") as name:
+        folder = Path(name)
+        request, result, output = folder / "request.json", folder / "result.json", folder / "output.txt"
+        request.write_text(json.dumps(dataclasses.asdict(job.request)), encoding="utf-8")
+        ended = _run([str(request), str(result)], folder, output, timeout)
+        if result.exists():
+            return {**json.loads(result.read_text(encoding="utf-8")), "family": job.architecture.family}
+        tail = output.read_text(encoding="utf-8", errors="replace")[-_MAX_OUTPUT:]
+        return {**base, "status": "failed", "error": ended, "output": tail}
+
+
+def _run(arguments: Collection[str], folder: Path, output: Path, timeout: float) -> str:
+    """Run the program of measurements, and return how it ended; it and what it started end with the time limit."""
+    caches = {name: str(folder / name.lower()) for name in _CACHES}
+    for cache in caches.values():
+        os.mkdir(cache, mode=0o700)
+    command = [sys.executable, "-P", "-m", "opkit.bench.measurement", *arguments]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **caches},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"it took more than {timeout:g} seconds"
+        finally:  # also when this process is interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reason = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
+    return f"the process ended with {reason}"

@@ -1,0 +1,272 @@
+"""One architecture and one backend, measured in this process: ``python -m opkit.bench.measurement REQUEST RESULT``.
+
+Both arguments are paths of JSON files. The result is written once, when everything is measured or failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from opkit.bench import accuracy, compilation, timing
+from opkit.bench.architecture import Inputs, Size, Task
+from opkit.bench.zoo.table import architectures
+
+SEED = 20
+STEPS = 10
+LEARNING_RATE = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        model: an architecture's name.
+        backend: of torch.compile, or "eager".
+        size, device: of the model.
+        dtype: "float32", or that of autocast.
+        threads: those of torch; None for its own number.
+    """
+
+    model: str
+    backend: str
+    size: Size = "tiny"
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int | None = None
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Return a record of the measurements; what fails is in it as "error", with what was measured before."""
+    record: dict[str, Any] = {**dataclasses.asdict(request), "status": "failed", "stage": "build"}
+    try:
+        if request.threads is not None:
+            torch.set_num_threads(request.threads)
+        torch.manual_seed(SEED)
+        task = architectures()[request.model].build(request.size)
+        subject = _Subject(task, request, record)
+        subject.inference()
+        subject.training()
+        wrong = accuracy.wrong_results(record["errors"], record["eager_errors"])
+        record["status"] = "wrong" if wrong else "passed"
+        record["wrong"] = wrong
+        del record["stage"]
+    except Exception as error:  # any model may fail in any way, and the others must still be measured
+        record["error"] = f"{type(error).__name__}: {str(error).strip()[:1000]}"
+        record["traceback"] = traceback.format_exc()[-3000:]
+    return record
+
+
+class _Subject:
+    """A model in eager mode, in float64, and compiled."""
+
+    def __init__(self, task: Task, request: Request, record: dict[str, Any]) -> None:
+        self.task, self.request, self.record = task, request, record
+        self.device, self.backend = request.device, request.backend
+        self.module = task.module.float().to(self.device)
+        self.exact = copy.deepcopy(self.module).double()
+        self.fallbacks = compilation.Fallbacks()
+        record |= {
+            "parameters": sum(each.numel() for each in self.module.parameters()),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "reference": "float64",
+            "errors": {},
+            "eager_errors": {},
+            "breaks": [],
+        }
+        if self.backend != "eager":
+            compilation.import_compiler(self.backend)
+
+    # ---- inference ---------------------------------------------------------------------------------------------------
+
+    def inference(self) -> None:
+        """Compile, call with five batch sizes, compile again, and time it."""
+        self.module.eval()
+        self.exact.eval()
+        inputs = [self._inputs(self.task.inputs, batch) for batch in self.task.batches]
+        self._stage("inference in eager mode")
+        eager = [self._results(self.module, each) for each in inputs]
+        exact = self._exact_results(inputs, eager)
+        self.record["eager_errors"]["forward"] = _worst(eager, exact)
+        self._stage("inference")
+        compiled = self._compiled()
+        with self.fallbacks.recorded():
+            first, cold = timing.timed(lambda: self._results(compiled, inputs[0]), self.device)
+        captured = compilation.captured_graphs()
+        found = [first, *(self._results(compiled, each) for each in inputs[1:])]
+        self.record["errors"]["forward"] = _worst(found, exact)
+        self.record["recompiles"] = compilation.captured_graphs() - captured
+        self.record["graphs"] = captured
+        self._add_breaks()
+        del found, eager, exact, first
+        again = self._compiled()
+        _, warm = timing.timed(lambda: self._results(again, inputs[0]), self.device)
+        self._measure("inference", cold, warm, *(lambda m=m: self._call(m, inputs[0]) for m in (self.module, again)))
+
+    def _exact_results(self, inputs: Sequence[Mapping[str, Any]], eager: Sequence[Any]) -> Sequence[Any]:
+        """Return the results in float64, or those of eager mode if some operator has no float64."""
+        try:
+            found = [self._results(self.exact, _double(each)) for each in inputs]
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            self.record["reference"] = f"eager mode: float64 raised {type(error).__name__}: {str(error)[:200]}"
+            return eager
+        if _shapes(found) != _shapes(eager):
+            self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
+            return eager
+        return found
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def training(self) -> None:
+        """Compile, take the steps of an optimizer, compile again, and time a step."""
+        self._stage("training in eager mode")
+        make = self.task.training_inputs or self.task.inputs
+        inputs = self._inputs(make, self.task.batch)
+        state = copy.deepcopy(self.module.state_dict())
+        eager = self._train(self.module, self.module, inputs)
+        exact = eager
+        if self.record["reference"] == "float64":
+            exact = self._train(self.exact, self.exact, _double(inputs))
+        self.record["eager_errors"] |= eager.errors(exact)
+        self.module.load_state_dict(state)
+        self._stage("training")
+        compiled = self._compiled()
+        with self.fallbacks.recorded():
+            found = self._train(compiled, self.module, inputs)
+        self.record["errors"] |= found.errors(exact)
+        self._add_breaks()
+        cold = found.first_seconds
+        self.module.load_state_dict(state)
+        del found, eager, exact
+        self.module.zero_grad()
+        again = self._compiled()
+        _, warm = timing.timed(lambda: self._step(again, inputs), self.device)
+        self._measure("training", cold, warm, *(lambda m=m: self._step(m, inputs) for m in (self.module, again)))
+        self.record["fallbacks"] = dict(self.fallbacks)
+
+    def _train(self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any]) -> _Training:
+        module.train()
+        before = {name: each.detach().clone() for name, each in _floats(module)}
+        optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+        losses: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        first_seconds = 0.0
+        for step in range(STEPS):
+            loss, seconds = timing.timed(lambda: self._step(call, inputs, module), self.device)
+            losses.append(loss.clone())
+            if step == 0:
+                first_seconds = seconds
+                gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+            optimizer.step()
+        changes = [each.detach() - before[name] for name, each in _floats(module)]
+        return _Training(losses, gradients, changes, first_seconds)
+
+    def _step(self, call: Callable[..., Any], inputs: Mapping[str, Any], module: nn.Module | None = None) -> Tensor:
+        (module or self.module).zero_grad()
+        torch.manual_seed(SEED)
+        with self._autocast(module):
+            loss = accuracy.loss_of(call(**inputs))
+        loss.backward()
+        return loss.detach()
+
+    # ---- both --------------------------------------------------------------------------------------------------------
+
+    def _stage(self, name: str) -> None:
+        self.record["stage"] = name
+
+    def _compiled(self) -> Callable[..., Any]:
+        return self.module if self.backend == "eager" else compilation.compiled(self.module, self.backend)
+
+    def _inputs(self, make: Inputs, batch: int) -> dict[str, Any]:
+        torch.manual_seed(SEED + batch)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), make(batch))
+
+    def _autocast(self, module: Any) -> contextlib.AbstractContextManager[Any]:
+        if self.request.dtype == "float32" or module is self.exact:
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(self.device).type, getattr(torch, self.request.dtype))
+
+    def _call(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
+        with torch.no_grad(), self._autocast(call):
+            return call(**inputs)
+
+    def _results(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Tensor]:
+        torch.manual_seed(SEED)
+        return [each.clone() for each in accuracy.floating_leaves(self._call(call, inputs))]
+
+    def _add_breaks(self) -> None:
+        self.record["breaks"] = list(dict.fromkeys([*self.record["breaks"], *compilation.graph_breaks()]))
+
+    def _measure(
+        self, name: str, cold: float, warm: float, eager: Callable[[], Any], compiled: Callable[[], Any]
+    ) -> None:
+        """Add the times and the memory of calls; ``compiled`` was compiled before."""
+        self._stage(f"timing {name}")
+        for call in (eager, compiled):
+            call()
+        measured: dict[str, Any] = {}
+        if self.backend != "eager":
+            measured = {"cold": cold, "warm": warm, "memory": timing.peak_memory(compiled, self.device)}
+        measured["eager_memory"] = timing.peak_memory(eager, self.device)
+        self.record[name] = {**measured, **dataclasses.asdict(timing.compared(eager, compiled, self.device))}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """The losses, the gradients of the first step, and how much the steps changed each floating-point parameter and buffer."""
+
+    losses: list[Tensor]
+    gradients: list[Tensor | None]
+    changes: list[Tensor]
+    first_seconds: float
+
+    def errors(self, exact: _Training) -> dict[str, float]:
+        return {
+            "loss": accuracy.joint_error(self.losses[:1], exact.losses[:1]),
+            "gradients": accuracy.joint_error(self.gradients, exact.gradients),
+            "steps": accuracy.joint_error([*self.losses, *self.changes], [*exact.losses, *exact.changes]),
+        }
+
+
+def _worst(found: Sequence[Sequence[Tensor]], exact: Sequence[Sequence[Tensor]]) -> float:
+    return max(accuracy.worst_error(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((name, each) for name, each in module.state_dict().items() if each.is_floating_point())
+
+
+def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return pytree.tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, dict(inputs))
+
+
+def _shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:
+    return [[each.shape for each in result] for result in results]
+
+
+def main(request: str, result: str) -> None:
+    """Measure what the file ``request`` says, and write the record to the file ``result``."""
+    warnings.simplefilter("ignore")
+    record = measure(Request(**json.loads(Path(request).read_text(encoding="utf-8"))))
+    partial = Path(f"{result}.partial")
+    partial.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(partial, result)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Run times in turn with eager mode, and peaks of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SECONDS = 1.0
+"""The time that the rounds of one comparison take, about."""
+
+MAX_ROUNDS, MIN_ROUNDS = 21, 3
+_SAMPLE = 0.005  # seconds: shorter calls are repeated, so that a sample is no shorter
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Medians, in seconds, and the median of the rounds' ratios: how many times as fast as eager mode."""
+
+    eager: float
+    compiled: float
+    ratio: float
+
+
+def compared(eager: Callable[[], Any], compiled: Callable[[], Any], device: str) -> Comparison:
+    """Time two functions in turn; both were called before."""
+    counts = [_count(each, device) for each in (eager, compiled)]
+    rounds: list[tuple[float, float]] = []
+    begin = time.perf_counter()
+    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - begin < SECONDS):
+        rounds.append((_seconds(eager, counts[0], device), _seconds(compiled, counts[1], device)))
+    first, second = zip(*rounds, strict=True)
+    return Comparison(statistics.median(first), statistics.median(second), statistics.median(a / b for a, b in rounds))
+
+
+def _count(function: Callable[[], Any], device: str) -> int:
+    shortest = min(_seconds(function, 1, device) for _ in range(3))
+    return max(1, math.ceil(_SAMPLE / max(shortest, 1e-7)))
+
+
+def _seconds(function: Callable[[], Any], count: int, device: str) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - begin) / count
+
+
+def timed(function: Callable[[], Any], device: str) -> tuple[Any, float]:
+    """Return what a function returns, and the seconds that it took."""
+    synchronize(device)
+    begin = time.perf_counter()
+    result = function()
+    synchronize(device)
+    return result, time.perf_counter() - begin
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(function: Callable[[], Any], device: str) -> int | None:
+    """Return the bytes that a call adds to what is allocated, at its peak; None where the system does not say.
+
+    On CPUs it is the growth of the process's resident memory, as Linux reports it: small calls, which reuse memory that the
+    allocator did not return, add 0.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from now on
+        before = _resident("VmRSS")
+        function()
+        return max(0, _resident("VmHWM") - before)
+    except (OSError, ValueError):
+        return None
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    if found is None:
+        raise ValueError(name)
+    return int(found[1]) * 1024

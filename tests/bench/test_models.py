@@ -1,0 +1,247 @@
+"""``opkit bench models``: models that need no package, measured through the command line; the whole zoo is exhaustive."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from opkit import cli
+from opkit.bench import accuracy, jobs, results
+from opkit.bench.measurement import Request, measure
+from opkit.bench.results_page import results_page
+from opkit.bench.zoo.table import architectures, chosen
+
+RUNNER = CliRunner()
+
+
+def run(*arguments):
+    return RUNNER.invoke(cli.app, ["bench", "models", "--threads", "1", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Three models through the command line: the file of results, and what was printed."""
+    path = tmp_path_factory.mktemp("bench") / "models.jsonl"
+    done = run("--only", "lstm,dlrm", "--only", "actor_critic", "--backend", "opkit", "--out", path)
+    assert done.exit_code == 0, done.output
+    return path, done.output
+
+
+# ---- measurements ----------------------------------------------------------------------------------------------------
+
+
+def test_records(measured):
+    records = {each["model"]: each for each in results.read(measured[0])}
+    assert set(records) == {"lstm", "dlrm", "actor_critic"}
+    for record in records.values():
+        assert record["status"] == "passed"
+        assert set(record["errors"]) == {"forward", "loss", "gradients", "steps"} == set(record["eager_errors"])
+        assert record["reference"] == "float64"
+        assert all(record[what][name] > 0 for what in ("inference", "training") for name in ("cold", "warm", "ratio"))
+    assert records["actor_critic"]["graphs"] == 1
+    assert records["actor_critic"]["recompiles"] == 1  # to a graph of any batch size
+    assert not records["actor_critic"]["fallbacks"]
+    assert not results.not_whole(records["actor_critic"])
+    assert "no graph was captured" in results.not_whole(records["lstm"])[0]  # Dynamo leaves recurrent networks alone
+
+
+def test_the_table(measured):
+    lines = measured[1].splitlines()
+    assert sum(line.startswith("passed ") for line in lines) == 3
+    assert any(line.split()[:3] == ["dlrm", "opkit", "passed"] for line in lines)
+    assert any(line.startswith("opkit: 3 of 3 pass; 1 with graph breaks") for line in lines)
+
+
+def test_eager_mode_is_a_backend():
+    record = measure(Request("actor_critic", "eager"))
+    assert record["status"] == "passed"
+    assert record["errors"] == pytest.approx(record["eager_errors"])
+    assert "cold" not in record["training"]
+
+
+def test_autocast_is_judged_by_its_own_error():
+    record = measure(Request("actor_critic", "eager", dtype="bfloat16"))
+    assert record["status"] == "passed"
+    assert record["eager_errors"]["forward"] > 1e-4
+
+
+def test_wrong_results_are_found():
+    def off_by_one(module, inputs):
+        return lambda *args: tuple(each + 1e-3 for each in module(*args))
+
+    torch._dynamo.register_backend(off_by_one, name="off_by_one")
+    record = measure(Request("actor_critic", "off_by_one"))
+    torch._dynamo.reset()
+    assert record["status"] == "wrong", record
+    assert record["wrong"][0].startswith("forward: error ")
+
+
+def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
+    path = tmp_path / "models.jsonl"
+    text = measured[0].read_text(encoding="utf-8")
+    path.write_text(text[: len(text) - 40], encoding="utf-8")  # the last line is not whole
+    done = run("--only", "lstm,dlrm,actor_critic", "--backend", "opkit", "--out", path)
+    assert done.exit_code == 0, done.output
+    assert "2 of 3 are in" in done.output
+    assert [line.split()[1] for line in done.output.splitlines() if line.startswith("passed ")] == ["actor_critic,"]
+    assert len(results.read(path)) == 3
+
+
+# ---- models that do not pass -----------------------------------------------------------------------------------------
+
+
+def test_failures_are_reported(tmp_path, monkeypatch):
+    """A package in place of timm, whose models raise, or end the process."""
+    (tmp_path / "timm.py").write_text(
+        "import os, signal\n"
+        "def create_model(name, **_):\n"
+        "    if name == 'lcnet_050':\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    raise ValueError('no weights, no glory')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    path = tmp_path / "models.jsonl"
+    done = run("--only", "lcnet_050,regnety_002", "--backend", "opkit", "--out", path)
+    assert done.exit_code == 1
+    died, raised = results.read(path)
+    assert "SIGSEGV" in died["error"]
+    assert raised["error"] == "ValueError: no weights, no glory"
+    assert raised["stage"] == "build"
+    assert "opkit: 0 of 2 pass" in done.output
+    jobs_of = [jobs.Job(architectures()[each["model"]], Request(each["model"], "opkit")) for each in (died, raised)]
+    assert jobs.missing(jobs_of, [died, raised]) == []
+    assert jobs.missing(jobs_of, [died, raised], retry=True) == jobs_of
+
+
+def test_the_time_limit(tmp_path):
+    done = run("--only", "actor_critic", "--backend", "opkit", "--timeout", "1", "--out", tmp_path / "models.jsonl")
+    assert done.exit_code == 1
+    assert "it took more than 1 seconds" in done.output
+
+
+def test_a_missing_package_is_reported(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find(name))
+    path = tmp_path / "models.jsonl"
+    done = run("--only", "regnety_002", "--out", path)
+    assert done.exit_code == 0, done.output
+    assert {each["status"] for each in results.read(path)} == {"skipped"}
+    assert 'needs timm: pip install "opkit[models]"' in done.output
+    assert "opkit: 0 of 0 pass, 1 skipped" in done.output
+
+
+def test_unknown_names_are_refused(tmp_path):
+    done = run("--only", "regnety", "--out", tmp_path / "models.jsonl")
+    assert done.exit_code == 2
+    assert "regnety_002" in done.output
+    assert run("--family", "none").exit_code == 2
+    assert run("--compare", tmp_path / "a", tmp_path / "b").exit_code == 2
+
+
+# ---- files, totals and pages -----------------------------------------------------------------------------------------
+
+
+def record_of(model, backend="opkit", status="passed", speed=2.0, cold=4.0, **more):
+    times = {"cold": cold, "warm": 1.0, "ratio": speed, "eager": 0.2, "compiled": 0.1, "memory": 10, "eager_memory": 20}
+    key = {"model": model, "backend": backend, "size": "tiny", "device": "cpu", "dtype": "float32", "family": "timm"}
+    timed = {"inference": times, "training": times} if status == "passed" else {"error": "RuntimeError: <no>"}
+    measures = {"errors": {"forward": 2e-7}, "eager_errors": {"forward": 1e-7}, "breaks": [], "fallbacks": {}}
+    return {**key, "status": status, "graphs": 1, "recompiles": 1, **measures, **timed, **more}
+
+
+def write(path, records):
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in records), encoding="utf-8")
+    return path
+
+
+def test_differences(tmp_path):
+    fallback = {"aten.sort.default: no rule": 2}
+    old = write(tmp_path / "old", [record_of("a"), record_of("b"), record_of("c"), record_of("same")])
+    new = [
+        record_of("a", status="failed"),
+        record_of("b", fallbacks=fallback),
+        record_of("c", speed=3.0, cold=1.0),
+        record_of("same", speed=2.1),
+    ]
+    done = run("--compare", old, write(tmp_path / "new", new))
+    assert done.exit_code == 0, done.output
+    assert "5 differences." in done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["a", "opkit", "result", "passed", "failed"] in lines
+    assert ["b", "opkit", "fallbacks", "none", "aten.sort.default:", "no", "rule"] in lines
+    assert ["c", "opkit", "cold", "compile,", "seconds", "8.0", "2.0"] in lines
+    assert not any(line[0] == "same" for line in lines if line)
+
+
+def test_totals_compare_models_that_passed_with_both():
+    records = [
+        *(record_of("a", speed=4.0, cold=2.0), record_of("a", "inductor", speed=2.0, cold=20.0)),
+        *(record_of("b", speed=9.0), record_of("b", "inductor", status="failed")),
+    ]
+    ours, peer = results.totals(records)
+    assert (ours.passed, ours.failed, ours.inference) == (2, 0, pytest.approx(6.0))
+    assert (peer.passed, peer.failed) == (1, 1)
+    assert results.over_peer(records)["inference"] == pytest.approx(2.0)
+    assert results.over_peer(records)["cold compile"] == pytest.approx(10.0)
+
+
+def test_the_page():
+    page = results_page([record_of("<a>"), record_of("b", status="failed"), record_of("c", fallbacks={"aten.sort": 1})])
+    assert page.count("<svg") == 2
+    assert '<input id="filter"' in page
+    assert "&lt;a&gt;, opkit: 2.00" in page
+    assert "RuntimeError: &lt;no&gt;" in page
+    assert "fallback: aten.sort (1 times)" in page
+    assert "http" not in page  # it loads nothing
+
+
+def test_later_records_replace_earlier_ones(tmp_path):
+    path = tmp_path / "models.jsonl"
+    results.append(path, record_of("a", status="failed"))
+    results.append(path, record_of("a"))
+    assert [each["status"] for each in results.read(path)] == ["passed"]
+    assert results.read(tmp_path / "none") == []
+
+
+# ---- errors, and the zoo ---------------------------------------------------------------------------------------------
+
+
+def test_errors():
+    a = torch.tensor([3.0, 4.0])
+    assert accuracy.worst_error([a, a], [a, a.double()]) == 0
+    assert accuracy.worst_error([a * 1.01], [a]) == pytest.approx(0.01, rel=1e-4)
+    assert accuracy.worst_error([a], [a, a]) == math.inf == accuracy.worst_error([a[:1]], [a])
+    assert accuracy.joint_error([a, None], [a, None]) == 0
+    assert accuracy.joint_error([a, None], [a, a]) == math.inf
+    masked = torch.tensor([1.0, -math.inf])
+    assert accuracy.worst_error([masked], [masked.double()]) == 0
+    assert accuracy.wrong_results({"forward": 9e-6, "loss": 2e-4}, {"forward": 0.0, "loss": 3e-5}) == []
+    assert len(accuracy.wrong_results({"forward": 2e-5, "loss": math.nan}, {"forward": 1e-7, "loss": 1e-7})) == 2
+
+
+def test_the_zoo():
+    families = [each.family for each in architectures().values()]
+    assert families.count("transformers") >= 46
+    assert families.count("timm") == 61
+    assert len(families) - families.count("transformers") - families.count("timm") >= 20
+    assert len(chosen(sample=5)) == 5
+    assert [each.name for each in chosen(families=["decisions"])] == ["dlrm", "actor_critic", "dqn"]
+    assert "dlrm" in run("--list").output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", architectures())
+def test_every_model_passes(name, tmp_path):
+    architecture = architectures()[name]
+    for package in architecture.packages:
+        pytest.importorskip(package)
+    path = tmp_path / "models.jsonl"
+    jobs.run([jobs.Job(architecture, Request(name, "opkit", threads=1))], path, 900, lambda job, record: None)
+    (record,) = results.read(path)
+    assert record["status"] == "passed", record
