@@ -100,7 +100,7 @@ def demo(
 ) -> None:
     """Train a small language model, made of opkit operators, on Python's own source; eager, then compiled."""
     with terminal.bad_input(errors.OpkitError):
-        _check_device(device)
+        terminal.check_device(device)
         _check_folder(out)
         from opkit import demo as program
 
@@ -183,21 +183,6 @@ def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return eval(f"arguments({text})", {"torch": torch, "arguments": arguments})
     except Exception as error:
         raise errors.ArgumentError(f"--args {text}: {type(error).__name__}: {error}") from error
-
-
-def _check_device(device: str | None) -> None:
-    if device is None:
-        return
-    import torch
-
-    try:
-        parsed = torch.device(device)
-        torch.empty(1, device=parsed)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        terminal.refuse(f"the device {device!r} cannot be used: {reason}\nUse --device cpu, or leave it out.")
-    if parsed.type == "meta":
-        terminal.refuse("the device 'meta' holds no values. Use --device cpu, or leave it out.")
 
 
 def _check_folder(out: Path) -> None:

@@ -69,6 +69,7 @@ def models(
         _print_list(chosen)
         return
     backends = _split(backend) or ["opkit", "inductor"]
+    _check(backends, device, out)
     jobs = [Job(each, Request(each.name, name, size, device, dtype, threads)) for each in chosen for name in backends]
     records = _run(jobs, out, timeout, retry)
     _print(records)
@@ -77,6 +78,19 @@ def models(
 
         html.write_text(results_page(records), encoding="utf-8")
     raise typer.Exit(1 if any(each["status"] in ("failed", "wrong") for each in records) else 0)
+
+
+def _check(backends: Sequence[str], device: str, out: Path) -> None:
+    """Refuse what would make every process fail."""
+    terminal.check_device(device)
+    if not out.absolute().parent.is_dir():
+        terminal.refuse(f"--out {out}: there is no folder {out.parent}.")
+    import torch
+
+    known = ["eager", *torch.compiler.list_backends()]
+    for name in backends:
+        if name not in known:
+            terminal.refuse(f"--backend {name}: torch has no such backend. There are: {', '.join(known)}.")
 
 
 def _split(texts: Sequence[str] | None) -> list[str]:
@@ -119,10 +133,8 @@ def _print(records: Sequence[Record]) -> None:
         console.print(escape(line), soft_wrap=True)
     for total in results.totals(records):
         console.print(escape(text.total_line(total)), soft_wrap=True)
-    peer = results.over_peer(records)
-    if peer["models"]:
-        figures = [f"{name} {value:.2f}" for name, value in peer.items() if name != "models" and value is not None]
-        console.print(f"opkit over Inductor, geometric means of {peer['models']} models: {', '.join(figures)}")
+    for line in text.peer_lines(records):
+        console.print(line, soft_wrap=True)
 
 
 def _print_list(chosen: Sequence[Any]) -> None:

@@ -32,6 +32,22 @@ def refuse(message: str) -> NoReturn:
     raise typer.Exit(_BAD_INPUT)
 
 
+def check_device(device: str | None) -> None:
+    """Refuse a device that torch does not know, or that is not there."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        parsed = torch.device(device)
+        torch.empty(1, device=parsed)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        refuse(f"the device {device!r} cannot be used: {reason}\nUse --device cpu, or leave it out.")
+    if parsed.type == "meta":
+        refuse("the device 'meta' holds no values. Use --device cpu, or leave it out.")
+
+
 @contextlib.contextmanager
 def bad_input(*mistakes: type[Exception]) -> Iterator[None]:
     """Turn an exception in the block that is one of ``mistakes`` into :func:`refuse`."""

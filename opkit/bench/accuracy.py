@@ -6,7 +6,7 @@ As in torch's own benchmarks, a compiled model may be as wrong as the model itse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,9 @@ FLOOR = 1e-5
 
 
 def floating_leaves(result: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a result, in order; of an object, such as the data class of a model, its fields."""
-    leaves = pytree.tree_leaves(result if not hasattr(result, "to_tuple") else result.to_tuple())
-    found: list[Tensor] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found += [leaf] if leaf.is_floating_point() or leaf.is_complex() else []
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            found += floating_leaves(list(vars(leaf).values()))
-    return found
+    """Return the floating-point tensors in a result, in order; models of transformers and diffusers return objects."""
+    leaves = pytree.tree_leaves(result.to_tuple() if hasattr(result, "to_tuple") else result)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
 
 
 def loss_of(result: Any) -> Tensor:
@@ -42,13 +36,11 @@ def loss_of(result: Any) -> Tensor:
     return torch.stack([each.to(torch.promote_types(each.dtype, torch.float32)) for each in squares]).sum()
 
 
-def worst_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+def worst_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest relative error of the tensors, in the Euclidean norm; infinity if their number or shapes differ."""
-    pairs = list(zip(found, expected, strict=False))
-    found, expected = list(found), list(expected)
-    if len(found) != len(expected) or any(a.shape != b.shape for a, b in pairs):
+    if [each.shape for each in found] != [each.shape for each in expected]:
         return math.inf
-    return max((_relative([a], [b]) for a, b in pairs), default=0.0)
+    return max((_relative([a], [b]) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
 def joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from opkit.bench import accuracy, compilation, timing
 from opkit.bench.architecture import Inputs, Size, Task
 from opkit.bench.zoo.table import architectures
+
+T = TypeVar("T")
 
 SEED = 20
 STEPS = 10
@@ -101,7 +103,10 @@ class _Subject:
         inputs = [self._inputs(self.task.inputs, batch) for batch in self.task.batches]
         self._stage("inference in eager mode")
         eager = [self._results(self.module, each) for each in inputs]
-        exact = self._exact_results(inputs, eager)
+        exact = self._in_float64(lambda: [self._results(self.exact, _double(each)) for each in inputs], eager)
+        if _shapes(exact) != _shapes(eager):
+            self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
+            exact = eager
         self.record["eager_errors"]["forward"] = _worst(eager, exact)
         self._stage("inference")
         compiled = self._compiled()
@@ -118,17 +123,15 @@ class _Subject:
         _, warm = timing.timed(lambda: self._results(again, inputs[0]), self.device)
         self._measure("inference", cold, warm, *(lambda m=m: self._call(m, inputs[0]) for m in (self.module, again)))
 
-    def _exact_results(self, inputs: Sequence[Mapping[str, Any]], eager: Sequence[Any]) -> Sequence[Any]:
-        """Return the results in float64, or those of eager mode if some operator has no float64."""
+    def _in_float64(self, run: Callable[[], T], eager: T) -> T:
+        """Return what the copy in float64 gives, or the results of eager mode if some operator has no float64."""
+        if self.record["reference"] != "float64":
+            return eager
         try:
-            found = [self._results(self.exact, _double(each)) for each in inputs]
+            return run()
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.record["reference"] = f"eager mode: float64 raised {type(error).__name__}: {str(error)[:200]}"
             return eager
-        if _shapes(found) != _shapes(eager):
-            self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
-            return eager
-        return found
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -139,9 +142,7 @@ class _Subject:
         inputs = self._inputs(make, self.task.batch)
         state = copy.deepcopy(self.module.state_dict())
         eager = self._train(self.module, self.module, inputs)
-        exact = eager
-        if self.record["reference"] == "float64":
-            exact = self._train(self.exact, self.exact, _double(inputs))
+        exact = self._in_float64(lambda: self._train(self.exact, self.exact, _double(inputs)), eager)
         self.record["eager_errors"] |= eager.errors(exact)
         self.module.load_state_dict(state)
         self._stage("training")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from opkit import page
-from opkit.bench.results import Record, not_whole, over_peer, totals
-from opkit.bench.text import HEADINGS, row, total_line
+from opkit.bench.results import Record, not_whole, totals
+from opkit.bench.text import HEADINGS, peer_lines, row, total_line
 
 _COLORS = ("var(--link)", "var(--bad)", "var(--good)")
 _WIDTH, _LABEL, _LINE = 920, 260, 16
@@ -41,8 +41,7 @@ def results_page(records: Sequence[Record]) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         "<ul>",
-        *(f"<li>{escape(total_line(each))}</li>" for each in totals(records)),
-        *_peer(records),
+        *(f"<li>{escape(line)}</li>" for line in [*map(total_line, totals(records)), *peer_lines(records)]),
         "</ul>",
         _FILTER,
         *(line for what in ("inference", "training") for line in _speeds(records, what)),
@@ -50,13 +49,6 @@ def results_page(records: Sequence[Record]) -> str:
         _FILTER_SCRIPT,
     ]
     return page.document(title, body)
-
-
-def _peer(records: Sequence[Record]) -> Iterator[str]:
-    found = over_peer(records)
-    if found["models"]:
-        figures = ", ".join(f"{name} {value:.2f}" for name, value in found.items() if value and name != "models")
-        yield f"<li>opkit over Inductor, {found['models']} models: {escape(figures)}</li>"
 
 
 def _text(record: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opkit.bench.results import Record, Totals, compile_seconds, not_whole
+from opkit.bench.results import Record, Totals, compile_seconds, not_whole, over_peer
 
 HEADINGS = (
     "model", "backend", "result", "breaks", "fallbacks", "recompiles", "error / eager's", "cold s", "warm s",
@@ -53,6 +53,15 @@ def total_line(total: Totals) -> str:
             f"{total.broken} with graph breaks, {total.with_fallbacks} with fallbacks",
             *speeds,
         ]
+    )
+
+
+def peer_lines(records: Sequence[Record]) -> list[str]:
+    """Return how opkit compares with Inductor, if models passed with both."""
+    found = over_peer(records)
+    figures = [f"{name} {value:.2f}" for name, value in found.items() if name != "models" and value is not None]
+    return (
+        [f"opkit over Inductor, geometric means of {found['models']} models: {', '.join(figures)}"] if figures else []
     )
 
 

@@ -140,6 +140,9 @@ def test_unknown_names_are_refused(tmp_path):
     assert done.exit_code == 2
     assert "regnety_002" in done.output
     assert run("--family", "none").exit_code == 2
+    assert run("--device", "toaster").exit_code == 2
+    assert run("--only", "dlrm", "--out", tmp_path / "none" / "models.jsonl").exit_code == 2
+    assert "opkit" in run("--only", "dlrm", "--backend", "indctor").output
     assert run("--compare", tmp_path / "a", tmp_path / "b").exit_code == 2
 
 
