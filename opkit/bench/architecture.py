@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -87,12 +87,3 @@ def without_dropout(module: nn.Module) -> nn.Module:
 def images(side: int, channels: int = 3, name: str = "x") -> Inputs:
     """Return random images of ``(batch, channels, side, side)``."""
     return lambda batch: {name: torch.randn(batch, channels, side, side)}
-
-
-def tables(family: str, packages: Iterable[str] = ()) -> Callable[..., Architecture]:
-    """Return a function that makes architectures of one family from a name and a builder."""
-
-    def make(name: str, build: Callable[[Size], Task]) -> Architecture:
-        return Architecture(name, family, build, tuple(packages))
-
-    return make

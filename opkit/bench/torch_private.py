@@ -13,10 +13,18 @@ def reset() -> None:
 
 
 def graph_breaks() -> list[str]:
-    """Return the first line of the reason of each graph break since the counters were cleared."""
-    return [str(reason).strip().splitlines()[0] for reason in _counters["graph_break"]]
+    """Return the reason of each graph break since the counters were cleared: its first line, and what Dynamo says of the code."""
+    return [_short(str(reason).strip().splitlines()) for reason in _counters["graph_break"]]
 
 
 def captured_graphs() -> int:
     """Return how many graphs Dynamo captured since the counters were cleared."""
     return int(_counters["stats"]["unique_graphs"])
+
+
+_CONTEXT = "Developer debug context:"
+
+
+def _short(lines: list[str]) -> str:
+    context = next((line.strip().removeprefix(_CONTEXT).strip() for line in lines if _CONTEXT in line), "")
+    return f"{lines[0]} ({context})" if context else lines[0]
