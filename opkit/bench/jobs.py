@@ -51,7 +51,7 @@ def run(jobs: Sequence[Job], path: Path, timeout: float, finished: Callable[[Job
 
 
 def _record(job: Job, timeout: float) -> Record:
-    """Measure in a process of its own, and return its record; if there is none, one that says how the process ended."""
+    """Measure in a process of its own, and return its record; if the process ended early, the record says how."""
     base = {**dataclasses.asdict(job.request), "family": job.architecture.family}
     absent = job.architecture.missing_packages()
     if absent:
@@ -61,10 +61,11 @@ def _record(job: Job, timeout: float) -> Record:
         request, result, output = folder / "request.json", folder / "result.json", folder / "output.txt"
         request.write_text(json.dumps(dataclasses.asdict(job.request)), encoding="utf-8")
         ended = _run([str(request), str(result)], folder, output, timeout)
-        if result.exists():
-            return {**json.loads(result.read_text(encoding="utf-8")), "family": job.architecture.family}
+        measured = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        if measured and ("stage" not in measured or "error" in measured):  # it is whole
+            return {**base, **measured}
         tail = output.read_text(encoding="utf-8", errors="replace")[-_MAX_OUTPUT:]
-        return {**base, "status": "failed", "error": ended, "output": tail}
+        return {**base, **measured, "status": "failed", "error": ended, "output": tail}
 
 
 def _run(arguments: Collection[str], folder: Path, output: Path, timeout: float) -> str:

@@ -1,6 +1,7 @@
 """One architecture and one backend, measured in this process: ``python -m opkit.bench.measurement REQUEST RESULT``.
 
-Both arguments are paths of JSON files. The result is written once, when everything is measured or failed.
+Both arguments are paths of JSON files. The result is written at the start of each stage, so that a process that ends early leaves
+what it has measured, and when everything is measured or failed.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ class Request:
     threads: int | None = None
 
 
-def measure(request: Request) -> dict[str, Any]:
-    """Return a record of the measurements; what fails is in it as "error", with what was measured before."""
+def measure(request: Request, save: Callable[[dict[str, Any]], None] = lambda record: None) -> dict[str, Any]:
+    """Return a record of the measurements; what fails is in it as "error", with what was measured before.
+
+    ``save`` is called with the record at the start of each stage.
+    """
     record: dict[str, Any] = {**dataclasses.asdict(request), "status": "failed", "stage": "build"}
     try:
         if request.threads is not None:
             torch.set_num_threads(request.threads)
         torch.manual_seed(SEED)
         task = architectures()[request.model].build(request.size)
-        subject = _Subject(task, request, record)
+        subject = _Subject(task, request, record, save)
         subject.inference()
         subject.training()
         wrong = accuracy.wrong_results(record["errors"], record["eager_errors"])
@@ -76,8 +80,10 @@ def measure(request: Request) -> dict[str, Any]:
 class _Subject:
     """A model in eager mode, in float64, and compiled."""
 
-    def __init__(self, task: Task, request: Request, record: dict[str, Any]) -> None:
-        self.task, self.request, self.record = task, request, record
+    def __init__(
+        self, task: Task, request: Request, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.task, self.request, self.record, self.save = task, request, record, save
         self.device, self.backend = request.device, request.backend
         self.module = task.module.float().to(self.device)
         self.exact = copy.deepcopy(self.module).double()
@@ -117,7 +123,7 @@ class _Subject:
         self.record["errors"]["forward"] = _worst(found, exact)
         self.record["recompiles"] = compilation.captured_graphs() - captured
         self.record["graphs"] = captured
-        self._add_breaks()
+        self._add_compilation()
         del found, eager, exact, first
         again = self._compiled()
         _, warm = timing.timed(lambda: self._results(again, inputs[0]), self.device)
@@ -150,7 +156,7 @@ class _Subject:
         with self.fallbacks.recorded():
             found = self._train(compiled, self.module, inputs)
         self.record["errors"] |= found.errors(exact)
-        self._add_breaks()
+        self._add_compilation()
         cold = found.first_seconds
         self.module.load_state_dict(state)
         del found, eager, exact
@@ -158,7 +164,6 @@ class _Subject:
         again = self._compiled()
         _, warm = timing.timed(lambda: self._step(again, inputs), self.device)
         self._measure("training", cold, warm, *(lambda m=m: self._step(m, inputs) for m in (self.module, again)))
-        self.record["fallbacks"] = dict(self.fallbacks)
 
     def _train(self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any]) -> _Training:
         module.train()
@@ -189,6 +194,7 @@ class _Subject:
 
     def _stage(self, name: str) -> None:
         self.record["stage"] = name
+        self.save(self.record)
 
     def _compiled(self) -> Callable[..., Any]:
         return self.module if self.backend == "eager" else compilation.compiled(self.module, self.backend)
@@ -210,7 +216,8 @@ class _Subject:
         torch.manual_seed(SEED)
         return [each.clone() for each in accuracy.floating_leaves(self._call(call, inputs))]
 
-    def _add_breaks(self) -> None:
+    def _add_compilation(self) -> None:
+        self.record["fallbacks"] = dict(self.fallbacks)
         self.record["breaks"] = list(dict.fromkeys([*self.record["breaks"], *compilation.graph_breaks()]))
 
     def _measure(
@@ -263,10 +270,13 @@ def _shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:
 def main(request: str, result: str) -> None:
     """Measure what the file ``request`` says, and write the record to the file ``result``."""
     warnings.simplefilter("ignore")
-    record = measure(Request(**json.loads(Path(request).read_text(encoding="utf-8"))))
-    partial = Path(f"{result}.partial")
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(partial, result)
+
+    def save(record: dict[str, Any]) -> None:
+        partial = Path(f"{result}.partial")
+        partial.write_text(json.dumps(record), encoding="utf-8")
+        os.replace(partial, result)
+
+    save(measure(Request(**json.loads(Path(request).read_text(encoding="utf-8"))), save))
 
 
 if __name__ == "__main__":

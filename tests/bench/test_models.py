@@ -17,6 +17,24 @@ from opkit.bench.zoo.table import architectures, chosen
 RUNNER = CliRunner()
 
 
+FAILING_MODELS = """
+import os, signal, torch
+
+class Model(torch.nn.Linear):
+    default_cfg = {"input_size": (3, 8, 8)}
+
+    def forward(self, x):
+        if self.training:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().forward(x)
+
+def create_model(name, **_):
+    if name == "regnety_002":
+        raise ValueError("no weights")
+    return Model(64, 4)
+"""
+
+
 def run(*arguments):
     return RUNNER.invoke(cli.app, ["bench", "models", "--threads", "1", *map(str, arguments)])
 
@@ -94,26 +112,21 @@ def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
 
 
 def test_failures_are_reported(tmp_path, monkeypatch):
-    """A package in place of timm, whose models raise, or end the process."""
-    (tmp_path / "timm.py").write_text(
-        "import os, signal\n"
-        "def create_model(name, **_):\n"
-        "    if name == 'lcnet_050':\n"
-        "        os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "    raise ValueError('no weights, no glory')\n",
-        encoding="utf-8",
-    )
+    """A package in place of timm: a model cannot be made, and another ends the process when it is trained."""
+    (tmp_path / "timm.py").write_text(FAILING_MODELS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     path = tmp_path / "models.jsonl"
-    done = run("--only", "lcnet_050,regnety_002", "--backend", "opkit", "--out", path)
+    done = run("--only", "lcnet_050,regnety_002", "--backend", "eager", "--out", path)
     assert done.exit_code == 1
     died, raised = results.read(path)
     assert "SIGSEGV" in died["error"]
-    assert raised["error"] == "ValueError: no weights, no glory"
+    assert died["stage"] == "training in eager mode"
+    assert died["inference"]["ratio"] > 0  # what was measured before is not lost
+    assert raised["error"] == "ValueError: no weights"
     assert raised["stage"] == "build"
-    assert "opkit: 0 of 2 pass" in done.output
-    jobs_of = [jobs.Job(architectures()[each["model"]], Request(each["model"], "opkit")) for each in (died, raised)]
+    assert "eager: 0 of 2 pass" in done.output
+    jobs_of = [jobs.Job(architectures()[each["model"]], Request(each["model"], "eager")) for each in (died, raised)]
     assert jobs.missing(jobs_of, [died, raised]) == []
     assert jobs.missing(jobs_of, [died, raised], retry=True) == jobs_of
 
