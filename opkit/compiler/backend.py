@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from opkit.compiler import diagnostics, graph_cache, joined
-from opkit.compiler.capture import attention_masks, conversion, decompositions, partitioner, repeats
+from opkit.compiler.capture import attention_masks, conversion, decompositions, division, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.checkpoint_names import remove_names
 from opkit.compiler.capture.conversion import Captured, Unsupported
@@ -243,6 +243,9 @@ class _GraphCompilation:
 
         run, is_body = self.stages.run, self.kind == "body"
         self.user_results = None if is_body else private.user_result_count()
+        divided = run("capture", division.divide, self.module)
+        if divided is not None:
+            return run("bodies", self._compiled_parts, divided)
         captured = run("capture", conversion.capture, self.module, self.name, inputs, self.user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}
@@ -266,6 +269,13 @@ class _GraphCompilation:
             private.report_strides(map(_strides, plan.outputs))
         add_graph(plan_key, build)
         return _LazyFunction(lambda: self.attempt(lambda: self.finish(build)))
+
+    def _compiled_parts(self, divided: division.Division) -> Boxed:
+        """Compile the parts of a graph between operators that make sizes, and return the graph's function."""
+        diagnostics.log.info("%s is compiled in parts, between %s.", self.name, ", ".join(divided.operators))
+        return divided.function(
+            {name: compile_fx_graph(part, (), "body", self.options) for name, part in divided.parts.items()}
+        )
 
     def _log_uncompiled_parts(self, captured: Captured) -> None:
         """Log the parts of the graph that torch runs.
@@ -335,13 +345,17 @@ def _strides(output: Any) -> tuple[int, ...] | None:
 
 
 def _with_negative_fallback(runner: Runner | RecordedRunner, module: fx.GraphModule) -> Boxed:
-    """Return the runner; if it takes integers, the graph itself runs in eager mode for negative ones, which are no sizes."""
+    """Return the runner; if it takes integers, the graph itself runs in eager mode for negative ones, which are no sizes.
+
+    So it does for sizes of 0 that depend on data: torch compiles other graphs for the other sizes of 0.
+    """
     if not runner.plan.sizes:
         return runner
+    least = int(any(map(private.is_named_by_data, runner.plan.sizes)))
     fallback = eager(module)
 
     def run(inputs: list[Any]) -> Any:
-        return runner(inputs) if min(runner.sizes(inputs)) >= 0 else fallback(inputs)
+        return runner(inputs) if min(runner.sizes(inputs)) >= least else fallback(inputs)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run

@@ -194,9 +194,9 @@ class _Conversion:
         value = node.meta.get("val")
         if "val" not in node.meta and node.users:
             raise Unsupported(f"{node.name} ({node.target}): its result has no metadata")
-        if isinstance(value, torch.SymInt) or (type(value) is int and _is_arithmetic(node.target)):
+        if isinstance(value, torch.SymInt) or (type(value) is int and is_arithmetic(node.target)):
             self._refuse_data_dependent(node)
-            if not _is_arithmetic(node.target):
+            if not is_arithmetic(node.target):
                 raise Unsupported(f"{node.name}: a size that an operator computes ({node.target})")
             if private.is_ragged_size(value):
                 raise Unsupported(f"{node.name} computes with the size of a nested tensor's rows ({node.target})")
@@ -204,7 +204,7 @@ class _Conversion:
             return []
         if isinstance(value, torch.SymFloat):
             return self._float(node, value)
-        if isinstance(value, torch.SymBool | bool) and _is_arithmetic(node.target):
+        if isinstance(value, torch.SymBool | bool) and is_arithmetic(node.target):
             return []  # a guard; any other use of it is refused
         if private.returns_object(node.target):
             self.replaced[node] = ObjectCall(self._target(node), tuple(self._argument(node.args)))
@@ -239,7 +239,7 @@ class _Conversion:
         self._refuse_writes(source)
 
     def _refuse_data_dependent(self, node: fx.Node) -> None:
-        if node.meta.get("unbacked_bindings"):
+        if node.op == "call_function" and node.meta.get("unbacked_bindings"):
             raise Unsupported(f"{node.name}: a size that depends on the values in tensors ({node.target})")
 
     def _target(self, node: fx.Node) -> str:
@@ -360,7 +360,7 @@ def _bare(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_arithmetic(target: Any) -> bool:
+def is_arithmetic(target: Any) -> bool:
     """Return whether a node computes with sizes and not with tensors."""
     return not private.is_overload(target) or (target.namespace == "aten" and target._opname.startswith("sym_"))
 

@@ -13,6 +13,8 @@ import torch
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.ir.index import Index, index, size
 
+_EXPECTED = 16  # for sizes that depend on data
+
 
 class SymbolicSizes:
     """The symbols of one graph.
@@ -54,7 +56,7 @@ class SymbolicSizes:
 
     def _symbol(self, symbol: sympy.Symbol, number: Any) -> Index:
         value = private.example(symbol, number)
-        self.values[symbol.name] = -1 if value is None else value
+        self.values[symbol.name] = _EXPECTED if value is None else value
         return size(symbol.name, max(private.least(symbol, number), 0))
 
     def _computed(self, expression: sympy.Expr, number: Any) -> Index:

@@ -145,7 +145,8 @@ def replaced(number: Any) -> Any:
     if settled.is_Atom or not settled.free_symbols:
         return settled
     value = example_of(number)
-    if value in (0, 1) and number.node.shape_env.evaluate_expr(sympy.Eq(settled, value)):
+    known = not any(_depends_on_data(symbol) for symbol in settled.free_symbols)
+    if known and value in (0, 1) and number.node.shape_env.evaluate_expr(sympy.Eq(settled, value)):
         return sympy.Integer(value)
     return settled
 
@@ -153,6 +154,31 @@ def replaced(number: Any) -> Any:
 def depends_on_float(expression: Any) -> bool:
     """Return whether the expression of a size contains a Python float that may change."""
     return any(_symbols.symbol_is_type(each, _symbols.SymT.FLOAT) for each in expression.free_symbols)
+
+
+def _depends_on_data(symbol: Any) -> bool:
+    return _symbols.symbol_is_type(symbol, _symbols.SymT.UNBACKED_INT)
+
+
+def is_named_by_data(name: str) -> bool:
+    """Return whether a symbol of this name stands for a size that depends on the values in tensors."""
+    return name.startswith(_symbols.prefix_str[_symbols.SymT.UNBACKED_INT])
+
+
+def symbol_of(number: Any) -> Any:
+    """Return the symbol that a SymInt is, after replacements; None if it is none."""
+    if not isinstance(number, torch.SymInt) or not number.node.is_symbolic() or is_ragged_size(number):
+        return None
+    settled = number.node.expr
+    return settled if isinstance(settled, sympy.Symbol) else None
+
+
+def symbols_in(value: Any) -> set[Any]:
+    """Return the symbols in a SymInt, or in the sizes, strides and offset of a tensor, apart from floats."""
+    sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else (value,)
+    symbolic = [each for each in sizes if isinstance(each, torch.SymInt) and each.node.is_symbolic()]
+    found = [each.node.expr for each in symbolic if not is_ragged_size(each)]
+    return {symbol for each in found if not depends_on_float(each) for symbol in each.free_symbols}
 
 
 @contextlib.contextmanager
