@@ -76,8 +76,26 @@ def divide(module: fx.GraphModule) -> Division | None:
     Raises:
         Unsupported: a size has no source, or a value that passes from part to part has a type that none can return.
     """
+    _name_equal_sizes(module.graph)
     between = [node for node in module.graph.nodes if _makes_size(node) or _reads_condition(node)]
     return _Divider(module).run(between) if between else None
+
+
+def _name_equal_sizes(graph: fx.Graph) -> None:
+    """Give equal sizes one symbol.
+
+    AOTAutograd makes one node of equal operators: the symbols of the others' results have no source then, and stand for the same.
+    """
+    known: set[Any] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        found = {symbol for each in tree_leaves(value) for symbol in private.symbols_in(each)}
+        if node.op == "placeholder" or _makes_size(node):
+            known |= found
+        elif node.op == "call_function" and found - known:
+            arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+            with private.fake_mode():
+                node.meta["val"] = node.target(*arguments, **named)
 
 
 def _makes_size(node: fx.Node) -> bool:
@@ -184,7 +202,7 @@ class _Divider:
         for node in nodes:
             part.copied(node)
         given = [self._copied(node) for node in part.inputs]
-        given += [self._size(symbol) for symbol in part.add_symbols(self.symbols)]
+        given = [*map(self._size, part.add_symbols(self.symbols)), *given]
         self.parts[name] = part.finished(results)
         call = self.graph.create_node("call_module", name, tuple(given))
         self.module.add_module(name, self.parts[name])
@@ -214,7 +232,7 @@ class _PartGraph:
         self.graph = fx.Graph()
         self.own: dict[fx.Node, fx.Node] = {}
         self.inputs: list[fx.Node] = []
-        self.first = self.graph.create_node("get_attr", "unused")  # inputs are put before it
+        self.border = self.place = self.graph.create_node("get_attr", "unused")  # inputs are put before it
 
     def copied(self, node: fx.Node) -> fx.Node:
         if node in self.own:
@@ -232,13 +250,14 @@ class _PartGraph:
     def _input(self, name: str, value: Any) -> fx.Node:
         if isinstance(value, list | tuple):
             raise Unsupported(f"{name} is a {type(value).__name__}, which passes from one part of a graph to another")
-        with self.graph.inserting_before(self.first):
+        with self.graph.inserting_before(self.place):
             made = self.graph.placeholder(name)
         made.meta["val"] = value
         return made
 
     def add_symbols(self, sources: dict[Any, tuple[fx.Node, int | None]]) -> list[Any]:
-        """Make the symbols of all sizes inputs, and return them."""
+        """Make the symbols of all sizes the first inputs, and return them."""
+        self.place = next(iter(self.graph.nodes))
         values = [value for node in self.graph.nodes for value in tree_leaves(node.meta.get("val"))]
         symbols = sorted({symbol for value in values for symbol in private.symbols_in(value)}, key=str)
         for symbol in symbols:
@@ -249,7 +268,7 @@ class _PartGraph:
         return symbols
 
     def finished(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        self.graph.erase_node(self.first)
+        self.graph.erase_node(self.border)
         self.graph.output(tuple(self.own[node] for node in results))
         return fx.GraphModule(self.module, self.graph)
 

@@ -175,7 +175,10 @@ def _sources(plan: ExecutionPlan) -> dict[str, str]:
 
 
 def _add_source(found: dict[str, str], at: Index, text: str) -> None:
-    if list(at.terms.values()) == [1]:
-        (monomial,) = at.terms
+    """Add what ``text`` says about a size if its value, ``at``, is a multiple of it and a number more."""
+    more = at.terms.get((), 0)
+    parts = {monomial: times for monomial, times in at.terms.items() if monomial}
+    if len(parts) == 1:
+        ((monomial, times),) = parts.items()
         if len(monomial) == 1 and isinstance(monomial[0], Symbol):
-            found.setdefault(monomial[0].name, text)
+            found.setdefault(monomial[0].name, text if (more, times) == (0, 1) else f"({text} - {more}) // {times}")
