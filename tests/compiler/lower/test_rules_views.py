@@ -46,6 +46,9 @@ _VIEWS = {
     "slice_scatter": lambda x: torch.slice_scatter(x, x[:, 1:] * 2, 1, 0, 2),
     "slice_scatter with steps": lambda x: torch.slice_scatter(x, x[..., :2] * 2, 2, 0, 4, 2),
     "select_scatter": lambda x: torch.select_scatter(x, x[:, 0] * 2, 1, -1),
+    "as_strided_scatter": lambda x: torch.as_strided_scatter(x * 2, x[0, 1:, 1:] + 1, (2, 3), (4, 1), 5),
+    "as_strided_scatter with steps": lambda x: torch.as_strided_scatter(x * 2, x[:, :, :1] + 1, (2, 3, 1), (2, 5, 7)),
+    "as_strided_scatter of all": lambda x: torch.as_strided_scatter(x.new_zeros(24), x.mT, (2, 4, 3), (12, 3, 1)),
     "diagonal_scatter": lambda x: torch.diagonal_scatter(x, x[:, 0, :3] * 2, 0, 1, 2),
 }
 
@@ -55,6 +58,17 @@ def test_views(subtests):
     for name in _VIEWS:
         with subtests.test(name):
             check(_VIEWS[name], x, exact=True, lowered=name != "as_strided")
+
+
+def test_gradients_of_windows(subtests):
+    def gradient(dim, size, step, grad):
+        return torch.ops.aten.unfold_backward(grad, (2, 9, 8), dim, size, step)
+
+    for size, step, dim, dtype in ((3, 2, 1, torch.float32), (2, 3, -1, torch.float32), (7, 1, 1, torch.bfloat16)):
+        with subtests.test(size=size, step=step):
+            windows = torch.randn(2, 9, 8).to(dtype).unfold(dim, size, step)
+            grad = torch.randn(windows.shape).to(dtype)
+            check(functools.partial(gradient, dim, size, step), grad)
 
 
 def test_what_follows_a_view(subtests):

@@ -217,7 +217,7 @@ def test_sums_over_no_dimensions_beside_sums_over_some():
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: (x * 2).view(torch.int32), lambda x: torch.as_strided_scatter(x * 2, x[0] + 1, (2,), (1,))],
+    [lambda x: (x * 2).view(torch.int32), lambda x: torch.as_strided_scatter(x * 2, x[:2] + 1, (2, 2), (1, 1))],
 )
 def test_what_is_called_with_a_whole_storage_has_one_of_its_own(function):
     """The arena is reused by the next call, and begins elsewhere."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import Expr, const, op, position
 from opkit.compiler.ir.expr import where as chosen
-from opkit.compiler.ir.index import ZERO, Index, index, is_below, is_nonnegative, value
+from opkit.compiler.ir.graph import TensorType
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_below, is_nonnegative, product, value
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
@@ -19,6 +21,8 @@ from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.tensors import Tensor, formal, lazy
 
 TABLE = Table()
+_MAX_TERMS = 8
+"""Overlapping windows whose gradients a formula adds."""
 Sizes = Sequence[Index | int]
 
 
@@ -79,6 +83,24 @@ def slice_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, start: Any,
     return slice_scatter(b, _zeros(b), grad, dim, start, end, step)
 
 
+@TABLE.rule(*overloads("unfold_backward"))
+def unfold_backward(b: Builder, grad: Tensor, sizes: Sizes, dim: int, size: int, step: int) -> Tensor:
+    """Return the sum over the windows that an element is in: a term for each window that can reach it."""
+    shape = b.result().shape
+    terms = -(-size // step)
+    if not shape or terms > _MAX_TERMS:
+        raise NoRule("windows of a number, or windows of which many overlap")
+    dim %= len(shape)
+    axes = formal(shape)
+    total = number(0, DTYPES[grad.dtype].compute)
+    for back in range(terms):
+        window, inside = axes[dim] // step - back, axes[dim] % step + back * step
+        mask = within([window, inside], [grad.shape[dim], index(size)])
+        read = cast(Scalar(grad.at([*axes[:dim], window, *axes[dim + 1 :], inside], mask)), total.dtype)
+        total = total + (read if mask is None else f.where(Scalar(mask), read, number(0, total.dtype)))
+    return b.elementwise(_as(total.expr, grad.dtype))
+
+
 @TABLE.rule(*overloads("select_scatter"))
 def select_scatter(b: Builder, x: Tensor, part: Tensor, dim: int, position: Any) -> Tensor:
     dim %= len(x.shape)
@@ -102,6 +124,42 @@ def diagonal_scatter(b: Builder, x: Tensor, part: Tensor, offset: int = 0, dim1:
     on_diagonal = op("eq", position(row), position(column))
     mask = on_diagonal if inside is None else op("and", on_diagonal, inside)
     return b.elementwise(chosen(mask, _as(part.at([*rest, row], mask), x.dtype), x.at(axes)))
+
+
+@TABLE.rule(*overloads("as_strided_scatter"))
+def as_strided_scatter(b: Builder, x: Tensor, part: Tensor, shape: Sizes, strides: Sizes, offset: Any = None) -> Tensor:
+    """Replace elements of a tensor whose elements are all of its memory, in order, by those of a view without overlaps."""
+    (kind,) = (node.result for node in b.graph.nodes if node.name == b.node.args[0].name)
+    assert isinstance(kind, TensorType)
+    numbers = [index(n).constant for n in (*kind.shape, *kind.strides, *shape, *strides, kind.offset, offset or 0)]
+    if (
+        None in numbers
+        or kind.offset != 0
+        or any(n != 1 and s != t for n, s, t in zip(kind.shape, kind.strides, contiguous(kind.shape), strict=True))
+    ):
+        raise NoRule("a view of a tensor with gaps, or in another order")
+    axes = formal(x.shape)
+    place = flat(axes, contiguous(kind.shape))
+    at, rest, span = [ZERO] * len(shape), place - index(offset or 0), 1
+    order = sorted((k for k, n in enumerate(shape) if n != 1), key=lambda k: _number(strides[k]))
+    for k in order:
+        if _number(strides[k]) < span:
+            raise NoRule("a view with overlaps")
+        span += (_number(shape[k]) - 1) * _number(strides[k])
+    if _number(offset or 0) + span > _number(product(x.shape)):
+        raise NoRule("a view that is larger")
+    for k in reversed(order):
+        at[k], rest = rest // strides[k], rest % strides[k]
+    mask = within([at[k] for k in order], [index(shape[k]) for k in order])
+    if not is_below(rest, index(1)):
+        on_element = op("eq", position(rest), const(0, "i64"))
+        mask = on_element if mask is None else op("and", mask, on_element)
+    body = _as(part.at(at, mask), x.dtype)
+    return b.elementwise(body if mask is None else chosen(mask, body, x.at(axes)))
+
+
+def _number(of: Index | int) -> int:
+    return int(index(of).constant or 0)
 
 
 @TABLE.rule(*overloads("diagonal_backward"))
