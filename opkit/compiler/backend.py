@@ -32,6 +32,7 @@ from opkit.compiler.run import cuda_graphs, plan_cache
 from opkit.compiler.run.cuda_graphs import RecordedRunner
 from opkit.compiler.run.plan import GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
+from opkit.compiler.run.torch_operators import fit
 from opkit.errors import CompileError, ToolchainError
 from opkit.kernels.cc import isa
 from opkit.op.core import inlining, knows_lowerings
@@ -209,6 +210,7 @@ class _GraphCompilation:
         self.save_memory = kind != "inference"  # what a forward saves adds to the backward's peak
         self.stages = Stages()
         self.user_results: int | None = None
+        self.saved_strides: list[tuple[int, ...] | None] = []  # of what a forward saves, as reported to AOTAutograd
 
     def attempt(self, stage: Callable[[], Boxed]) -> Boxed:
         """Return what ``stage`` returns, or a function that runs the graph in eager mode if it fails.
@@ -234,7 +236,7 @@ class _GraphCompilation:
             reason = f"{type(error).__name__}: {error}"
             diagnostics.report_failure(self.module, self.name, self.stages.now, error, self.options.strict)
         _notify_observer(CompiledGraph(self.name, reason, count=self.count))
-        return eager(self.module)
+        return eager(self.module, self.saved_strides)
 
     def start(self, inputs: Sequence[Any], add_graph: Callable[[str, graph_cache.PlanBuild], None]) -> Boxed:
         """Run all stages but the last, and return a function that finishes the graph when it is first called."""
@@ -266,7 +268,9 @@ class _GraphCompilation:
         store = functools.partial(plan_cache.store, plan_key, plan, texts) if cached is None else None
         build = run("build", graph_cache.build, plan, constants, texts, self.name, store)
         if not is_body:
-            private.report_strides(map(_strides, plan.outputs))
+            strides = list(map(_strides, plan.outputs))
+            private.report_strides(strides)
+            self.saved_strides = strides[len(strides) if self.user_results is None else self.user_results :]
         add_graph(plan_key, build)
         return _LazyFunction(lambda: self.attempt(lambda: self.finish(build)))
 
@@ -299,7 +303,9 @@ class _GraphCompilation:
         """Wait for the C compiler and return the function of the plan."""
         runner = self.stages.run("build", lambda: build.runner)
         wanted = self.options.cuda_graphs
-        return _with_negative_fallback(cuda_graphs.recorded(runner, wanted, self.kind, self.user_results), self.module)
+        return _with_negative_fallback(
+            cuda_graphs.recorded(runner, wanted, self.kind, self.user_results), self.module, self.saved_strides
+        )
 
 
 class _LazyFunction:
@@ -344,7 +350,9 @@ def _strides(output: Any) -> tuple[int, ...] | None:
     return None if None in strides else tuple(s for s in strides if s is not None)
 
 
-def _with_negative_fallback(runner: Runner | RecordedRunner, module: fx.GraphModule) -> Boxed:
+def _with_negative_fallback(
+    runner: Runner | RecordedRunner, module: fx.GraphModule, saved_strides: Sequence[tuple[int, ...] | None]
+) -> Boxed:
     """Return the runner; if it takes integers, the graph itself runs in eager mode for negative ones, which are no sizes.
 
     So it does for sizes of 0 that depend on data: torch compiles other graphs for the other sizes of 0.
@@ -352,7 +360,7 @@ def _with_negative_fallback(runner: Runner | RecordedRunner, module: fx.GraphMod
     if not runner.plan.sizes:
         return runner
     least = int(any(map(private.is_named_by_data, runner.plan.sizes)))
-    fallback = eager(module)
+    fallback = eager(module, saved_strides)
 
     def run(inputs: list[Any]) -> Any:
         return runner(inputs) if min(runner.sizes(inputs)) >= least else fallback(inputs)
@@ -361,13 +369,21 @@ def _with_negative_fallback(runner: Runner | RecordedRunner, module: fx.GraphMod
     return run
 
 
-def eager(module: fx.GraphModule) -> Boxed:
-    """Return a function that runs the graph in eager mode."""
+def _with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
+    return (
+        result if strides is None or not isinstance(result, torch.Tensor) else fit(result, tuple(result.shape), strides)
+    )
+
+
+def eager(module: fx.GraphModule, saved_strides: Sequence[tuple[int, ...] | None] = ()) -> Boxed:
+    """Return a function that runs the graph in eager mode; its last results get the strides that a backward expects."""
 
     def run(inputs: list[Any]) -> Any:
         arguments = list(inputs)
         inputs.clear()
-        return module(*arguments)
+        results = module(*arguments)
+        first = len(results) - len(saved_strides)
+        return [*results[:first], *map(_with_strides, results[first:], saved_strides)]
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run

@@ -9,6 +9,7 @@ import torch
 from opkit import errors
 from opkit.compiler import diagnostics, pipeline
 from opkit.compiler.backend import opkit_backend
+from opkit.compiler.run import library
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -97,3 +98,43 @@ def test_an_index_out_of_range():
         with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             fast(torch.arange(4.0), torch.tensor([1, 9]))
     torch.testing.assert_close(fast(torch.arange(4.0), torch.tensor([1, 0])), torch.tensor([2.0, 1.0]))
+
+
+# fmt: off
+def line_that_goes_on(x):
+    return x.sin() + \
+        x.cos()
+# fmt: on
+
+
+def test_a_line_that_ends_in_a_backslash():
+    """The comment that quotes it ends all the same."""
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(line_that_goes_on)(x), line_that_goes_on(x))
+
+
+def test_a_forward_that_fails_after_its_backward_is_compiled(monkeypatch):
+    """In eager mode it saves tensors with the strides that the backward is compiled for."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.GELU(), torch.nn.Conv2d(8, 8, 3)
+    )
+    x, wait = torch.randn(2, 3, 12, 12), library.SegmentsBuild.wait
+    model(x).square().sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    calls = []
+
+    def refuse_first(build):
+        calls.append(build)
+        if len(calls) == 1:
+            raise errors.ToolchainError("refused")
+        return wait(build)
+
+    monkeypatch.setattr(library.SegmentsBuild, "wait", refuse_first)
+    diagnostics.warn_no_compiler.cache_clear()
+    with pytest.warns(errors.NoCompilerWarning, match="refused"):
+        result = compiled(model, strict=False)(x)
+    result.square().sum().backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-4)
+    assert len(calls) > 1

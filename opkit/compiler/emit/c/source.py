@@ -98,7 +98,8 @@ def _kernel(kernel: Kernel, name: str, exclusive: bool, order: Mapping[Callee, i
     types = blocks.near_types(kernel, exclusive)
     first = [function(kernel, f"{name}_near", exclusive, types, order)] if types else []
     call = f"if ({name}_near{arguments}) {name}{arguments};" if types else f"{name}{arguments};"
-    origins = [f"// {', '.join(kernel.origins)}"] if kernel.origins else []
+    # a user's line may end in a backslash, which would continue the comment
+    origins = [f"// {', '.join(kernel.origins)}".rstrip("\\")] if kernel.origins else []
     return "\n".join([*origins, *first, function(kernel, name, exclusive, order=order), f"{_range(name)} {{ {call} }}"])
 
 
