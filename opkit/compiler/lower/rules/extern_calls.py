@@ -15,7 +15,7 @@ from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.dtypes import DTYPES
 from opkit.compiler.ir.expr import where
 from opkit.compiler.ir.graph import TensorType
-from opkit.compiler.ir.index import Index
+from opkit.compiler.ir.index import Index, contiguous
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
@@ -183,7 +183,10 @@ def _convolution_backward(
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     image = as_image(b, grad)
-    operands = (image, as_image(b, x), _wide(b, weight), None)
+    stride, (height, width) = rest[0], weight.shape[2:]
+    # oneDNN writes out of bounds for these in channels-last layout (torch 2.14)
+    fails = height == 1 and width == 1 and any(step != 1 for step in stride) and int(x.shape[1].constant or 0) < 16
+    operands = (image, as_image(b, x, contiguous(x.shape) if fails else None), _wide(b, weight), None)
     settings = (*rest, transposed, output_padding, groups, [*output_mask, False])
     gradients = b.call(b.node.target, (*operands, *settings), [*outs, None])
     results = [
@@ -209,9 +212,9 @@ def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: An
         raise NoRule("")  # with a single channel, torch sees both layouts in any tensor
 
 
-def as_image(b: Builder, x: Tensor) -> Tensor:
-    """Return a batch of images in channels-last layout, in the type in which products are computed."""
-    strides, strided = channels_last(x.shape), x.strided()
+def as_image(b: Builder, x: Tensor, strides: tuple[Index, ...] | None = None) -> Tensor:
+    """Return a batch of images in a layout, channels-last or another, in the type in which products are computed."""
+    strides, strided = strides or channels_last(x.shape), x.strided()
     narrow = x.dtype in ("bf16", "f16") and not b.target.narrow_products
     if strided is not None and strided.strides == strides and not narrow:
         return x
