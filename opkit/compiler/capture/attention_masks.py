@@ -55,7 +55,7 @@ class Constants:
 
 def remove_constant_masks(module: fx.GraphModule) -> None:
     """Remove the masks of a graph of Dynamo's or of an exported program that are constant, where that changes no result."""
-    constants = Constants(module)
+    constants, before = Constants(module), unused(module)
     changed = False
     for node in module.graph.nodes:
         if node.target not in _ATTENTION:
@@ -68,14 +68,25 @@ def remove_constant_masks(module: fx.GraphModule) -> None:
                 node.args, node.kwargs = (), {**arguments, "attn_mask": None, "is_causal": kind == "causal"}
                 changed = True
     if changed:
-        module.graph.eliminate_dead_code()
-        module.recompile()
+        remove_unused(module, before)
+
+
+def unused(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes whose results nothing uses, such as calls of methods that write to a tensor."""
+    return {node for node in module.graph.nodes if not node.users}
+
+
+def remove_unused(module: fx.GraphModule, before: set[fx.Node]) -> None:
+    """Remove what nothing uses any more in a graph of Dynamo's, where it does not write: torch.fx takes methods for pure."""
+    module.graph.eliminate_dead_code(lambda node: node in before or node.is_impure() or writes(node))
+    module.recompile()
 
 
 def writes(node: fx.Node) -> bool:
     """Return whether a node writes to a tensor."""
     name = _name(node.target)
-    return name in _WRITING or "out" in node.kwargs or (name.endswith("_") and name not in _FUNCTIONS)
+    in_place = "out" in node.kwargs or node.kwargs.get("inplace", False) is not False
+    return in_place or name in _WRITING or (name.endswith("_") and name not in _FUNCTIONS)
 
 
 def _constant_nodes(module: fx.GraphModule) -> set[fx.Node]:

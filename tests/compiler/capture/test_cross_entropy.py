@@ -127,3 +127,21 @@ def test_cross_entropy_is_kept(name):
 def test_small_logits_are_kept():
     (note,) = notes_and_graph(loss_of, *loss_arguments())[0]
     assert "200 rows are fewer than two chunks" in note
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_writes_whose_results_nothing_uses_stay():
+    def written(x, weight, bias, labels):
+        hidden = x * 2
+        hidden.add_(bias.sum())
+        hidden[0] = 1.0
+        F.relu(hidden, inplace=True)
+        return loss_of(hidden, weight, None, labels)
+
+    *tensors, labels = loss_arguments()
+    results = []
+    for function in (written, torch.compile(written, backend="opkit", fullgraph=True)):
+        leaves = [each.detach().requires_grad_() for each in tensors]
+        loss = function(*leaves, labels)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(results[1], results[0])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from opkit.compiler.capture.attention_masks import Constants
+from opkit.compiler.capture.attention_masks import Constants, remove_unused, unused
 from opkit.compiler.capture.patterns import attention, cross_entropy
 from opkit.compiler.capture.patterns.nodes import Kept, operation
 
@@ -44,12 +44,11 @@ PATTERNS = (
 
 def replace_patterns(module: fx.GraphModule) -> list[str]:
     """Replace the patterns in Dynamo's graph, and return a line for each that was replaced or kept."""
-    constants, notes = Constants(module), []
+    constants, notes, before = Constants(module), [], unused(module)
     for node in list(module.graph.nodes):
         notes += [note for p in PATTERNS if operation(node) == p.anchor and (note := _note(p, node, constants))]
     if notes:
-        module.graph.eliminate_dead_code()
-        module.recompile()
+        remove_unused(module, before)
     return notes
 
 
