@@ -160,18 +160,27 @@ def binding(plan: ExecutionPlan, computed: Mapping[str, str]) -> str:
 
 
 def _sources(plan: ExecutionPlan) -> dict[str, str]:
-    """Return where each size comes from: an input, a size of an input, or a stride of one."""
-    found: dict[str, str] = {}
+    """Return where each size comes from: an input, a size of an input, or else a stride of one."""
+    sizes: list[tuple[Index, str]] = []
+    strides: list[tuple[Index, str]] = []
     for number, plan_input in enumerate(plan.inputs):
         if isinstance(plan_input, Index):
-            _add_source(found, plan_input, f"inputs[{number}]")
+            sizes.append((plan_input, f"inputs[{number}]"))
         if not isinstance(plan_input, str):
             continue
         buffer = plan.buffers[plan_input]
         for d, (extent, stride) in enumerate(zip(buffer.shape, buffer.strides, strict=True)):
-            _add_source(found, extent, f"inputs[{number}].shape[{d}]")
-            _add_source(found, stride, f"inputs[{number}].stride({d})")
+            sizes.append((extent, f"inputs[{number}].shape[{d}]"))
+            if extent.constant != 1:  # else its stride may be any number
+                strides.append((stride, f"inputs[{number}].stride({d})"))
+    found: dict[str, str] = {}
+    for at, text in sorted(sizes, key=lambda each: not _is_symbol(each[0])) + strides:
+        _add_source(found, at, text)
     return found
+
+
+def _is_symbol(at: Index) -> bool:
+    return list(at.terms.values()) == [1] and len(next(iter(at.terms))) == 1
 
 
 def _add_source(found: dict[str, str], at: Index, text: str) -> None:
