@@ -240,7 +240,7 @@ def test_more_heads_are_interleaved_where_tiles_would_wait_for_one_another():
 def test_a_call_has_the_kernels_of_whether_sums_are_made_in_order(monkeypatch):
     asked, made = [], SimpleNamespace(launching=lambda *of_call: lambda problem, stream: None)
     made.numbers = {"gradients": (384, 0, 128, 128, 1, 64), "after_products": (256, 0, 2)}
-    monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype, defined: asked.append(defined) or made)
+    monkeypatch.setattr(library, "kernels_or_none", lambda name, dtype, defined, lists: asked.append(defined) or made)
     monkeypatch.setattr(calls, "processors", lambda device: 2)
     call = gradient_call(1, (1, 1), 256, 256, 64, 64, device="cpu")
     run = backward_cuda.backward.prepare(*call)
