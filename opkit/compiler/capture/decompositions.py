@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 
 from opkit.compiler.capture import torch_private as private
 
@@ -134,6 +135,14 @@ def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, 
     return (losses.sum() / total if reduction == 1 else losses.sum()), total
 
 
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the direction ``v`` and the length ``g``; torch has a decomposition of the forward alone."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    norms = norms.to(g.dtype)
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return g / norms * (grad - v * along / norms), along
+
+
 def _detach(x: Tensor) -> Any:
     return aten.alias.default(x) if _is_on_gpu(x) else NotImplemented  # torch's partitioner may recompute an alias
 
@@ -142,7 +151,14 @@ def _is_on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.is_floating_point()
 
 
+_OF_TORCH = (
+    aten.glu, aten.glu_backward, aten._prelu_kernel, aten._prelu_kernel_backward, aten._weight_norm_interface, aten.tril_indices,
+    aten.triu_indices,
+)  # fmt: skip
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **get_decompositions(_OF_TORCH),
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.roll.default: _roll,
     aten.zero.default: _zero,
     aten._log_softmax.default: _log_softmax,

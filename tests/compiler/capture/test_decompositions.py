@@ -1,0 +1,34 @@
+"""Operators that have no rule, and are decomposed before lowering."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from opkit.bench.compilation import Fallbacks
+from tests.compiler.capture.pattern_calls import r
+
+CALLS = {
+    "glu": (lambda x: F.glu(x, 1), r(3, 8, 5)),
+    "prelu": (F.prelu, r(3, 8, 5), r(8)),
+    "weight norm by rows": (lambda v, g: torch._weight_norm(v, g, 0), r(6, 4, 3), r(6, 1, 1)),
+    "weight norm by columns": (lambda v, g: torch._weight_norm(v, g, 2), r(6, 4, 3), r(1, 1, 3)),
+    "corners": (lambda x: x[torch.tril_indices(4, 5)[0], torch.triu_indices(4, 4)[1, :1]], r(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_left_to_torch(name):
+    function, *inputs = CALLS[name]
+    inputs = [each.requires_grad_() for each in inputs]
+    factor = torch.rand_like(function(*inputs))
+
+    def loss(*leaves):
+        return (function(*leaves) * factor).sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    fallbacks = Fallbacks()
+    with fallbacks.recorded():
+        compiled = torch.compile(loss, backend="opkit", fullgraph=True)(*inputs)
+        found = torch.autograd.grad(compiled, inputs)
+    torch.testing.assert_close([compiled, *found], [loss(*inputs), *expected])
+    assert not fallbacks
