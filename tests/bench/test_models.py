@@ -41,9 +41,9 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Three models through the command line: the file of results, and what was printed."""
+    """Two models through the command line: the file of results, and what was printed."""
     path = tmp_path_factory.mktemp("bench") / "models.jsonl"
-    done = run("--only", "lstm,dlrm", "--only", "actor_critic", "--backend", "opkit", "--out", path)
+    done = run("--only", "lstm", "--only", "actor_critic", "--backend", "opkit", "--out", path)
     assert done.exit_code == 0, done.output
     return path, done.output
 
@@ -53,7 +53,7 @@ def measured(tmp_path_factory):
 
 def test_records(measured):
     records = {each["model"]: each for each in results.read(measured[0])}
-    assert set(records) == {"lstm", "dlrm", "actor_critic"}
+    assert set(records) == {"lstm", "actor_critic"}
     for record in records.values():
         assert record["status"] == "passed"
         assert set(record["errors"]) == {"forward", "loss", "gradients", "steps"} == set(record["eager_errors"])
@@ -68,9 +68,9 @@ def test_records(measured):
 
 def test_the_table(measured):
     lines = measured[1].splitlines()
-    assert sum(line.startswith("passed ") for line in lines) == 3
-    assert any(line.split()[:3] == ["dlrm", "opkit", "passed"] for line in lines)
-    assert any(line.startswith("opkit: 3 of 3 pass; 1 with graph breaks") for line in lines)
+    assert sum(line.startswith("passed ") for line in lines) == 2
+    assert any(line.split()[:3] == ["actor_critic", "opkit", "passed"] for line in lines)
+    assert any(line.startswith("opkit: 2 of 2 pass; 1 with graph breaks") for line in lines)
 
 
 def test_eager_mode_is_a_backend():
@@ -99,13 +99,13 @@ def test_wrong_results_are_found():
 
 def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
     path = tmp_path / "models.jsonl"
-    text = measured[0].read_text(encoding="utf-8")
-    path.write_text(text[: len(text) - 40], encoding="utf-8")  # the last line is not whole
-    done = run("--only", "lstm,dlrm,actor_critic", "--backend", "opkit", "--out", path)
+    of_lstm, other = sorted(measured[0].read_text(encoding="utf-8").splitlines(), key=lambda line: '"lstm"' not in line)
+    path.write_text(f"{other}\n{of_lstm[:-40]}", encoding="utf-8")  # the last line is not whole
+    done = run("--only", "lstm,actor_critic", "--backend", "opkit", "--out", path)
     assert done.exit_code == 0, done.output
-    assert "2 of 3 are in" in done.output
-    assert [line.split()[1] for line in done.output.splitlines() if line.startswith("passed ")] == ["actor_critic,"]
-    assert len(results.read(path)) == 3
+    assert "1 of 2 are in" in done.output
+    assert [line.split()[1] for line in done.output.splitlines() if line.startswith("passed ")] == ["lstm,"]
+    assert len(results.read(path)) == 2
 
 
 # ---- models that do not pass -----------------------------------------------------------------------------------------
