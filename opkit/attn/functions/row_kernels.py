@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.functions.captures import Captures, learned
+from opkit.attn.tensor_cache import operations_are_observed
 from opkit.errors import CompileError, ToolchainError
 from opkit.op import torch_private as dispatch
 
@@ -49,7 +50,7 @@ def call(function: Callable[..., Any], x: Tensor, layout: str, mapped: Mapped) -
         found = call(function, x.unsqueeze(0), "bshd", mapped)
         return None if found is None else found.squeeze(0)
     code = getattr(function, "__code__", None)
-    if code is None or _is_observed() or dispatch.function_modes() or dispatch.jit_tracing():
+    if code is None or _is_observed():
         return None
     captures = Captures.of(function, shapes=False)
     tensors = list({id(each): each for each in captures.tensors}.values())
@@ -88,9 +89,9 @@ def call(function: Callable[..., Any], x: Tensor, layout: str, mapped: Mapped) -
 
 
 def _is_observed() -> bool:
-    """Return whether operators are to be seen one by one: by modes of dispatch, transforms such as vmap, or forward mode."""
+    """Return whether operators are to be seen one by one: by modes, transforms such as vmap, or forward mode."""
     forward_mode = dispatch.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
-    return forward_mode or dispatch.dispatch_modes() > 0 or dispatch.functorch_level() is not None
+    return forward_mode or operations_are_observed()
 
 
 def _refused(error: Exception) -> None:
