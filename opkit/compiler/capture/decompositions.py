@@ -153,7 +153,7 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 _OF_TORCH = (
     aten.glu, aten.glu_backward, aten._prelu_kernel, aten._prelu_kernel_backward, aten._weight_norm_interface, aten.tril_indices,
-    aten.triu_indices,
+    aten.triu_indices, aten.im2col, aten.col2im,
 )  # fmt: skip
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

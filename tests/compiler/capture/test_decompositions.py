@@ -12,12 +12,18 @@ CALLS = {
     "prelu": (F.prelu, r(3, 8, 5), r(8)),
     "weight norm by rows": (lambda v, g: torch._weight_norm(v, g, 0), r(6, 4, 3), r(6, 1, 1)),
     "weight norm by columns": (lambda v, g: torch._weight_norm(v, g, 2), r(6, 4, 3), r(1, 1, 3)),
+    "unfold": (lambda x: F.unfold(x, (3, 2), 2, (1, 2), (2, 1)), r(2, 3, 9, 7)),
+    "unfold of one image": (lambda x: F.unfold(x.transpose(1, 2), 3), r(3, 5, 6)),
+    "unfold of no images": (lambda x: F.unfold(x, 2), r(0, 3, 4, 4)),
+    "fold": (lambda x: F.fold(x, (9, 7), (3, 2), 2, (1, 2), (2, 1)), r(2, 18, 36)),
+    "fold of one image": (lambda x: F.fold(x.t(), (4, 5), (2, 1)), r(15, 6)),
     "corners": (lambda x: x[torch.tril_indices(4, 5)[0], torch.triu_indices(4, 4)[1, :1]], r(4, 4)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_left_to_torch(name):
+    torch.compiler.reset()
     function, *inputs = CALLS[name]
     inputs = [each.requires_grad_() for each in inputs]
     factor = torch.rand_like(function(*inputs))
