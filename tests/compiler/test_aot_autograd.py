@@ -9,6 +9,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from opkit.bench.compilation import Fallbacks
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.capture import decompositions
 
@@ -253,6 +254,33 @@ def test_as_strided_reads_what_lies_between_the_elements_of_a_copy(write):
 
     x, y = (torch.arange(88.0).view(11, 8)[1::2] for _ in range(2))
     assert torch.equal(torch.compile(function, backend=opkit_backend)(x), function(y))
+
+
+def test_as_strided_reads_the_gaps_of_a_copy_of_a_copy():
+    def function(x):
+        x[1:].mul_(2)
+        x.select(1, 3).add_(1)
+        return x.t().as_strided((x.numel(),), (1,)) * 2
+
+    x, y = (torch.arange(88.0).view(11, 8)[1::2] for _ in range(2))
+    assert torch.equal(torch.compile(function, backend=opkit_backend)(x), function(y))
+
+
+def test_copies_with_gaps_are_compiled_where_as_strided_reads_other_memory():
+    def function(x, y):
+        x[1:].mul_(2)
+        x.select(1, 3).add_(1)
+        return x * 2, (y + 1).as_strided((3, 4), (2, 1))
+
+    def inputs():
+        return torch.arange(88.0).view(11, 8)[1::2], torch.arange(8.0)
+
+    (x, y), fallbacks = inputs(), Fallbacks()
+    with fallbacks.recorded():
+        found = torch.compile(function, backend=opkit_backend)(x, y)
+    assert not fallbacks
+    other, y = inputs()
+    torch.testing.assert_close((*found, x), (*function(other, y), other), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("reduction", "weighted"), [("none", True), ("mean", True), ("sum", False)])

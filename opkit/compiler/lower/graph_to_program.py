@@ -9,7 +9,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import is_complex
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
 from opkit.compiler.ir.index import Index
-from opkit.compiler.ir.program import WITH_GAPS, Buffer, Program, Strided
+from opkit.compiler.ir.program import FROM_STORAGE, WITH_GAPS, Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rewrites import simplify_program
@@ -102,7 +102,7 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     if any(k.device != b.target.device for k in [*kinds, *given]):
         raise NoRule(f"not on the device of the graph, {b.target.device}")
     has_gaps = node.target in WITH_GAPS and not all(is_dense(k.shape, k.strides) for k in kinds)
-    if has_gaps and any(n.target.startswith("aten.as_strided") for n in b.graph.nodes):
+    if has_gaps and node.name in _read_by_storage(b.graph):
         raise NoRule("as_strided may read what lies between the elements of a copy")
     dtypes = [v.dtype for ref in operands for v in _flat(b.values[ref.name]) if _is_tensor(v)]
     if any(is_complex(dtype) for dtype in [*dtypes, *(k.dtype for k in kinds)]):
@@ -112,6 +112,20 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     if node.target not in rules:
         raise NoRule(missing)
     return rules
+
+
+def _read_by_storage(graph: Graph) -> frozenset[str]:
+    """Return the nodes whose memory as_strided reads: those of its tensor, and those that were copied to it with their gaps."""
+    nodes = {node.name: node for node in graph.nodes}
+    pending = [node.args[0].name for node in graph.nodes if node.target.startswith("aten.as_strided")]
+    found: set[str] = set()
+    while pending:
+        node = base_of(nodes[pending.pop()], nodes, ALIASING)
+        if node.name not in found:
+            found.add(node.name)
+            if node.target in FROM_STORAGE:
+                pending.append(node.args[0].name)
+    return frozenset(found)
 
 
 def checked(node: Node, value: Any) -> Any:
