@@ -143,6 +143,13 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     return g / norms * (grad - v * along / norms), along
 
 
+def _col2im(x: Tensor, sizes: Any, size: Any, dilation: Any, padding: Any, step: Any) -> Any:
+    """Scatter windows that have a step; the rule divides for each element by it, which takes longer."""
+    if all(s == 1 for s in step):
+        return NotImplemented
+    return _COL2IM(x, sizes, size, dilation, padding, step)
+
+
 def _detach(x: Tensor) -> Any:
     return aten.alias.default(x) if _is_on_gpu(x) else NotImplemented  # torch's partitioner may recompute an alias
 
@@ -151,13 +158,16 @@ def _is_on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.is_floating_point()
 
 
+_COL2IM = get_decompositions([aten.col2im])[aten.col2im.default]
+
 _OF_TORCH = (
     aten.glu, aten.glu_backward, aten._prelu_kernel, aten._prelu_kernel_backward, aten._weight_norm_interface, aten.tril_indices,
-    aten.triu_indices, aten.im2col, aten.col2im,
+    aten.triu_indices, aten.im2col,
 )  # fmt: skip
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions(_OF_TORCH),
+    aten.col2im.default: _col2im,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.roll.default: _roll,
     aten.zero.default: _zero,

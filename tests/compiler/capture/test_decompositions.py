@@ -16,6 +16,7 @@ CALLS = {
     "unfold of one image": (lambda x: F.unfold(x.transpose(1, 2), 3), r(3, 5, 6)),
     "unfold of no images": (lambda x: F.unfold(x, 2), r(0, 3, 4, 4)),
     "fold": (lambda x: F.fold(x, (9, 7), (3, 2), 2, (1, 2), (2, 1)), r(2, 18, 36)),
+    "fold without steps": (lambda x: F.fold(x, (9, 7), (3, 2), 2, (1, 2)), r(2, 18, 63)),
     "fold of one image": (lambda x: F.fold(x.t(), (4, 5), (2, 1)), r(15, 6)),
     "corners": (lambda x: x[torch.tril_indices(4, 5)[0], torch.triu_indices(4, 4)[1, :1]], r(4, 4)),
 }

@@ -277,6 +277,34 @@ def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
     return b.reduce("sum", body, axes, range(len(at), len(axes)), kind.dtype, strides=kind.strides)
 
 
+# ---- columns of images ---------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("col2im"))
+def col2im(b: Builder, x: Tensor, sizes: Sizes, size: Sizes, dilation: Sizes, padding: Sizes, step: Sizes) -> Tensor:
+    """Return for each element the sum over its positions in windows.
+
+    Raises:
+        NoRule: windows have a step, so that most positions are in no window; they are scattered instead.
+    """
+    kind, windows = b.result(), Windows(2, size, step, padding, dilation)
+    if any(s != 1 for s in windows.step):
+        raise NoRule("windows with a step")
+    rank = len(kind.shape)
+    axes = (*kind.shape, *windows.size)
+    *outer, channel = formal(axes)[: rank - 2]
+    at, inside = formal(axes)[rank - 2 : rank], formal(axes)[rank:]
+    each = list(zip(at, inside, kind.shape[-2:], windows.size, windows.padding, windows.dilation, strict=True))
+    window = [a + p - k * d for a, k, _, _, p, d in each]
+    counts = [n + 2 * p - d * (m - 1) for _, _, n, m, p, d in each]
+    mask = within(window, counts)
+    row = flat([channel, *inside], contiguous((kind.shape[-3], *windows.size)))
+    inner = DTYPES[kind.dtype].compute
+    body = f.cast(Scalar(x.at([*outer, row, flat(window, contiguous(counts))], mask)), inner)
+    body = body if mask is None else f.where(Scalar(mask), body, 0)
+    return b.reduce("sum", body, axes, range(rank, len(axes)), kind.dtype, strides=kind.strides)
+
+
 # ---- adaptive pooling --------------------------------------------------------------------------------------------------
 
 
