@@ -32,8 +32,8 @@ def import_compiler(backend: str) -> None:
 class Fallbacks(Counter[str]):
     """The operators that torch ran because opkit's compiler could not compile them, with the reason, and how often.
 
-    Products, convolutions and attention are no fallbacks: torch's libraries are what the compiler chooses for these. A whole
-    graph that runs in eager mode is one.
+    Products, convolutions, bags of embeddings and attention are no fallbacks: torch's libraries are what the compiler chooses for
+    these. A whole graph that runs in eager mode is one.
     """
 
     @contextlib.contextmanager
@@ -56,13 +56,14 @@ class Fallbacks(Counter[str]):
                 self[f"{step.target}: {step.reason}"] += graph.count
 
 
-_LIBRARY = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward", "scaled_dot")
+_LIBRARY = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
+_LIBRARY_PREFIXES = ("scaled_dot", "embedding_bag")
 
 
 def _is_library_call(target: str) -> bool:
     """Return whether calling torch's operator is how the compiler computes it; a reason then says why it is not merged."""
     name = target.removeprefix("aten.").lstrip("_")
-    return target in EXTERNS or name.split(".")[0] in _LIBRARY or name.startswith(_LIBRARY[-1])
+    return target in EXTERNS or name.split(".")[0] in _LIBRARY or name.startswith(_LIBRARY_PREFIXES)
 
 
 def graph_breaks() -> list[str]:

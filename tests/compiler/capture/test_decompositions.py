@@ -39,3 +39,22 @@ def test_nothing_is_left_to_torch(name):
         found = torch.autograd.grad(compiled, inputs)
     torch.testing.assert_close([compiled, *found], [loss(*inputs), *expected])
     assert not fallbacks
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_embeddings_are_calls_by_design(mode):
+    table, indices, offsets = r(9, 5).requires_grad_(), torch.tensor([3, 0, 8, 8, 1]), torch.tensor([0, 2, 2])
+    fallbacks = Fallbacks()
+
+    def bags(table):
+        return F.embedding_bag(indices, table, offsets, mode=mode, padding_idx=8)
+
+    torch.compiler.reset()
+    with fallbacks.recorded():
+        found = torch.compile(bags, backend="opkit", fullgraph=True)(table)
+        (gradient,) = torch.autograd.grad(found.square().sum(), table)
+    assert not fallbacks
+    exact = table.detach().double().requires_grad_()
+    expected = bags(exact)
+    (of_expected,) = torch.autograd.grad(expected.square().sum(), exact)
+    torch.testing.assert_close([found, gradient], [expected, of_expected], check_dtype=False)
