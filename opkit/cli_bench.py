@@ -45,6 +45,9 @@ def models(
     ] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default torch decides.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a model and a backend.")] = 900,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes at once, for GPUs: they compile together, and measure times in turn.")
+    ] = 1,
     retry: Annotated[bool, typer.Option("--retry", help="Run those again that failed or were wrong.")] = False,
     out: Annotated[Path, typer.Option(help="The file of results; a run goes on with what is missing in it.")] = Path(
         "opkit-models.jsonl"
@@ -70,8 +73,10 @@ def models(
         return
     backends = _split(backend) or ["opkit", "inductor"]
     _check(backends, device, out)
-    jobs = [Job(each, Request(each.name, name, size, device, dtype, threads)) for each in chosen for name in backends]
-    records = _run(jobs, out, timeout, retry)
+    requested = [
+        Job(each, Request(each.name, name, size, device, dtype, threads)) for each in chosen for name in backends
+    ]
+    records = _run(requested, out, timeout, retry, jobs)
     _print(records)
     if html is not None:
         from opkit.bench.results_page import results_page
@@ -97,7 +102,7 @@ def _split(texts: Sequence[str] | None) -> list[str]:
     return terminal.split_at_commas(",".join(texts or ()))
 
 
-def _run(jobs: Sequence[Job], out: Path, timeout: float, retry: bool) -> list[Record]:
+def _run(jobs: Sequence[Job], out: Path, timeout: float, retry: bool, at_once: int) -> list[Record]:
     """Run what is missing in the file, and return the records of all jobs."""
     from opkit.bench import jobs as processes
     from opkit.bench import results
@@ -107,15 +112,14 @@ def _run(jobs: Sequence[Job], out: Path, timeout: float, retry: bool) -> list[Re
     if len(missing) < len(jobs):
         console.print(escape(f"{len(jobs) - len(missing)} of {len(jobs)} are in {out}."))
     with terminal.progress(console) as progress:
-        task = progress.add_task(_title(missing[0]) if missing else "", total=len(missing))
-        following = iter([*map(_title, missing[1:]), ""])
+        task = progress.add_task("models", total=len(missing))
 
         def finished(job: Job, record: Record) -> None:
-            progress.update(task, advance=1, description=next(following))
+            progress.advance(task)
             style = _STYLES.get(record["status"], "bold red")
             progress.console.print(f"[{style}]{record['status']:8}[/] {_title(job)}")
 
-        processes.run(missing, out, timeout, finished)
+        processes.run(missing, out, timeout, finished, at_once)
     keys = {job.key for job in jobs}
     return [each for each in results.read(out) if results.key_of(each) in keys]
 

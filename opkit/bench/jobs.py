@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -42,15 +42,36 @@ def missing(jobs: Iterable[Job], records: Iterable[Record], retry: bool = False)
     return [job for job in jobs if job.key not in done]
 
 
-def run(jobs: Sequence[Job], path: Path, timeout: float, finished: Callable[[Job, Record], None]) -> None:
-    """Run jobs one after the other, and add a record of each to the file; ``finished`` is called with it."""
-    for job in jobs:
-        record = _record(job, timeout)
+def run(
+    jobs: Sequence[Job], path: Path, timeout: float, finished: Callable[[Job, Record], None], at_once: int = 1
+) -> None:
+    """Run jobs, several at once, and add a record of each to the file; ``finished`` is called with it."""
+    with tempfile.NamedTemporaryFile(prefix="opkit-bench-") as lock:
+        asyncio.run(_run_all(jobs, path, timeout, finished, at_once, lock.name))
+
+
+async def _run_all(
+    jobs: Sequence[Job],
+    path: Path,
+    timeout: float,
+    finished: Callable[[Job, Record], None],
+    at_once: int,
+    lock: str,
+) -> None:
+    slots = asyncio.Semaphore(at_once)
+
+    async def run_one(job: Job) -> None:
+        async with slots:
+            record = await _record(job, timeout, lock)
         results.append(path, record)
         finished(job, record)
 
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            group.create_task(run_one(job))
 
-def _record(job: Job, timeout: float) -> Record:
+
+async def _record(job: Job, timeout: float, lock: str) -> Record:
     """Measure in a process of its own, and return its record; if the process ended early, the record says how."""
     base = {**dataclasses.asdict(job.request), "family": job.architecture.family}
     absent = job.architecture.missing_packages()
@@ -60,7 +81,7 @@ def _record(job: Job, timeout: float) -> Record:
         folder = Path(name)
         request, result, output = folder / "request.json", folder / "result.json", folder / "output.txt"
         request.write_text(json.dumps(dataclasses.asdict(job.request)), encoding="utf-8")
-        ended = _run([str(request), str(result)], folder, output, timeout)
+        ended = await _run([str(request), str(result), lock], folder, output, timeout)
         measured = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
         if measured and ("stage" not in measured or "error" in measured):  # it is whole
             return {**base, **measured}
@@ -68,28 +89,28 @@ def _record(job: Job, timeout: float) -> Record:
         return {**base, **measured, "status": "failed", "error": ended, "output": tail}
 
 
-def _run(arguments: Collection[str], folder: Path, output: Path, timeout: float) -> str:
+async def _run(arguments: Collection[str], folder: Path, output: Path, timeout: float) -> str:
     """Run the program of measurements, and return how it ended; it and what it started end with the time limit."""
     caches = {name: str(folder / name.lower()) for name in _CACHES}
     for cache in caches.values():
         os.mkdir(cache, mode=0o700)
-    command = [sys.executable, "-P", "-m", "opkit.bench.measurement", *arguments]
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "opkit.bench.measurement", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
-            stderr=subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, **caches},
             start_new_session=True,
         )
         try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(timeout):
+                status = await process.wait()
+        except TimeoutError:
             return f"it took more than {timeout:g} seconds"
         finally:  # also when this process is interrupted
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            await process.wait()
     reason = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
     return f"the process ended with {reason}"

@@ -1,7 +1,7 @@
-"""One architecture and one backend, measured in this process: ``python -m opkit.bench.measurement REQUEST RESULT``.
+"""One architecture and one backend, measured in this process: ``python -m opkit.bench.measurement REQUEST RESULT LOCK``.
 
-Both arguments are paths of JSON files. The result is written at the start of each stage, so that a process that ends early leaves
-what it has measured, and when everything is measured or failed.
+The first two are paths of JSON files, the third one of a file that is locked during timings. The result is written at the start
+of each stage, so that a process that ends early leaves what it has measured, and when everything is measured or failed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ class Request:
     threads: int | None = None
 
 
-def measure(request: Request, save: Callable[[dict[str, Any]], None] = lambda record: None) -> dict[str, Any]:
+def measure(
+    request: Request, save: Callable[[dict[str, Any]], None] = lambda record: None, lock: Path | None = None
+) -> dict[str, Any]:
     """Return a record of the measurements; what fails is in it as "error", with what was measured before.
 
-    ``save`` is called with the record at the start of each stage.
+    ``save`` is called with the record at the start of each stage. Of the processes with the same ``lock``, one at a time
+    measures run times and memory.
     """
     record: dict[str, Any] = {**dataclasses.asdict(request), "status": "failed", "stage": "build"}
     try:
@@ -64,7 +67,7 @@ def measure(request: Request, save: Callable[[dict[str, Any]], None] = lambda re
             torch.set_num_threads(request.threads)
         torch.manual_seed(SEED)
         task = architectures()[request.model].build(request.size)
-        subject = _Subject(task, request, record, save)
+        subject = _Subject(task, request, record, save, lock)
         subject.inference()
         subject.training()
         wrong = accuracy.wrong_results(record["errors"], record["eager_errors"])
@@ -81,9 +84,14 @@ class _Subject:
     """A model in eager mode, in float64, and compiled."""
 
     def __init__(
-        self, task: Task, request: Request, record: dict[str, Any], save: Callable[[dict[str, Any]], None]
+        self,
+        task: Task,
+        request: Request,
+        record: dict[str, Any],
+        save: Callable[[dict[str, Any]], None],
+        lock: Path | None,
     ) -> None:
-        self.task, self.request, self.record, self.save = task, request, record, save
+        self.task, self.request, self.record, self.save, self.lock = task, request, record, save, lock
         self.device, self.backend = request.device, request.backend
         self.module = task.module.float().to(self.device)
         self.exact = copy.deepcopy(self.module).double()
@@ -135,6 +143,8 @@ class _Subject:
             return eager
         try:
             return run()
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.record["reference"] = f"eager mode: float64 raised {type(error).__name__}: {str(error)[:200]}"
             return eager
@@ -149,7 +159,11 @@ class _Subject:
         state = copy.deepcopy(self.module.state_dict())
         eager = self._train(self.module, self.module, inputs)
         exact = self._in_float64(lambda: self._train(self.exact, self.exact, _double(inputs)), eager)
-        self.record["eager_errors"] |= eager.errors(exact)
+        self.module.load_state_dict({name: _perturbed(each) for name, each in state.items()})
+        perturbed = self._train(self.module, self.module, inputs).errors(exact)
+        self.record["eager_errors"] |= {
+            name: max(error, perturbed[name]) for name, error in eager.errors(exact).items()
+        }
         self.module.load_state_dict(state)
         self._stage("training")
         compiled = self._compiled()
@@ -228,10 +242,11 @@ class _Subject:
         for call in (eager, compiled):
             call()
         measured: dict[str, Any] = {}
-        if self.backend != "eager":
-            measured = {"cold": cold, "warm": warm, "memory": timing.peak_memory(compiled, self.device)}
-        measured["eager_memory"] = timing.peak_memory(eager, self.device)
-        self.record[name] = {**measured, **dataclasses.asdict(timing.compared(eager, compiled, self.device))}
+        with timing.exclusive(self.lock) if self.lock is not None else contextlib.nullcontext():
+            if self.backend != "eager":
+                measured = {"cold": cold, "warm": warm, "memory": timing.peak_memory(compiled, self.device)}
+            measured["eager_memory"] = timing.peak_memory(eager, self.device)
+            self.record[name] = {**measured, **dataclasses.asdict(timing.compared(eager, compiled, self.device))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +274,13 @@ def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, each) for name, each in module.state_dict().items() if each.is_floating_point())
 
 
+def _perturbed(tensor: Tensor) -> Tensor:
+    """Return floating-point numbers off by one unit in the last place at most."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor * (1 + (torch.rand_like(tensor) - 0.5) * torch.finfo(tensor.dtype).eps)
+
+
 def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return pytree.tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, dict(inputs))
 
@@ -267,7 +289,7 @@ def _shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:
     return [[each.shape for each in result] for result in results]
 
 
-def main(request: str, result: str) -> None:
+def main(request: str, result: str, lock: str) -> None:
     """Measure what the file ``request`` says, and write the record to the file ``result``."""
     warnings.simplefilter("ignore")
 
@@ -276,7 +298,7 @@ def main(request: str, result: str) -> None:
         partial.write_text(json.dumps(record), encoding="utf-8")
         os.replace(partial, result)
 
-    save(measure(Request(**json.loads(Path(request).read_text(encoding="utf-8"))), save))
+    save(measure(Request(**json.loads(Path(request).read_text(encoding="utf-8"))), save, Path(lock)))
 
 
 if __name__ == "__main__":

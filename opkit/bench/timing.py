@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import gc
 import math
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,14 @@ def compared(eager: Callable[[], Any], compiled: Callable[[], Any], device: str)
         rounds.append((_seconds(eager, counts[0], device), _seconds(compiled, counts[1], device)))
     first, second = zip(*rounds, strict=True)
     return Comparison(statistics.median(first), statistics.median(second), statistics.median(a / b for a, b in rounds))
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block of the same file, which exists."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _count(function: Callable[[], Any], device: str) -> int:

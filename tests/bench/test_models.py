@@ -76,7 +76,8 @@ def test_the_table(measured):
 def test_eager_mode_is_a_backend():
     record = measure(Request("actor_critic", "eager"))
     assert record["status"] == "passed"
-    assert record["errors"] == pytest.approx(record["eager_errors"])
+    assert record["errors"]["forward"] == pytest.approx(record["eager_errors"]["forward"])
+    assert all(error <= record["eager_errors"][name] * (1 + 1e-6) for name, error in record["errors"].items())
     assert "cold" not in record["training"]
 
 

@@ -76,6 +76,8 @@ _LAYERS = (
     "num_decoder_layers",
 )
 _MAX_LAYERS = {"tiny": 2, "real": 12}
+_MAX_WIDE_LAYERS = 4
+"""Of real sizes that are wider than 2,048, so that a copy in float64 fits in a GPU's memory with them."""
 
 # What a tiny configuration needs besides; by the beginning of the name.
 _TINY_MORE: dict[str, dict[str, Any]] = {
@@ -89,6 +91,10 @@ _REAL_MORE: dict[str, dict[str, Any]] = {
     "GPTNeoFor": {"attention_types": [[["global", "local"], 6]]},
     "Longformer": {"attention_window": [512] * 12},
     "GptOss": {"num_local_experts": 8},
+    "Camembert": {"max_position_embeddings": 514},  # positions start behind that of padding
+    "Roberta": {"max_position_embeddings": 514},
+    "GPT2ForSequenceClassification": {"pad_token_id": 0},
+    "GPTNeoForSequenceClassification": {"pad_token_id": 0},
 }
 
 
@@ -108,12 +114,14 @@ def _configuration(cls: Any, name: str, size: Size) -> Any:
     default = cls.config_class()
     known = vars(default).keys() | set(default.attribute_map)
     values: dict[str, Any] = {key: value for key, value in _TINY.items() if key in known} if size == "tiny" else {}
+    width = getattr(default, "hidden_size", 0)
+    layers = _MAX_WIDE_LAYERS if size == "real" and width > 2048 else _MAX_LAYERS[size]
     for key in set(_LAYERS) & known:
-        values[key] = min(_MAX_LAYERS[size], getattr(default, key))
+        values[key] = min(layers, getattr(default, key))
     for begin, more in (_TINY_MORE if size == "tiny" else _REAL_MORE).items():
         values |= more if name.startswith(begin) else {}
     if "layer_types" in known and default.layer_types:
-        values["layer_types"] = _layer_types(default.layer_types, min(_MAX_LAYERS[size], len(default.layer_types)))
+        values["layer_types"] = _layer_types(default.layer_types, min(layers, len(default.layer_types)))
     if "use_cache" in known:
         values["use_cache"] = False
     return cls.config_class(**values)
