@@ -253,3 +253,25 @@ def test_a_call_within_a_capture_of_the_users(replays):
     graph.replay()
     close(y, torch.sin(x) + 1)
     assert len(replays) == count
+
+
+def test_saved_tensors_outlive_the_replay_of_another_graph(replays):
+    def score(x):
+        return torch.sort(x * 2, dim=-1)[0].flatten(1)[:, ::3].sum(-1)
+
+    def loss(x, w):
+        return (torch.sort(x.sin(), dim=-1)[0] * w).sum()
+
+    x, w = (r(64, 1024, requires_grad=True) for _ in range(2))
+    other, saving = (torch.compile(f, backend="opkit", options=ON_REQUEST) for f in (score, loss))
+    with torch.no_grad():
+        for _ in range(4):
+            other(x)  # recorded first: what it sorts is in memory that is free then
+    for _ in range(8):
+        x.grad = w.grad = None
+        found = saving(x, w)
+        with torch.no_grad():
+            close(other(x), score(x))
+        found.backward()
+        close(torch.stack([x.grad, w.grad]), torch.stack(torch.autograd.grad(loss(x, w), (x, w))))
+    assert {name.split()[0] for name in replays} == {"inference", "forward", "backward"}

@@ -288,7 +288,8 @@ class RecordedRunner:
         passed = [tensors.get(n, x) for n, x in enumerate(inputs)]
         arena = take_arena(runner.arena_bytes(inputs), (runner.device, stream))
         try:
-            graph, results = _captured(lambda: runner.run_in(arena, [*passed]), runner.device, stream)
+            lasting = len(self.plan.outputs) > self._copied
+            graph, results = _captured(lambda: runner.run_in(arena, [*passed]), runner.device, stream, lasting)
         finally:
             give_arena(arena)
         views: dict[int, tuple[int, torch.Size, tuple[int, ...], int]] = {}
@@ -355,11 +356,15 @@ def _again(result: Any) -> Any:
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 _first: dict[tuple[torch.device, int], torch.cuda.CUDAGraph] = {}
-"""Of each stream, a graph whose pool of memory all of its graphs share, as they never run at the same time."""
+"""Of each stream, a graph whose pool of memory the graphs share whose results are copied, as they never run at the same time.
+
+A graph whose results last, such as saved tensors, has a pool of its own: in a shared one, what a graph that was recorded before
+it computes on the way may be in the same memory, and may run before the results are read.
+"""
 
 
 def _captured(
-    run: Callable[[], list[Any]], device: torch.device, stream: int
+    run: Callable[[], list[Any]], device: torch.device, stream: int, lasting: bool
 ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     """Return the CUDA graph of what a function launches, which does not run, and the function's results."""
     side = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
@@ -371,7 +376,7 @@ def _captured(
             product = ones @ ones  # so that cuBLAS allocates its workspace for this stream outside of the pool
             first = _first[device, stream] = _capture(lambda: [product + 1], torch.cuda.graph_pool_handle())[0]
         try:
-            return _capture(run, first.pool())
+            return _capture(run, torch.cuda.graph_pool_handle() if lasting else first.pool())
         except Exception:
             # torch's generator and the pool of memory believe that they are in a capture, the generator until one ends
             del _first[device, stream]

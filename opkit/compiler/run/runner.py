@@ -236,9 +236,13 @@ def _raise_failure(words: list[int], runtime: library.Runtime, plan: ExecutionPl
         assert isinstance(segment, Segment)
         library.raise_error(runtime, segment.origins, graph)
     if step == "launch":
-        torch.cuda.synchronize(plan.device)  # an earlier kernel's error is raised as torch raises it
         launch = plan.steps[words[at + 1]]
         assert isinstance(launch, GpuLaunch)
+        try:
+            torch.cuda.synchronize(plan.device)  # an earlier kernel's error is raised as torch raises it
+        except RuntimeError as failure:
+            failure.add_note(f"Found at the launch of {launch.origin} in {graph}; an earlier kernel may have failed.")
+            raise
         raise RuntimeError(f"the GPU's driver refused a launch with the error {error} (in {graph}, of {launch.origin})")
     if step not in ("view", "allocate"):
         raise RuntimeError(f"torch refused the step {step!r} (in {graph})")
