@@ -129,6 +129,12 @@ CASES = {
     "scatter of bytes": (lambda x, i: (x * 0)[:5].scatter_add(0, i, x), INT(0, 9, (40,)).to(torch.uint8), INT(0, 5, (40,))),
     "scatter": (lambda x, i: torch.zeros(3, 9).scatter(1, i, x), R(3, 4), torch.arange(12).reshape(3, 4) % 9),
     "greatest of scattered": (lambda x, i: torch.zeros(5).scatter_reduce(0, i, x, "amax"), R(40), INT(0, 5, (40,))),
+    "extremes of scattered special values": (
+        lambda x, i: [torch.zeros(4).scatter_reduce(0, i, x, how, include_self=False) for how in ("amax", "amin")],
+        SPECIAL[torch.tensor([2, 3, 5, 7, 0, 4, 6, 8])], torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+    ),
+    "least of scattered doubles": (lambda x, i: x[:5].scatter_reduce(0, i, x, "amin"), R(40).to(F64), INT(0, 5, (40,))),
+    "greatest of scattered narrow floats": (lambda x, i: x[:5].scatter_reduce(0, i, x, "amax"), R(40).to(BF16), INT(0, 5, (40,))),
     "index put": (lambda x, i: x.index_put((i,), torch.ones(2, 6)), R(9, 6), torch.tensor([3, 5])),
     "triangle": (lambda x: x.tril(1) + torch.arange(9), R(9, 9)),
 }  # fmt: skip

@@ -150,6 +150,8 @@ def scattered(
     """
     kind = b.result()
     inner = DTYPES[kind.dtype].compute if op is not None else kind.dtype
+    if op in ("max", "min") and inner in _ORDERED and b.target.tiles is not None:
+        return _scattered_extremes(b, x, axes, target, body, op, start)
     buffer = b.result_buffer() if inner == kind.dtype else b.new_buffer(inner, kind.shape)
     copy = b.compute(buffer, kind.shape, element(x, kind.shape, inner).expr)
     if start is not None:
@@ -158,6 +160,40 @@ def scattered(
         op = {"add": "or", "mul": "and", "max": "or", "min": "and"}[op]
     b.compute(buffer, axes, f.cast(body, inner).expr, target, update=op)
     return copy if inner == kind.dtype else b.cast_elementwise(element(copy, kind.shape), kind)
+
+
+_ORDERED = {"f32": "i32", "f64": "i64"}
+"""The integers whose order is that of floats: see ``_ordered``."""
+
+
+def _scattered_extremes(
+    b: Builder, x: Tensor, axes: Shape, target: Sequence[Index], body: Scalar, op: str, start: Any
+) -> Tensor:
+    """Return what ``scattered`` does for floats, by integers: GPUs update the maxima of floats atomically only without NaN."""
+    kind = b.result()
+    inner = DTYPES[kind.dtype].compute
+    buffer = b.new_buffer(_ORDERED[inner], kind.shape)
+    copy = b.compute(buffer, kind.shape, _ordered(element(x, kind.shape, inner), op).expr)
+    if start is not None:
+        b.compute(buffer, axes, _ordered(f.number(start, inner), op).expr, target)
+    b.compute(buffer, axes, _ordered(f.cast(body, inner), op).expr, target, update=op)
+    found = _reflected(element(copy, kind.shape))
+    return b.cast_elementwise(Scalar(expr.make("bitcast", inner, (found.expr,))), kind)
+
+
+def _ordered(x: Scalar, op: str) -> Scalar:
+    """Return an integer for a float, in the same order; NaN is the largest one for maxima, and the smallest for minima."""
+    bits = Scalar(expr.make("bitcast", _ORDERED[x.dtype], (x.expr,)))
+    return f.where(f.is_nan(x), _extreme(bits, op), _reflected(bits))
+
+
+def _reflected(bits: Scalar) -> Scalar:
+    """Reverse the order of the negative ones, as which the bits of negative floats are read."""
+    return f.where(bits < 0, bits ^ _extreme(bits, "max"), bits)
+
+
+def _extreme(bits: Scalar, op: str) -> Scalar:
+    return f.number(neutral("min" if op == "max" else "max", bits.dtype), bits)
 
 
 def _reduction(reduce: str, include_self: bool, dtype: str) -> tuple[str, Any]:
