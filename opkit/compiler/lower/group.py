@@ -82,9 +82,11 @@ class Group:
         """Return whether the rows are too few to divide among threads, and long enough for that to matter."""
         rows = product(self.space[k] for k in self.kept).constant
         length = product(self.space[k] for k in self.reduced).constant
-        few, long = self.target.few_rows, self.target.long_row
-        if self.target.tiles is not None and not self.adjacent.isdisjoint(self.members):
-            few, long = few * self.target.tiles.adjacent_rows, self.target.tiles.long_column
+        few, long, tiles = self.target.few_rows, self.target.long_row, self.target.tiles
+        if tiles is not None and not self.adjacent.isdisjoint(self.members):
+            few, long = few * tiles.adjacent_rows, tiles.long_column
+        elif tiles is not None and length is not None and length >= tiles.reread_row:
+            few = max(few, 2 * tiles.programs)
         return rows is not None and rows <= few and (length is None or length >= long)
 
 

@@ -16,6 +16,8 @@ class TileSizes:
         processors: the multiprocessors. A kernel has at least two programs for each if it can, a reduction in parts four.
         points: a tile of a pointwise kernel, or of several short rows.
         row: the longest row that is one tile.
+        reread_row: a row so long that the next pass along it finds nothing of it in the caches: passes are kernels of their own
+            if the rows are not many more than the programs.
         step: a step along a longer row; twice as many if the program goes along it several times.
         wide: the largest tile whose rows, not columns, lie next to each other.
         adjacent_rows: the rows next to each other that a program reduces at once.
@@ -26,6 +28,7 @@ class TileSizes:
     processors: int = 132
     points: int = 1 << 10
     row: int = 1 << 14
+    reread_row: int = 1 << 17
     step: int = 1 << 11
     wide: int = 1 << 13
     adjacent_rows: int = 64

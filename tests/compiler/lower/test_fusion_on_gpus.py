@@ -97,3 +97,15 @@ def test_a_running_mean_is_written_where_it_is_read():
 
     found, _ = launches(update, torch.randn(64, 512), torch.randn(64))
     assert len(found) == 1
+
+
+def test_passes_over_long_rows_are_kernels_of_their_own():
+    """A program along a row of 2 MB finds nothing of the pass before in the caches, and leaves most of the GPU idle."""
+
+    def group_norm(x):
+        return F.group_norm(x, 4)
+
+    for side, count in ((512, 5), (16, 1)):  # two parts and their sum for the mean, and for the variance; and the result
+        x = torch.empty(2, 8, side, side).contiguous(memory_format=torch.channels_last)
+        found, _ = launches(group_norm, x)
+        assert len(found) == count
