@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from opkit.layers.policies import keep as keep
     from opkit.layers.policies import offload as offload
     from opkit.layers.scan import scan as scan
+    from opkit.nn.optimize import optimize as optimize
+    from opkit.nn.optimize import restore as restore
     from opkit.op.aot.inductor import aoti_compile_and_package as aoti_compile_and_package
     from opkit.ship.export import export as export
     from opkit.ship.load import LoadedModel as LoadedModel
@@ -77,8 +79,10 @@ _LAZY = {
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "nn": ("opkit.nn", None),
     "offload": ("opkit.layers.policies", "offload"),
+    "optimize": ("opkit.nn.optimize", "optimize"),
     "paged_attention": ("opkit.attn.paged.api", "paged_attention"),
     "register_transformers": ("opkit.attn.compat.hugging_face", "register_transformers"),
+    "restore": ("opkit.nn.optimize", "restore"),
     "scan_layers": ("opkit.layers.modules", "scan_layers"),
     "scan": ("opkit.layers.scan", "scan"),
     "sdpa_override": ("opkit.attn.compat.sdpa", "sdpa_override"),

@@ -11,8 +11,8 @@ NAMES = {
     "opkit": """
         CustomOp append_kv attention batch_invariant c_kernel check checkpoint checkpoint_layers checkpoint_name
         compile_layers cpp_kernel cuda_kernel custom_op errors explain from_library get masks merge_attention nn
-        operators paged_attention register_transformers remove fit keep offload runtime_library scan scan_layers
-        sdpa_override set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
+        operators optimize paged_attention register_transformers remove restore fit keep offload runtime_library scan
+        scan_layers sdpa_override set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
     """,
     "opkit.testing": """
         Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
@@ -27,7 +27,7 @@ NAMES = {
         log log1p maximum minimum number pointwise power product sin sqrt tanh where
     """,
     "opkit.nn": """
-        MultiheadAttention RMSNorm SwiGLU cross_entropy rms_norm rotary_embedding swiglu
+        MultiheadAttention RMSNorm SwiGLU cross_entropy register_kernels rms_norm rotary_embedding swiglu
     """,
     "opkit.errors": """
         AliasError ArgumentError ArgumentTypeError BuildCacheWarning CacheError CompileError CompilerError ConfigError
@@ -68,6 +68,8 @@ PARAMETERS = {
     "fit": "model budget args policies options",
     "keep": "names",
     "offload": "policy",
+    "optimize": "model compile verbose",
+    "restore": "model",
     "scan_layers": "layers x shared policy options",
     "use_kernel": "op name",
     "get": "name",

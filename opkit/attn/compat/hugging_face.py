@@ -38,6 +38,19 @@ def register_transformers(name: str = "opkit") -> None:
     AttentionMaskInterface.register(name, mask_interface)  # without an entry models would pass no mask, and see padding
 
 
+def sdpa_configs(model: torch.nn.Module) -> list[Any]:
+    """Return the configurations of transformers in a model that ask for "sdpa" attention and may ask for another.
+
+    None if a model of transformers in it computes attention otherwise than by the implementation of its configuration.
+    """
+    parts = list(model.modules())
+    owners: list[Any] = [type(each) for each in parts if hasattr(type(each), "_can_set_attn_implementation")]
+    if not owners or not all(owner._can_set_attn_implementation() for owner in owners):
+        return []
+    configs = {id(config): config for each in parts if (config := getattr(each, "config", None)) is not None}
+    return [each for each in configs.values() if getattr(each, "_attn_implementation_internal", None) == "sdpa"]
+
+
 def attend(
     module: Any,
     query: Tensor,
