@@ -1,0 +1,81 @@
+"""Times and errors of one computation in eager mode, by Inductor and by opkit: the table that the pipelines print.
+
+The first variant is the one that the others are compared with; each of them is timed in turn with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from opkit.bench.accuracy import floating_leaves, worst_error
+from opkit.bench.timing import compared, timed
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variant.
+
+    Attributes:
+        name: of the variant.
+        first: seconds of its first call, which compiles.
+        seconds: the median of later calls.
+        ratio: how many times as fast as the first variant, the median over rounds.
+        error: the largest relative error of its tensors, in the Euclidean norm, against the exact result; None without one.
+    """
+
+    name: str
+    first: float
+    seconds: float
+    ratio: float
+    error: float | None
+
+
+def measured(variants: Mapping[str, Callable[[], Any]], device: str, exact: Any = None) -> list[Row]:
+    """Call each variant once, compare its result with ``exact``, then time it in turn with the first variant.
+
+    Args:
+        variants: functions without arguments, by name; each returns a tensor, or tensors in containers.
+        device: "cpu" or "cuda".
+        exact: the same result in float64, or in another dtype that is exact enough.
+
+    >>> import torch
+    >>> x = torch.randn(1000)
+    >>> rows = measured({"eager": x.exp, "log": lambda: x.exp().log().exp()}, "cpu", x.double().exp())
+    >>> [row.name for row in rows if row.error < 1e-6]
+    ['eager', 'log']
+    """
+    first: dict[str, float] = {}
+    errors: dict[str, float | None] = {}
+    for name, call in variants.items():
+        result, first[name] = timed(call, device)
+        errors[name] = None if exact is None else worst_error(floating_leaves(result), floating_leaves(exact))
+    (name, base), *others = variants.items()
+    base()
+    rows = [Row(name, first[name], timed(base, device)[1], 1.0, errors[name])]
+    for name, call in others:
+        call()  # code may be compiled again at the second call, for sizes that vary
+        found = compared(base, call, device)
+        rows[0] = dataclasses.replace(rows[0], seconds=found.eager)
+        rows.append(Row(name, first[name], found.compiled, found.ratio, errors[name]))
+    return rows
+
+
+def table(rows: Sequence[Row], work: float | None = None, unit: str = "tokens") -> str:
+    """Return the rows as a table in Markdown; ``work`` is how many units one call does."""
+    headings = ["variant", "first call, s", "later, ms", f"{unit}/s", "times as fast", "error"]
+    cells = [
+        [
+            row.name,
+            f"{row.first:.2f}",
+            f"{1e3 * row.seconds:.4g}",
+            f"{work / row.seconds:,.0f}" if work else "",
+            f"{row.ratio:.2f}",
+            "" if row.error is None else f"{row.error:.1e}",
+        ]
+        for row in rows
+    ]
+    shown = [i for i in range(len(headings)) if i == 0 or any(row[i] for row in cells)]
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells]
+    return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
