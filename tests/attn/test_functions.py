@@ -346,6 +346,21 @@ def test_compiled_once_for_all_sizes_and_numbers(backend):
         frames = counter.frame_count
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("opkit", marks=pytest.mark.exhaustive)])
+def test_compiled_with_views_of_one_tensor(backend):
+    """Queries, keys, values and what functions capture are often views of one product, as with fused projections."""
+
+    def attend(fused):
+        q, k, v, captured = fused.unbind()
+        return opkit.attention(q, k, v, bias=lambda s, b, h, i, j: s + captured[b, h, i, j % 4])
+
+    fused = torch.randn(4, 2, 2, 40, 16, requires_grad=True)
+    out, expected = (f(fused) for f in (torch.compile(attend, backend=backend, fullgraph=True), attend))
+    torch.testing.assert_close(out, expected)
+    found, right = (torch.autograd.grad(x.square().sum(), fused)[0] for x in (out, expected))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
 class Model(torch.nn.Module):
     def forward(self, q, k, v, slopes):
         return model(q, k, v, slopes, 7)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions.captures import Captures
-from opkit.attn.functions.torch_private import BaseHOP
+from opkit.attn.functions.torch_private import BaseHOP, allow_aliases
 from opkit.attn.functions.trace import VARIABLES, Traced, trace_captures
 from opkit.attn.masks.lowering import Functions, score_dtype, with_functions
 
@@ -67,6 +67,7 @@ class _Node(BaseHOP):
 
 
 _NODE = _Node("opkit_attention_with_functions")
+allow_aliases(_NODE)
 
 
 class _WithFunctions(fx.Interpreter):

@@ -28,6 +28,20 @@ DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where a function reads the value of a fake tensor."""
 
 
+def allow_aliases(operator: BaseHOP) -> None:
+    """Let what Dynamo passes to a higher-order operator be views of one tensor, such as queries, keys and values of one product.
+
+    Dynamo refuses views for classes that it does not know by name, since AOTAutograd may trace their subgraphs as functions of
+    separate tensors. A subgraph that the operator itself runs, and that does not mutate, may have them.
+    """
+    from torch._dynamo.variables import higher_order_ops  # Dynamo, which is large, is imported already where it traces
+
+    class Variable(higher_order_ops.BaseHOPVariable):
+        supports_aliasing = True
+
+    higher_order_ops._hop_name_to_variable_class[operator.__name__] = Variable  # pyright: ignore[reportPrivateUsage]
+
+
 class Writes(Exception):
     """A function writes to a tensor."""
 
