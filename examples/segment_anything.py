@@ -7,8 +7,8 @@
 The encoder is a vision transformer (Kirillov et al., 2023, https://arxiv.org/abs/2304.02643). Most blocks attend within windows,
 a few across the whole image, and all add a position's relative rows and columns to the scores (Li et al., 2021,
 https://arxiv.org/abs/2112.01526). Added as a tensor, these are as large as the scores: 768 MiB in float32 for each global block
-of ViT-B. Segment Anything Fast (https://pytorch.org/blog/accelerating-generative-ai/) wrote a kernel for them; here they are a
-function of the score. Weights and images are random.
+of ViT-B. Segment Anything Fast (https://pytorch.org/blog/accelerating-generative-ai/) wrote a kernel for them; opkit's kernels
+have them built in, and padding is a function. Weights and images are random.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pipeline_table import Row, measured, table
 from torch import Tensor, nn
 
 import opkit
+from opkit.masks import RelativePosition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         self.rows, self.columns = (nn.Parameter(torch.randn(2 * side - 1, self.size) * 0.1) for _ in range(2))
         at = torch.arange(side)
         self.register_buffer("apart", at[:, None] - at + side - 1, persistent=False)
-        self.as_function = False
+        self.without_matrix = False
 
     def forward(self, x: Tensor, windows: Windows) -> Tensor:
         side = x.shape[1]
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         image = q.unflatten(2, (side, side))
         by_row = torch.einsum("bhrcd,rkd->bhrck", image, self.rows[self.apart]).flatten(2, 3)
         by_column = torch.einsum("bhrcd,ckd->bhrck", image, self.columns[self.apart]).flatten(2, 3)
-        attend = attend_with_a_function if self.as_function else attend_with_a_tensor
+        attend = attend_without_a_matrix if self.without_matrix else attend_with_a_tensor
         attended = attend(q, k, v, by_row, by_column, windows)
         return self.out(attended.transpose(1, 2).flatten(2).unflatten(1, (side, side)))
 
@@ -121,15 +122,12 @@ def attend_with_a_tensor(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-def attend_with_a_function(
+def attend_without_a_matrix(
     q: Tensor, k: Tensor, v: Tensor, by_row: Tensor, by_column: Tensor, windows: Windows
 ) -> Tensor:
-    """Attend with a function of the score, and a function that hides padding, of which hidden tiles are not computed."""
+    """Attend with a bias that kernels compute from its parts, and a function that hides padding, whose tiles are left out."""
     side, wide, extent = windows.side, windows.wide, windows.extent
-
-    def relative(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + by_row[b, h, q_idx, kv_idx // side] + by_column[b, h, q_idx, kv_idx % side]
-
+    relative = RelativePosition(by_row, by_column)
     if extent is None:
         return opkit.attention(q, k, v, bias=relative)
 
@@ -188,12 +186,12 @@ class Encoder(nn.Module):
         return self.neck(x.permute(0, 3, 1, 2))
 
 
-def with_functions(model: Encoder) -> Encoder:
-    """Return a copy, with the same parameters, whose attention takes functions."""
+def without_matrices(model: Encoder) -> Encoder:
+    """Return a copy, with the same parameters, whose attention makes no matrix of biases."""
     changed = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     for module in changed.modules():
         if isinstance(module, Attention):
-            module.as_function = True
+            module.without_matrix = True
     return changed
 
 
@@ -221,7 +219,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if "inductor" in options.backends:
         models["inductor"] = torch.compile(model)
     if "opkit" in options.backends:
-        models["opkit"] = torch.compile(with_functions(model), backend="opkit")
+        models["opkit"] = torch.compile(without_matrices(model), backend="opkit")
     with torch.inference_mode():
         exact = copy.deepcopy(model).double()(images.double(), extent)
         calls = {name: functools.partial(each, images, extent) for name, each in models.items()}

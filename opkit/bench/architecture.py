@@ -78,7 +78,7 @@ def without_dropout(module: nn.Module) -> nn.Module:
             each.p = 0.0
         for name, value in vars(each).items():
             if isinstance(value, float) and any(
-                part in name for part in ("dropout", "drop_prob", "pdrop", "layerdrop")
+                part in name for part in ("dropout", "drop_prob", "drop_rate", "pdrop", "layerdrop")
             ):
                 setattr(each, name, 0.0)
     return module

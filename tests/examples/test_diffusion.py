@@ -5,13 +5,10 @@ import pytest
 import torch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--backends=opkit",),
-        pytest.param(("--backends=opkit", "--dtype=bfloat16"), marks=pytest.mark.exhaustive),
-        pytest.param(("--backends=inductor",), marks=pytest.mark.exhaustive),
-    ],
+    [("--backends=opkit",), ("--backends=opkit", "--dtype=bfloat16"), ("--backends=inductor",)],
     ids=" ".join,
 )
 def test_images(arguments, capsys):

@@ -7,7 +7,10 @@ import torch
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("--padded", "--dtype=bfloat16"), pytest.param(("--backends=inductor",), marks=pytest.mark.exhaustive)],
+    [
+        ("--padded", "--dtype=bfloat16"),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ((), ("--padded",), ("--backends=inductor",))),
+    ],
     ids=" ".join,
 )
 def test_encodings(arguments, capsys):
@@ -21,7 +24,7 @@ def test_padding_is_hidden():
     """Values in it, however large, reach nothing else: only the neck's convolution reaches across the edge."""
     torch.manual_seed(0)
     sizes = segment_anything.SIZES["tiny"]
-    model = segment_anything.with_functions(segment_anything.Encoder(sizes))
+    model = segment_anything.without_matrices(segment_anything.Encoder(sizes))
     model.neck = torch.nn.Identity()
     images, extent = torch.randn(2, 3, sizes.image, sizes.image), torch.tensor([[7, 5], [10, 3]])
     with torch.inference_mode():

@@ -73,7 +73,7 @@ def build(name: str, size: Size) -> Task:
     more = _TINY.get(name, {}) if size == "tiny" else {}
     module = package("timm").create_model(name, pretrained=False, num_classes=_CLASSES, **more)
     side = module.default_cfg["input_size"][-1] if size == "real" else _SIDES.get(name, _TINY_SIDE)
-    return Task(without_dropout(module), images(side), 2 if size == "tiny" else 32)
+    return Task(without_dropout(module), images(side), 4 if size == "tiny" else 32)
 
 
 ARCHITECTURES = [Architecture(name, "timm", functools.partial(build, name), ("timm",)) for name in _NAMES.split()]

@@ -105,7 +105,10 @@ def test_passes_over_long_rows_are_kernels_of_their_own():
     def group_norm(x):
         return F.group_norm(x, 4)
 
-    for side, count in ((512, 5), (16, 1)):  # two parts and their sum for the mean, and for the variance; and the result
+    for side, count in (
+        (512, 5),
+        (16, 1),
+    ):  # two parts and their sum for the mean, and for the variance; and the result
         x = torch.empty(2, 8, side, side).contiguous(memory_format=torch.channels_last)
         found, _ = launches(group_norm, x)
         assert len(found) == count
