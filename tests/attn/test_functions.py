@@ -352,7 +352,7 @@ def test_compiled_with_views_of_one_tensor(backend):
 
     def attend(fused):
         q, k, v, captured = fused.unbind()
-        return opkit.attention(q, k, v, bias=lambda s, b, h, i, j: s + captured[b, h, i, j % 4])
+        return opkit.attention(q, k, v, bias=lambda s, b, h, i, j: s + captured[b, h, i, j % 4] + captured[b, h, j, 5])
 
     fused = torch.randn(4, 2, 2, 40, 16, requires_grad=True)
     out, expected = (f(fused) for f in (torch.compile(attend, backend=backend, fullgraph=True), attend))

@@ -276,7 +276,8 @@ class _Evaluation:
             return found if isinstance(found, Tensor) else torch.full((), found, dtype=dtype, device=self.device)
         if node.op == "load":
             tensor, at = self.known[node.data[0]], coordinates(node)
-            return tensor[tuple(values[each].long() for each in at)] if at else tensor
+            # tensor[...] reads indices of no dimensions on the host, which no graph can
+            return torch.ops.aten.index.Tensor(tensor, [values[each].long() for each in at]) if at else tensor
         args = [values[each] for each in node.args]
         if node.op == "cast":
             return args[0].to(dtype)
