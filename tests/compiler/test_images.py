@@ -94,3 +94,18 @@ def test_weights_of_one_element_with_strides_and_few_channels():
     for _ in range(4):
         (found,) = torch.autograd.grad(compiled(x).square().sum(), [layer.weight])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(12, 4), (6, 6), (5, 1)])
+def test_group_norms_between_convolutions(channels, groups):
+    """Their channels lie next to each other there; the oracle is float64, and odd sizes leave parts of vectors."""
+
+    def made():
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, channels, 3), nn.GroupNorm(groups, channels), nn.SiLU(), nn.Conv2d(channels, 4, 1)
+        return nn.Sequential(*layers, nn.GroupNorm(2, 4, affine=False))
+
+    x = torch.randn(2, 3, 15, 9)
+    module, exact = made(), made().double()
+    for found, expected in zip(step(module, compiled(module), x), step(exact, exact, x.double()), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

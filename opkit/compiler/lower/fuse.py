@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.expr import Expr, const
-from opkit.compiler.ir.index import Index, index, product
+from opkit.compiler.ir.index import Div, Index, Mod, index, product
 from opkit.compiler.ir.kernel import FusionRefusal
 from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Strided, reads
 from opkit.compiler.lower import group as groups
@@ -27,6 +27,7 @@ from opkit.compiler.lower.target import PLAIN, LoweringTarget
 Entry = Group | Extern
 
 MAX_RECOMPUTED_DEPTH = 32  # steps, each of which reads the one before, that are recomputed in another
+MIN_DIVISIONS = 64  # a buffer each of whose elements is read so often is not computed again if that needs a division
 SMALL = 1 << 12  # elements that a GPU computes in less time than a launch takes
 
 
@@ -256,6 +257,8 @@ class _Fuser:
         places = sum(load.data[0] == name for load in loads_of(step))
         times = places * estimate(product(step.axes), self.sizes) / max(1.0, estimate(points, self.sizes))
         others = self.uses[name] > 1 or name in self.stored
+        if self.target.tiles is None and times >= MIN_DIVISIONS and any(map(_divides, parts)):
+            return False
         work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
         return work <= self.target.max_recomputed_cost
 
@@ -269,6 +272,12 @@ class _Fuser:
         return producer.buffer in members and not set(members[members.index(producer.buffer) :]).isdisjoint(
             reads(producer)
         )
+
+
+def _divides(part: Compute) -> bool:
+    """Return whether where a step reads depends on a quotient: compilers do not make vectors of such loads, or gather them."""
+    atoms = (atom for load in loads_of(part) for at in load.data[1] for atom in at.atoms())
+    return any(isinstance(atom, Div | Mod) for atom in atoms)
 
 
 def _reads_what_it_overwrites(step: Compute, name: str, part: Compute) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opkit.compiler.ir.kernel import KernelLaunch, Scratch, walk
+from opkit.compiler.ir.kernel import KernelLaunch, Loop, Scratch, walk
 from opkit.compiler.ir.program import Extern, Strided
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
@@ -279,6 +279,22 @@ def test_a_place_that_an_input_holds():
 
 def test_a_place_that_a_step_before_it_computes():
     check(lambda x, i, s: x.index_put((i * 2 - 3,), s, True), torch.randn(4, 5), INDEX, torch.randn(2, 3, 5))
+
+
+def test_statistics_of_groups_are_read_by_vectors_of_channels():
+    """The quotient of a channel's number, its group, is computed for each channel, not for each element of an image."""
+
+    def norm(x, w):
+        return torch.nn.functional.group_norm(x, 8, w).square().sum((2, 3))
+
+    x = torch.randn(1, 32, 40, 25).contiguous(memory_format=torch.channels_last)
+    w = torch.randn(32)
+    (found,), made = compiled(norm, x, w)
+    graphs.same(found, norm(x, w))
+    bodies = [s for step in made.steps if isinstance(step, KernelLaunch) for s in walk(step.kernel.body)]
+    over_elements = [s for s in bodies if isinstance(s, Loop) and s.axis.extent == 1000]
+    assert len(over_elements) == 3  # the mean, the variance, the result
+    assert not any("//" in str(s) for s in over_elements)
 
 
 def test_a_derivative_of_maxima():

@@ -122,23 +122,53 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inner = DTYPES[x.dtype].compute
     grouped = x.reshaped(_grouped(n, channels, inside, groups))
-    average, squares = moments(b, grouped, [2, 3], inner)
-    rstd = _inverse_deviation(b, squares, f.number(count(grouped.shape, [2, 3]), inner), eps)
-    centre, inverse = (element(_over_elements(t, x, groups), x.shape) for t in (average, rstd))
+    number = f.number(count(grouped.shape, [2, 3]), inner)
+    if _channels_are_adjacent(b, x):
+        average, squares = _moments_by_channel(b, x.reshaped([n, channels, inside]), groups, number)
+    else:
+        average, squares = moments(b, grouped, [2, 3], inner)
+    rstd = _inverse_deviation(b, squares, number, eps)
+    centre, inverse = (element(_over_elements(b, t, x, groups), x.shape) for t in (average, rstd))
     normal = (element(x, x.shape, inner) - centre) * inverse
     body = _affine(normal, _per_channel(weight, x), _per_channel(bias, x), x.shape)
     return b.cast_elementwise(body, b.result(0)), _as_result(b, average, 1), _as_result(b, rstd, 2)
+
+
+def _channels_are_adjacent(b: Builder, x: Tensor) -> bool:
+    """Return whether an image's channels lie next to each other, on a target that computes vectors along one axis."""
+    strided = x.strided() if b.target.tiles is None else None
+    return strided is not None and len(x.shape) > 2 and strided.strides[1] == 1 and strided.strides[2] != 1
+
+
+def _sums_of_groups(b: Builder, body: Scalar, shape: Shape, groups: int) -> Tensor:
+    """Return the sum of ``body``, over (n, channels, elements), in each group: of each channel first, by vectors of channels."""
+    n, channels, _ = shape
+    sums = _summed(b, body, shape, [2]).reshaped([n, index(groups), channels // groups, index(1)])
+    return _summed(b, element(sums, sums.shape), sums.shape, [2])
+
+
+def _moments_by_channel(b: Builder, x: Tensor, groups: int, number: Scalar) -> tuple[Tensor, Tensor]:
+    """Return what ``moments`` does for the groups of (n, channels, elements)."""
+    value = element(x, x.shape, number.dtype)
+    sums = _sums_of_groups(b, value, x.shape, groups)
+    average = b.temporary((element(sums, sums.shape) / number).expr, sums.shape)
+    difference = value - element(_over_elements(b, average, x, groups), x.shape)
+    return average, _sums_of_groups(b, difference * difference, x.shape, groups)
 
 
 def _grouped(n: Any, channels: Any, inside: Any, groups: int) -> list[Index]:
     return [index(n), index(groups), index(channels) // groups, index(inside)]
 
 
-def _over_elements(statistic: Tensor, x: Tensor, groups: int) -> Tensor:
+def _over_elements(b: Builder, statistic: Tensor, x: Tensor, groups: int) -> Tensor:
     """Return a tensor of one number for each group as a tensor that broadcasts to the elements."""
     n, channels = x.shape[:2]
     expanded = statistic.reshaped([n, index(groups), index(1)]).expanded([n, index(groups), channels // groups])
-    return expanded.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
+    by_channel = expanded.reshaped([n, channels])
+    if _channels_are_adjacent(b, x):  # in memory, so that vectors of channels are loaded and not gathered
+        shape = (n, channels)
+        by_channel = b.compute(b.new_buffer(statistic.dtype, shape), shape, element(by_channel, shape).expr)
+    return by_channel.reshaped([n, channels] + [index(1)] * (len(x.shape) - 2))
 
 
 def _per_channel(x: Maybe, like: Tensor) -> Any:
@@ -161,22 +191,32 @@ def group_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Maybe, Maybe, Maybe]:
     inner = DTYPES[x.dtype].compute
-    shape = tuple(_grouped(n, channels, inside, groups))
-    by_group = [index(n), index(groups), index(1), index(1)]
-    g, inverse = element(grad.reshaped(shape), shape, inner), element(rstd.reshaped(by_group), shape, inner)
-    centred = element(x.reshaped(shape), shape, inner) - element(mean.reshaped(by_group), shape, inner)
-    normal = centred * inverse
+    grouped = tuple(_grouped(n, channels, inside, groups))
+    apart = _channels_are_adjacent(b, x)
+    shape = (index(n), index(channels), index(inside)) if apart else grouped
+    image = x.reshaped(shape)
+
+    def spread(statistic: Tensor) -> Tensor:
+        return _over_elements(b, statistic, image, groups) if apart else statistic.reshaped([*grouped[:2], 1, 1])
+
+    def total(body: Scalar) -> Tensor:
+        return _sums_of_groups(b, body, shape, groups) if apart else _summed(b, body, shape, [2, 3])
+
+    g, inverse = element(grad.reshaped(shape), shape, inner), element(spread(rstd), shape, inner)
+    normal = (element(image, shape, inner) - element(spread(mean), shape, inner)) * inverse
     gx = gw = gb = None
     if output_mask[0]:
-        scaled = g if weight is None else g * element(weight.reshaped([*shape[1:3], index(1)]), shape, inner)
-        sums = (_summed(b, scaled, shape, [2, 3]), _summed(b, scaled * normal, shape, [2, 3]))
-        number = f.number(product(shape[2:]), inner)
+        scaled = g if weight is None else g * element(weight.reshaped([*shape[1:-1], index(1)]), shape, inner)
+        sums = spread(total(scaled)), spread(total(scaled * normal))
+        number = f.number(product(grouped[2:]), inner)
         body = _input_gradient(scaled, normal, inverse, sums, shape, number)
-        gx = b.temporary(f.cast(body, x.dtype).expr, shape).reshaped(x.shape)
+        layout = (index(channels) * inside, index(1), index(channels)) if apart else None
+        memory = b.new_buffer(x.dtype, shape, layout)
+        gx = b.compute(memory, shape, f.cast(body, x.dtype).expr).reshaped(x.shape)
     if output_mask[1]:
-        gw = _sum_as_result(b, g * normal, shape, [0, 3], 1)
+        gw = _sum_as_result(b, g * normal, shape, [0, len(shape) - 1], 1)
     if output_mask[2]:
-        gb = _sum_as_result(b, g, shape, [0, 3], 2)
+        gb = _sum_as_result(b, g, shape, [0, len(shape) - 1], 2)
     return gx, gw, gb
 
 
