@@ -41,7 +41,7 @@ def register_transformers(name: str = "opkit") -> None:
 def sdpa_configs(model: torch.nn.Module) -> list[Any]:
     """Return the configurations of transformers in a model that ask for "sdpa" attention and may ask for another.
 
-    None if a model of transformers in it computes attention otherwise than by the implementation of its configuration.
+    The list is empty if a model of transformers in it computes attention otherwise than by its configuration's implementation.
     """
     parts = list(model.modules())
     owners: list[Any] = [type(each) for each in parts if hasattr(type(each), "_can_set_attn_implementation")]
