@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import opkit
+from opkit.compiler import graph_cache
 from opkit.compiler.capture.patterns import cross_entropy as patterns_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -244,6 +245,21 @@ def test_constants_and_numbers_of_the_cpu():
     f = compiled(lambda x: x * torch.tensor(2.0) + torch.arange(4, device="cuda"))
     x = r(3, 4)
     torch.testing.assert_close(f(x), x * 2 + torch.arange(4, device="cuda"))
+
+
+def test_constants_that_are_found_on_the_disk_are_on_the_device(cache, monkeypatch):
+    def function(x):
+        return x * torch.as_tensor((1.0, 2.0, 3.0, 4.0), dtype=x.dtype, device=x.device)
+
+    found, find = [], graph_cache.find
+    monkeypatch.setattr(graph_cache, "find", lambda entry: found.append(find(entry)) or found[-1])
+    x = r(100, 4)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(function)(x), function(x), rtol=0, atol=0)
+    cold, warm = found
+    assert cold is None
+    # kernels of some GPUs can read the memory of the CPU, so that the result alone does not show where a constant is
+    assert [t.device for build in warm.builds for t in build.constants.tensors.values()] == [x.device]
 
 
 @opkit.custom_op("test_cuda::scaled")

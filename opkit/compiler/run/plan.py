@@ -297,9 +297,9 @@ def named(text: str) -> Any:
 def _constant(tensor: torch.Tensor) -> list[Any]:
     if tensor.numel() > _MAX_ELEMENTS or not tensor.is_contiguous() or tensor.is_complex():
         raise TypeError(f"it holds a tensor of {tuple(tensor.shape)}")
-    return [str(tensor.dtype), list(tensor.shape), tensor.flatten().tolist()]
+    return [str(tensor.dtype), list(tensor.shape), str(tensor.device), tensor.flatten().tolist()]
 
 
-def _tensor(dtype: str, shape: list[int], numbers: list[Any]) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=named(dtype)).reshape(shape)
+def _tensor(dtype: str, shape: list[int], device: str, numbers: list[Any]) -> torch.Tensor:
+    with torch.inference_mode(False):  # kernels read the address: on a GPU, that of memory of the CPU is illegal
+        return torch.tensor(numbers, dtype=named(dtype), device=device).reshape(shape)

@@ -1,12 +1,15 @@
 """Plans on the disk: what comes back is what was put there, and nothing that was changed meanwhile."""
 
+import json
+
 import pytest
+import torch
 
 from opkit.compiler.ir.graph import OpaqueValue, TypeName
 from opkit.compiler.ir.index import size, value
 from opkit.compiler.ir.program import Buffer, Extern, Strided
 from opkit.compiler.run import plan_cache
-from opkit.compiler.run.plan import ExecutionPlan, Segment
+from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, Segment, constants_from_json, constants_to_json
 
 pytestmark = pytest.mark.usefixtures("cache")
 n = size("s0", 2)
@@ -59,3 +62,11 @@ def test_what_others_can_write_to_is_not_trusted(cache):
 def test_what_has_no_form_is_left_out(cache):
     plan_cache.store(plan_cache.key("graph"), ExecutionPlan("", (), {}, (), (value(object()),), {}, n, (), ()), "")
     assert not list(cache.rglob("*.json"))
+
+
+def test_constants_come_back_on_their_device():
+    stored = json.dumps(constants_to_json(GraphConstants({"scale": torch.tensor([[1.5, 2.0]])})))
+    with torch.device("meta"):  # new tensors are there if they say nothing else
+        scale = constants_from_json(json.loads(stored)).tensors["scale"]
+    assert scale.device.type == "cpu"
+    assert scale.tolist() == [[1.5, 2.0]]
