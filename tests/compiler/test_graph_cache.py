@@ -232,6 +232,11 @@ def test_constants_and_arguments_that_are_no_numbers():
         check(lambda compile: [each + 0 for each in compile(lambda x: function(x)[:3])(X)])
 
 
+@pytest.mark.parametrize("table", [[0.5, 2.0, 1.0], [[1.0], [2.0]]])
+def test_constants_of_inference(table):
+    check(lambda compile: compile(lambda x: x[:2, :3] * torch.tensor(table))(X))
+
+
 def test_an_input_that_is_written_to():
     def call(compile):
         x = X.clone()

@@ -44,6 +44,7 @@ from opkit.compiler.run.torch_private import overloads as overloads
 from opkit.compiler.run.torch_private import qualified_name as qualified_name
 from opkit.compiler.run.torch_private import schema as schema
 from opkit.compiler.run.torch_private import tags as tags
+from opkit.compiler.run.torch_private import without_modes as without_modes
 
 sympy_functions = _sympy_functions
 has_side_effect = _has_side_effect
@@ -102,11 +103,6 @@ def number(tensor: torch.Tensor) -> Any:
     """Return the number in a tensor of one element, also while a graph is traced (torch 2.11 to 2.14)."""
     with without_modes():
         return tensor.item()
-
-
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Leave all modes of dispatch, such as those that trace, while it is entered."""
-    return _python_dispatch._disable_current_modes()
 
 
 def storage_address(tensor: torch.Tensor) -> int:

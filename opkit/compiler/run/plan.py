@@ -297,7 +297,9 @@ def named(text: str) -> Any:
 def _constant(tensor: torch.Tensor) -> list[Any]:
     if tensor.numel() > _MAX_ELEMENTS or not tensor.is_contiguous() or tensor.is_complex():
         raise TypeError(f"it holds a tensor of {tuple(tensor.shape)}")
-    return [str(tensor.dtype), list(tensor.shape), str(tensor.device), tensor.flatten().tolist()]
+    with private.without_modes():  # graphs are traced with fake tensors, and this one is real
+        numbers = tensor.flatten().tolist()
+    return [str(tensor.dtype), list(tensor.shape), str(tensor.device), numbers]
 
 
 def _tensor(dtype: str, shape: list[int], device: str, numbers: list[Any]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.compiler import _cache
+from torch.utils import _python_dispatch
 
 CacheArtifact = _cache.CacheArtifact
 """One entry in the bytes of ``torch.compiler.save_cache_artifacts`` (torch 2.11 to 2.14)."""
@@ -46,6 +47,11 @@ def is_observed() -> bool:
 def has_dispatch_modes() -> bool:
     """Return whether a mode sees the operators that are called."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave all modes of dispatch, such as those that trace, while it is entered."""
+    return _python_dispatch._disable_current_modes()
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
