@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import opkit
 from opkit.compiler import graph_cache
 from opkit.compiler.capture.patterns import cross_entropy as patterns_cross_entropy
+from opkit.compiler.run.plan import GpuLaunch
 
 pytestmark = pytest.mark.gpu
 
@@ -245,6 +246,22 @@ def test_constants_and_numbers_of_the_cpu():
     f = compiled(lambda x: x * torch.tensor(2.0) + torch.arange(4, device="cuda"))
     x = r(3, 4)
     torch.testing.assert_close(f(x), x * 2 + torch.arange(4, device="cuda"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_positions_and_masks_that_are_made_on_the_cpu(seen, dynamic):
+    def function(x, table):
+        n = x.shape[0]
+        positions = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        return x * (1 - torch.eye(n).to(x.device)) + table[positions + n - 1] * torch.arange(n).float().cuda()
+
+    x, table = r(9, 9, requires_grad=True), r(17, requires_grad=True)
+    found, expected = compiled(function, dynamic)(x, table), function(x, table)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(each, [x, table], grad) for each in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert all(isinstance(step, GpuLaunch) for graph in seen for step in graph.plan.steps)
 
 
 def test_constants_that_are_found_on_the_disk_are_on_the_device(cache, monkeypatch):

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.constructors import devices_of, move_constructors
 from opkit.compiler.capture.partitioner import has_effect
 from opkit.compiler.capture.sizes import FLOAT_ARITHMETIC, SymbolicSizes
 from opkit.compiler.ir.dtypes import OF_TORCH
@@ -99,6 +99,7 @@ def capture(
         Unsupported: it contains something that only torch can run: several devices apart from the CPU, or one that no code is
             made for, sparse tensors, symbolic floats as inputs or results, unknown dtypes.
     """
+    move_constructors(module)
     return _Conversion(module, real_inputs, is_body).run(name, fixed)
 
 
@@ -113,9 +114,8 @@ class _Conversion:
         self.constants: dict[str, torch.Tensor] = {}
         self.targets: dict[str, Callable[..., Any]] = {}
         self.opaques: dict[str, Any] = {}
-        self.replaced: dict[
-            fx.Node, Any
-        ] = {}  # FX nodes without a node in the graph, and the size or object that replaces each
+        # FX nodes without a node in the graph, and the size or object that replaces each
+        self.replaced: dict[fx.Node, Any] = {}
         self.resolved: set[int] = set()
         self.bodies: dict[str, fx.GraphModule] = {}
         self.uncompiled: list[str] = []
@@ -340,8 +340,7 @@ def device_of(module: fx.GraphModule) -> torch.device:
     Raises:
         Unsupported: it uses several, or one that no code is made for.
     """
-    values = [each for node in module.graph.nodes for each in tree_leaves(node.meta.get("val"))]
-    found = {each.device for each in values if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
+    found = devices_of(module)
     if len(found) > 1:
         raise Unsupported(f"it uses {' and '.join(sorted(map(str, found)))}, and a graph is compiled for one device")
     device = next(iter(found), _CPU)

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from opkit.compiler.capture import torch_private as private
+from opkit.compiler.capture.constructors import move_constructors
 
 aten = torch.ops.aten
 _ITEM = aten._local_scalar_dense.default
@@ -37,6 +38,7 @@ _UNTAGGED = ("aten.random", "aten._sample_dirichlet")  # random operators withou
 
 def partition(joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the forward and backward of a joint graph: those of AOTAutograd's min-cut partitioner with other saved tensors."""
+    move_constructors(joint)
     _narrow_positions(joint.graph)
     forward, backward = private.min_cut_partition(joint, inputs, **rest)
     share_random_states(forward, backward, rest["num_fwd_outputs"])

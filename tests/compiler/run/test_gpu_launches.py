@@ -176,6 +176,44 @@ def test_constants_of_the_cpu_become_numbers():
     assert "2.5" in found.texts[0]
 
 
+def relative(table):
+    positions = torch.arange(4)[:, None] * 1.0 - torch.arange(4)[None, :]
+    return table[(positions + 3).long()] * 2
+
+
+MADE_ON_THE_CPU = {
+    "positions": (relative, (7, 3)),
+    "a matrix that is copied": (lambda x: x + (-torch.eye(4)).to(x.device), (4, 4)),
+    "a number": (lambda x: torch.where(x > 0, x, torch.full((), 3.0)), (5,)),
+    "places of values": (lambda x: x.index_put((torch.arange(2),), x[:2] * 2), (5,)),
+    "tensors that are copied together": (lambda x: x + torch.cat([torch.ones(2), torch.zeros(3)]).cuda(), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_ON_THE_CPU)
+def test_what_only_the_gpu_uses_is_made_on_it(name):
+    function, shape = MADE_ON_THE_CPU[name]
+    found, _ = compiled(function, shape)
+    assert all(isinstance(step, GpuLaunch) for step in found.plan.steps)
+
+
+STAYS_ON_THE_CPU = {
+    "a result": (lambda x: (x + torch.arange(4.0).to(x.device), torch.arange(4.0) * 2), ["arange", "mul"]),
+    "also for a result": (lambda x: (x + (a := torch.arange(4.0)).to(x.device), a * 2), ["arange", "_to_copy", "mul"]),
+    "random numbers": (lambda x: torch.eye(4).to(x.device) + torch.rand(4).to(x.device), ["rand", "_to_copy"]),
+    "memory that is written to": (lambda x: x + torch.zeros(4).add_(1).to(x.device), ["zeros", "add_", "_to_copy"]),
+    "values of an index": (lambda x: (x, torch.eye(4)[torch.arange(2)]), ["eye", "arange", "index"]),
+}
+
+
+@pytest.mark.parametrize("name", STAYS_ON_THE_CPU)
+def test_what_else_is_made_on_the_cpu_stays_there(name):
+    function, expected = STAYS_ON_THE_CPU[name]
+    found, _ = compiled(function, (4,))
+    calls = [step.target for step in found.plan.steps if not isinstance(step, GpuLaunch)]
+    assert [target.split(".")[1] for target in calls] == expected
+
+
 def test_kernels_take_floats_by_value_and_calls_as_the_host_computes_them():
     found, code = compiled(lambda x, s: torch.relu(x * (s.item() * 0.5)).renorm(2, 0, s.item() + 1), (64, 32), floats=1)
     assert ("p1", "fp64") in found.plan.kernels[0].parameters
