@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from opkit.compiler import diagnostics, graph_cache, joined
-from opkit.compiler.capture import attention_masks, conversion, decompositions, division, partitioner, repeats
+from opkit.compiler.capture import attention_masks, conversion, decompositions, division, in_place, partitioner, repeats
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.capture.checkpoint_names import remove_names
 from opkit.compiler.capture.conversion import Captured, Unsupported
@@ -248,6 +248,7 @@ class _GraphCompilation:
         divided = run("capture", division.divide, self.module)
         if divided is not None:
             return run("bodies", self._compiled_parts, divided)
+        run("capture", in_place.write_in_place, self.module)
         captured = run("capture", conversion.capture, self.module, self.name, inputs, self.user_results, is_body)
         self._log_uncompiled_parts(captured)
         operators = user_lowerings.operators(captured.targets) if self.options.inline is None else {}

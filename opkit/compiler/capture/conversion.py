@@ -215,9 +215,8 @@ class _Conversion:
         arguments = self._argument(node.args)
         kwargs = {} if _is_control_flow(node) else node.kwargs  # the only possible one says that no input is written to
         named = {key: self._argument(each) for key, each in kwargs.items()}
-        return [
-            Node(node.name, target, tuple(arguments), named, self._result(value, node), origin(node), has_effect(node))
-        ]
+        writes, result = tuple(map(self._reference, node.meta.get("writes", ()))), self._result(value, node)
+        return [Node(node.name, target, tuple(arguments), named, result, origin(node), has_effect(node), writes)]
 
     def _float(self, node: fx.Node, value: torch.SymFloat) -> list[Node]:
         """Convert a float that may change; one that the IR has no arithmetic for becomes a number, with a guard."""

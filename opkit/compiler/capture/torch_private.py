@@ -6,7 +6,7 @@ Read in torch 2.13.0; the same names are in torch 2.11 unless the line says othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import config as _functorch_config
 from torch._functorch import partitioners as _partitioners
 from torch._functorch._aot_autograd import graph_compile as _graph_compile
+from torch._higher_order_ops import auto_functionalize as _functionalize
 from torch._library.fake_class_registry import FakeScriptObject as _FakeScriptObject
 from torch._logging._internal import log_state as _log_state
 from torch._prims import rng_prims as _rng_prims
@@ -52,6 +53,7 @@ sym_sqrt = torch._sym_sqrt  # pyright: ignore[reportAttributeAccessIssue]
 min_cut_partition = _partitioners.min_cut_rematerialization_partition
 run_and_save_rng_state = _rng_prims.run_and_save_rng_state
 run_with_rng_state = _rng_prims.run_with_rng_state
+functional_call = torch.ops.higher_order.auto_functionalized_v2
 is_wrapper_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
 
 RECOMPILES_LOGGER = "torch._dynamo.guards.__recompiles"
@@ -235,6 +237,30 @@ def output_of(graph: fx.Graph) -> tuple[Any, ...]:
 def is_higher_order(target: Any) -> bool:
     """Return whether the target of an FX node is an operator that calls graphs."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def written_arguments(op: Any, named: dict[str, Any], bases: Any) -> dict[str, Any]:
+    """Take from the arguments of a ``functional_call`` those that it writes to, by name: views, lists of views, or None."""
+    names, types = _functionalize.get_mutable_args(op)
+    return _functionalize.read_view_information_from_args(names, types, named, bases)
+
+
+def is_view(value: Any) -> bool:
+    """Return whether a value describes a view of a tensor that a ``functional_call`` writes to."""
+    return isinstance(value, _functionalize.ViewInfo)
+
+
+def is_whole(view: Any) -> bool:
+    """Return whether such a view is all of the tensor."""
+    return isinstance(view, _functionalize.AliasViewInfo | _functionalize.NotView)
+
+
+def layout_of(view: Any, base: torch.Tensor) -> tuple[Sequence[Any], Sequence[Any], Any]:
+    """Return the sizes, strides and storage offset of such a view of a tensor."""
+    if isinstance(view, _functionalize.AsStridedViewInfo):
+        return view.size, view.stride, view.storage_offset
+    found = view.regenerate_view([base])
+    return found.shape, found.stride(), found.storage_offset()
 
 
 def returns_object(target: Any) -> bool:

@@ -85,6 +85,7 @@ class Node:
         result: the type of its result; a tuple for several; for a size, its Index; for an object, its OpaqueValue.
         origin: the user's line, or "".
         effect: whether it has a side effect: it draws from torch's generator, checks, or prints.
+        writes: the arguments that an operator of another library than torch writes to.
     """
 
     name: str
@@ -94,10 +95,13 @@ class Node:
     result: ResultType | tuple[ResultType, ...]
     origin: str = ""
     effect: bool = False
+    writes: tuple[Ref, ...] = ()
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it writes to its first argument: its operator's name ends in an underscore."""
+        """Whether it writes to ``writes`` or, if its operator's name ends in an underscore, to its first argument."""
+        if self.writes:
+            return True
         operator = self.target.split(".")[1] if "." in self.target else self.target
         return operator.endswith("_") and not operator.endswith("__")
 

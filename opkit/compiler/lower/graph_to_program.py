@@ -72,6 +72,8 @@ def _lowered(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Any:
         return node.result
     if isinstance(node.result, FloatType):
         return rules[node.target](b, *_resolved(b, node.args))
+    for written in node.writes:
+        _own_memory(b, written)
     mutated = _mutated(b, node)
     for buffer in mutated:
         _copy_before_write(b, buffer)
@@ -170,15 +172,22 @@ def _resolved(b: Builder, argument: Any) -> Any:
 
 
 def _mutated(b: Builder, node: Node) -> list[str]:
-    """Return the buffers that an in-place node writes to: those of its first argument if its name ends in an underscore.
+    """Return the buffers that an in-place node writes to: of its ``writes``, or of its first argument.
 
     That may be a list of tensors; the fused steps of optimisers write to several lists.
     """
     if not node.is_in_place:
         return []
     lists = node.args if node.target.startswith("aten._fused") else node.args[:1]
-    values = [b.values[ref.name] for ref in refs(lists)]
+    values = [b.values[ref.name] for ref in (node.writes or refs(lists))]
     return list(dict.fromkeys(name for v in values if isinstance(v, Tensor) for name in memories(v)))
+
+
+def _own_memory(b: Builder, written: Ref) -> None:
+    """Give a value memory that an operator can write to, unless it has some: a copy in eager mode may be none here."""
+    value = b.values[written.name]
+    if _is_copy(value) or value.strided() is None:
+        b.values[written.name] = b.materialised(value)
 
 
 def _copy_before_write(b: Builder, buffer: str) -> None:

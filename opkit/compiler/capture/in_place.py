@@ -1,0 +1,197 @@
+"""Calls of operators that write to arguments: in place where nobody needs the old values, to a copy elsewhere.
+
+AOTAutograd's graphs have such a call as a functional one, whose results are the arguments after it, with a copy of each to the
+graph's input at the end. Called as it is, it copies every argument that it writes to, a whole KV cache for a few tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from opkit.compiler.capture import torch_private as private
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def write_in_place(module: fx.GraphModule) -> None:
+    """Call operators that write to arguments as they are, with the arguments or copies of them; ``meta["writes"]`` names these.
+
+    Calls that write to parts of what the graph computes, or to parts that indexing does not give, stay functional.
+    """
+    calls = module.graph.find_nodes(op="call_function", target=private.functional_call)
+    if calls:
+        graph = _Graph(module.graph)
+        for node in calls:
+            graph.replace(node)
+
+
+@dataclasses.dataclass
+class _Graph:
+    """A graph, and the storages that have become one: that of an argument, and that of the same after a call."""
+
+    graph: fx.Graph
+    merged: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+
+    def replace(self, node: fx.Node) -> None:
+        """Replace a functional call, if all that it writes to are whole tensors or parts of inputs."""
+        op, named = node.args[0], {**node.kwargs}
+        bases: Any = named.pop("_all_bases", ())
+        if not private.is_overload(op) or not bases:
+            return
+        written = private.written_arguments(op, named, bases)  # the others stay in ``named``
+        may_write = [self._may_write(node, base, named) for base in bases]
+        parts: dict[int, list[tuple[Any, tuple[Any, ...]]]] = {}
+        for view in tree_leaves(written, is_leaf=private.is_view):
+            if view is None or private.is_whole(view):
+                continue
+            base = bases[view.base_index]
+            indexing = _indexing(base.meta["val"], view) if base.op == "placeholder" else None
+            if indexing is None or not may_write[view.base_index]:
+                return
+            parts[id(view)] = indexing
+        with self.graph.inserting_before(node):
+            memory = [
+                base if free else self._clone(node, number)
+                for number, (base, free) in enumerate(zip(bases, may_write, strict=True))
+            ]
+
+            def argument(view: Any) -> Any:
+                return view if view is None else self._part(memory[view.base_index], parts.get(id(view), []))
+
+            arguments = tree_map(argument, written, is_leaf=private.is_view)
+            call = self.graph.call_function(op, (), {**named, **arguments})  # pyright: ignore[reportArgumentType]
+        returned = len(private.schema(op).returns)
+        values = node.meta["val"][:returned]
+        call.meta = {**node.meta, "val": values[0] if returned == 1 else values if returned else None}
+        call.meta["writes"] = [each for each in tree_leaves(arguments) if each is not None]
+        for result in list(node.users):
+            number: Any = result.args[1]
+            if number < max(returned, 1):
+                self._replace_result(result, call, returned)
+            else:
+                self._replace_written(result, memory[number - max(returned, 1)])
+        self.graph.erase_node(node)
+
+    def _replace_result(self, result: fx.Node, call: fx.Node, returned: int) -> None:
+        if returned == 1:
+            result.replace_all_uses_with(call)
+            self.graph.erase_node(result)
+        elif returned:
+            result.args = (call, result.args[1])
+
+    def _replace_written(self, result: fx.Node, memory: fx.Node) -> None:
+        """Let users of an argument after the call read its memory, which needs no copy to itself."""
+        if _storage(result) != self._storage(memory):  # a copy has the result's already
+            self.merged[_storage(result)] = self._storage(memory)
+        result.replace_all_uses_with(memory)
+        self.graph.erase_node(result)
+        for user in list(memory.users):
+            if user.target is _COPY and user.args[0] is user.args[1]:
+                self.graph.erase_node(user)
+
+    def _clone(self, node: fx.Node, number: int) -> fx.Node:
+        base: Any = node.kwargs["_all_bases"]
+        clone = self.graph.call_function(torch.ops.aten.clone.default, (base[number],))
+        clone.meta = {**base[number].meta, "val": _result_of(node, number)}
+        return clone
+
+    def _part(self, memory: fx.Node, indexing: Sequence[tuple[Any, tuple[Any, ...]]]) -> fx.Node:
+        for op, arguments in indexing:
+            part = self.graph.call_function(op, (memory, *arguments))
+            part.meta = {**memory.meta, "val": op(memory.meta["val"], *arguments)}
+            memory = part
+        return memory
+
+    # ---- what may be written to --------------------------------------------------------------------------------------
+
+    def _may_write(self, node: fx.Node, base: fx.Node, others: dict[str, Any]) -> bool:
+        """Return whether nothing reads a tensor, or shares its memory, when a call has written to it."""
+        shared = self._sharing(base)
+        places = {each: number for number, each in enumerate(self.graph.nodes)}
+        uses = [(each, user) for each in shared for user in each.users if places[user] > places[node]]
+        if any(user.target is not _COPY or user.args[0] is not each for each, user in uses):
+            return False
+        if not shared.isdisjoint(each for each in tree_leaves(others) if isinstance(each, fx.Node)):
+            return False
+        if any(each.op == "get_attr" for each in shared):
+            return False
+        inputs = [each for each in shared if each.op == "placeholder"]
+        after = {each for number in _numbers(node, base) for each in self._sharing_value(_result_of(node, number))}
+        is_returned = not after.isdisjoint(each for each in private.output_of(self.graph) if isinstance(each, fx.Node))
+        return not inputs or (not is_returned and all(_is_written(each) for each in inputs))
+
+    def _sharing(self, node: fx.Node) -> set[fx.Node]:
+        return self._sharing_value(node.meta["val"])
+
+    def _sharing_value(self, value: Any) -> set[fx.Node]:
+        """Return the nodes with a tensor in the same memory."""
+        wanted = self._resolved(private.storage_address(value))
+        return {
+            each
+            for each in self.graph.nodes
+            if any(self._resolved(private.storage_address(x)) == wanted for x in _tensors(each))
+        }
+
+    def _storage(self, node: fx.Node) -> int:
+        return self._resolved(_storage(node))
+
+    def _resolved(self, storage: int) -> int:
+        while storage in self.merged:
+            storage = self.merged[storage]
+        return storage
+
+
+def _result_of(node: fx.Node, number: int) -> Any:
+    """Return the value of the argument with this number after a functional call."""
+    bases: Any = node.kwargs["_all_bases"]
+    return node.meta["val"][number - len(bases)]
+
+
+def _numbers(node: fx.Node, base: fx.Node) -> Iterator[int]:
+    bases: Any = node.kwargs["_all_bases"]
+    return (number for number, each in enumerate(bases) if each is base)
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    if node.target is private.functional_call:  # its results are the nodes that take them from it
+        return []
+    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+
+
+def _storage(node: fx.Node) -> int:
+    return private.storage_address(node.meta["val"])
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Return whether the graph writes to an input at its end."""
+    return any(user.target is _COPY and user.args[0] is node for user in node.users)
+
+
+def _indexing(base: torch.Tensor, view: Any) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return the operators, with their arguments after the first, that give a view of a tensor; None if there are none."""
+    sizes, strides, offset = private.layout_of(view, base)
+    rest, found, dim = offset - base.storage_offset(), [], 0
+    if not all(type(n) is int for n in (*base.shape, *base.stride(), rest, *sizes, *strides)):
+        return None
+    wanted = list(zip(sizes, strides, strict=True))
+    if sorted(base.stride(), reverse=True) != [*base.stride()] or 0 in base.stride():
+        return None
+    for size, stride in zip(base.shape, base.stride(), strict=True):
+        start, rest = divmod(rest, stride)
+        if wanted and wanted[0][1] == stride:
+            count, _ = wanted.pop(0)
+            end = start + count
+            found.append((torch.ops.aten.slice.Tensor, (dim, start, end)))
+            dim += 1
+        else:
+            end = start + 1
+            found.append((torch.ops.aten.select.int, (dim, start)))
+        if not 0 <= start < end <= size:
+            return None
+    return None if wanted or rest else found
