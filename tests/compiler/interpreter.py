@@ -20,7 +20,11 @@ from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarIt
 Call = Callable[[Extern, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an extern call on numpy arrays; gives a result for each of its outputs, or its one result."""
 
-_NUMPY = {name: np.dtype("float32" if name == "bf16" else row.torch) for name, row in DTYPES.items() if name != "c32"}
+_NUMPY = {
+    name: np.dtype("float32" if name == "bf16" else row.torch)
+    for name, row in DTYPES.items()
+    if name != "c32" and row.kind != "bits"
+}
 
 
 def run(

@@ -17,7 +17,9 @@ from opkit.compiler.ir.index import Atom, Axis, Div, Index, Symbol, Value
 from opkit.compiler.ir.kernel import Accumulator, Kernel, Let, Loop, Scratch, Statement, Store, Update
 from opkit.compiler.ir.ops import OPS, REDUCTIONS
 
-_NUMPY = {row.name: np.dtype(row.torch) for row in DTYPES.values() if row.name not in ("bf16", "c32")}
+_NUMPY = {
+    row.name: np.dtype(row.torch) for row in DTYPES.values() if row.name not in ("bf16", "c32") and row.kind != "bits"
+}
 _NUMPY["bf16"] = np.dtype("float32")
 STORED = {**_NUMPY, "bf16": np.dtype("uint16")}
 """The element type of the array for each dtype."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Kind = Literal["bool", "int", "float", "complex"]
+Kind = Literal["bool", "int", "float", "complex", "bits"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class DType:
 
     Attributes:
         name: how the IR prints it.
-        kind: what its values are.
+        kind: what its values are; "bits": numbers that kernels move and do not compute with.
         bytes: the size of one element in memory.
         signed: whether its values can be negative.
         torch: the name of the same type in torch.
@@ -46,6 +46,11 @@ _ROWS = (
     DType("c32", "complex", 4, True, "complex32", "c64"),
     DType("c64", "complex", 8, True, "complex64", "c64"),
     DType("c128", "complex", 16, True, "complex128", "c128"),
+    DType("f8e4m3", "bits", 1, True, "float8_e4m3fn", "f8e4m3"),
+    DType("f8e5m2", "bits", 1, True, "float8_e5m2", "f8e5m2"),
+    DType("f8e4m3fnuz", "bits", 1, True, "float8_e4m3fnuz", "f8e4m3fnuz"),
+    DType("f8e5m2fnuz", "bits", 1, True, "float8_e5m2fnuz", "f8e5m2fnuz"),
+    DType("f8e8m0", "bits", 1, False, "float8_e8m0fnu", "f8e8m0"),
 )
 
 DTYPES = {row.name: row for row in _ROWS}
@@ -74,3 +79,8 @@ def is_int(name: str) -> bool:
 
 def is_complex(name: str) -> bool:
     return DTYPES[name].kind == "complex"
+
+
+def is_bits(name: str) -> bool:
+    """Return whether kernels can only move the values."""
+    return DTYPES[name].kind == "bits"

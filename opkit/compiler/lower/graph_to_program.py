@@ -6,18 +6,20 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opkit.compiler.ir.dtypes import is_complex
+from opkit.compiler.ir.dtypes import is_bits, is_complex
 from opkit.compiler.ir.graph import FloatType, Graph, Node, OpaqueValue, Ref, TensorType, TypeName, refs
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.program import FROM_STORAGE, WITH_GAPS, Buffer, Program, Strided
 from opkit.compiler.lower.builder import Builder, viewed
 from opkit.compiler.lower.registry import NoRule, Rule, WrongResult
 from opkit.compiler.lower.rewrites import simplify_program
-from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES
+from opkit.compiler.lower.rules import ALIASING, COMPLEX, EXTERNS, RULES, views
 from opkit.compiler.lower.rules.epilogues import with_epilogues
 from opkit.compiler.lower.rules.views import base_of
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, is_dense, memories, whole
+
+_MOVES = frozenset({*views.TABLE, "aten.clone.default", "aten.copy_.default"})
 
 
 def lower(
@@ -107,7 +109,10 @@ def _for_operands(b: Builder, node: Node, rules: Mapping[str, Rule]) -> Mapping[
     if has_gaps and node.name in _read_by_storage(b.graph):
         raise NoRule("as_strided may read what lies between the elements of a copy")
     dtypes = [v.dtype for ref in operands for v in _flat(b.values[ref.name]) if _is_tensor(v)]
-    if any(is_complex(dtype) for dtype in [*dtypes, *(k.dtype for k in kinds)]):
+    dtypes += [k.dtype for k in kinds]
+    if any(map(is_bits, dtypes)) and node.target not in _MOVES:
+        raise NoRule("no arithmetic of float8")
+    if any(map(is_complex, dtypes)):
         rules, missing = COMPLEX, "complex numbers"
     else:
         missing = "no rule"

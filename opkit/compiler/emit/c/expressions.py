@@ -32,6 +32,7 @@ C_TYPES = {
     "c32": "uint32_t",
     "c64": "_Complex float",
     "c128": "_Complex double",
+    **{row.name: "uint8_t" for row in DTYPES.values() if row.kind == "bits"},
 }
 NARROW = frozenset({"f16", "bf16"})
 

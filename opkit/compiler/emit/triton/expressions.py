@@ -16,11 +16,12 @@ class NotEmittable(Exception):
 TYPES = {
     "b1": "tl.int1", "u8": "tl.uint8", "u16": "tl.uint16", "u32": "tl.uint32", "u64": "tl.uint64", "i8": "tl.int8",
     "i16": "tl.int16", "i32": "tl.int32", "i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32",
-    "f64": "tl.float64",
+    "f64": "tl.float64", **{row.name: "tl.uint8" for row in DTYPES.values() if row.kind == "bits"},
 }  # fmt: skip
 POINTERS = {
     "b1": "*i1", "u8": "*u8", "u16": "*u16", "u32": "*u32", "u64": "*u64", "i8": "*i8", "i16": "*i16", "i32": "*i32",
     "i64": "*i64", "f16": "*fp16", "bf16": "*bf16", "f32": "*fp32", "f64": "*fp64",
+    **{row.name: "*u8" for row in DTYPES.values() if row.kind == "bits"},
 }  # fmt: skip
 NARROW = frozenset({"f16", "bf16"})
 
