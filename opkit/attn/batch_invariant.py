@@ -17,9 +17,8 @@ from torch import Tensor
 from opkit import config
 from opkit.attn import cpu
 from opkit.attn.calls import AttentionCall, PagedCall
-from opkit.attn.masks import program
+from opkit.attn.paged import gathered
 from opkit.attn.paged.cpu import available
-from opkit.attn.paged.reference import gather_pages
 from opkit.errors import KernelError
 from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
@@ -66,48 +65,15 @@ def paged(*arguments: Any) -> tuple[Tensor, Tensor]:
         ValueError: a length or a page that is needed is out of range.
     """
     call = PagedCall(*arguments)
-    q, k_pages, v_pages, page_table, lengths, starts, lower, upper, scale, softcap, sinks, k_scale, v_scale, *_ = call
+    q, k_pages = call.q, call.k_pages
     if call.mask or call.bias:
         _refuse("opkit::paged_attention", "functions of positions")
     if q.dtype not in cpu.NAMES or not available() or k_pages.shape[2] == 0 or q.shape[1] % k_pages.shape[2]:
         _refuse("opkit::paged_attention", f"q of {q.dtype} {tuple(q.shape)} with k_pages {tuple(k_pages.shape)}")
-    same = k_scale is None and v_scale is None and k_pages.dtype == v_pages.dtype == q.dtype
-    dtype = q.dtype if same else torch.float32
-    out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
+    out = q.new_zeros((*q.shape[:2], call.v_pages.shape[-1]))
     lse = torch.full(q.shape[:2], -torch.inf)
-    ends = starts.tolist()
-    for sequence, length in enumerate(lengths.tolist()):
-        rows = slice(ends[sequence], ends[sequence + 1])
-        pages = _pages(page_table[sequence], length, k_pages)
-        k, v = (gather_pages(x, s, pages, dtype) for x, s in ((k_pages, k_scale), (v_pages, v_scale)))
-        k, v = (x.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0) for x in (k, v))
-        some = q[rows].to(dtype).transpose(0, 1).unsqueeze(0)
-        band = _band(lower, upper, length - some.shape[2])
-        result, sums = forward(some, k, v, [], [], sinks, None, band, [], scale, softcap, 0.0, True)
-        out[rows], lse[rows] = result[0].transpose(0, 1).to(q.dtype), sums[0].mT
+    gathered.attend(call, range(call.lengths.shape[0]), forward, out, lse)
     return out, lse
-
-
-def _pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
-    """Return the numbers of the pages of a sequence."""
-    most = table.shape[0] * pages.shape[1]
-    if not 0 <= length <= most:
-        raise ValueError(f"opkit::paged_attention: a length is {length}; it must be from 0 to {most}")
-    found = table[: -(-length // max(pages.shape[1], 1))].long()
-    if ((found < 0) | (found >= pages.shape[0])).any():
-        raise ValueError(f"opkit::paged_attention: pages {found.tolist()} must be from 0 to {pages.shape[0] - 1}")
-    return found
-
-
-def _band(lower: int, upper: int, shift: int) -> list[int]:
-    """Return the program of a band of positions; empty where there is no limit."""
-    if lower <= -program.UNLIMITED and upper >= program.UNLIMITED:
-        return []
-    ends = (
-        lower if lower <= -program.UNLIMITED else lower + shift,
-        upper if upper >= program.UNLIMITED else upper + shift,
-    )
-    return [program.BAND, *ends]
 
 
 def _refuse(operator: str, details: str) -> NoReturn:

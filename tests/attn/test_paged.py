@@ -163,6 +163,34 @@ def test_options(isa, kv_dtype, options, meaning):
     check(cache, cache.queries(11, 8, torch.float32), RAGGED[1], options, **meaning)
 
 
+PROMPTS = ([200, 140, 0, 33, 135, 100], [0, 150, 151, 151, 155, 290, 420])  # the last has more queries than keys
+
+
+@pytest.mark.parametrize("kv_dtype", KV, ids=str)
+def test_many_queries_of_some_sequences(subtests, kv_dtype):
+    for dtype in FLOATS:
+        cache = Cache(PROMPTS[0], dtype=kv_dtype)
+        with subtests.test(str(dtype)):
+            check(cache, cache.queries(420, 4, dtype), PROMPTS[1], {})
+
+
+@pytest.mark.parametrize(("options", "meaning"), OPTIONS, ids=[str(options) for options, _ in OPTIONS])
+def test_options_of_many_queries(options, meaning):
+    cache = Cache(PROMPTS[0], page_size=5)
+    check(cache, cache.queries(420, 8, torch.float32), PROMPTS[1], options, **meaning)
+
+
+def test_many_queries_of_what_is_out_of_range_are_refused():
+    cache = Cache([40, 150])
+    q, starts = cache.queries(151, 4, torch.float32), torch.tensor([0, 1, 151])
+    cache.table[1, 3] = len(cache.k)
+    with pytest.raises(ValueError, match="must be from 0 to"):
+        cache.attend(q, cu_seqlens_q=starts)
+    cache.lengths[1] = 10**6
+    with pytest.raises(ValueError, match="a length is 1000000"):
+        cache.attend(q, cu_seqlens_q=starts)
+
+
 @pytest.mark.parametrize("kernel", [None, "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_of_a_number_ends_at_the_own_place(causal, kernel):
@@ -317,6 +345,7 @@ def test_the_cpu_kernel_is_chosen_where_it_applies():
     op = paged_attention_operator()
     assert op.select(q, cache.k, cache.v, *arguments).kernel == "decode"
     assert op.select(q.double(), cache.k.double(), cache.v.double(), *arguments).kernel == "reference"
+    assert op.select(cache.queries(128, 4, torch.float32), cache.k, cache.v, *arguments).kernel == "tiles"
 
 
 # --- appending

@@ -27,6 +27,7 @@ from opkit.attn.masks.lowering import score_dtype
 from opkit.attn.masks.program import BIAS_FUNCTION, FUNCTION, UNLIMITED
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.paged import cpu as paged_cpu
+from opkit.attn.paged import gathered
 from opkit.attn.paged import reference as paged_reference
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.op import torch_private as private
@@ -42,6 +43,8 @@ def paged_attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     op.register_fake(_fake)
     when = predicate(PagedCall, paged_cpu.takes_pages)
     op.register_kernel("cpu", paged_cpu.paged, when=when, name="decode", trusted=True)
+    many = predicate(PagedCall, gathered.takes)
+    op.register_kernel("cpu", gathered.paged, when=many, name="tiles", priority=1, trusted=True)
     batch_invariant.register_paged(op)
     register_paged(op)
     decode_cuda.register_paged(op)
