@@ -27,7 +27,7 @@ def test_generation(device, variants, monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
-def test_beside_transformers(capsys):
+def test_against_transformers(capsys):
     pytest.importorskip("transformers", reason="transformers is not installed")
     torch._dynamo.reset()
     generation.main(["--variants=0,2,3,5", "--threads=1"])

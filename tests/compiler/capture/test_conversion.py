@@ -77,7 +77,6 @@ def test_constants_are_held():
 @pytest.mark.parametrize(
     ("function", "given", "reason"),
     [
-        (lambda x: x.to(torch.float8_e5m2), torch.randn(2), "float8_e5m2"),
         (lambda x: x.to_sparse(), torch.randn(2), "no plain strided tensor"),
         (lambda x: x.to("meta"), torch.randn(2), "runs on meta"),
     ],
