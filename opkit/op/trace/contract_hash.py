@@ -4,7 +4,7 @@ torch's compile caches identify a custom operator by its name. An edit of the re
 of a constant in a closure, of a kernel or of a rule would therefore be served from a stale cache (pytorch#187319,
 #144344). The contract hash covers the schema and, for every function registered on the operator, its bytecode, constants,
 defaults, closure and, recursively, the functions, classes and constants that it names outside torch and the standard
-library.
+library. What it names of opkit stands for opkit's sources as a whole.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -116,7 +116,12 @@ class _Hasher:
 
     def _instance(self, value: Any) -> None:
         kind = type(value)
-        self.value(kind)
+        if _is_own(
+            kind.__module__
+        ):  # such as a kernel's: the object decides what is computed, not how opkit launches it
+            self.text("class", kind.__module__, kind.__qualname__)
+        else:
+            self.value(kind)
         if getattr(value, "__wrapped__", None) is not None:  # functools.cache and its like
             self.value(value.__wrapped__)
         elif not _external(kind.__module__) or isinstance(value, torch.nn.Module):
@@ -160,7 +165,9 @@ class _Hasher:
 
     def _class(self, kind: type) -> None:
         self.text("class", kind.__module__, kind.__qualname__)
-        if _external(kind.__module__):
+        if _is_own(kind.__module__):
+            self.text(_own_sources())
+        if _is_own(kind.__module__) or _external(kind.__module__):
             return
         self._items(kind.__bases__)
         for name, member in sorted(vars(kind).items()):
@@ -196,6 +203,9 @@ class _Hasher:
         if _external(function.__module__) and wrapped is None:
             self.text("function", function.__module__ or "", function.__qualname__)
             return
+        if _is_own(function.__module__) and not function.__closure__ and wrapped is None:
+            self.text("function", function.__module__, function.__qualname__, _own_sources())
+            return
         self.text("function", function.__qualname__)
         self.value(function.__defaults__)
         self.value(function.__kwdefaults__)
@@ -220,6 +230,20 @@ class _Hasher:
         for const in code.co_consts:
             if isinstance(const, types.CodeType):
                 self._code(const, scope)
+
+
+def _is_own(module: str | None) -> bool:
+    return (module or "").split(".")[0] == __name__.split(".")[0]
+
+
+@functools.cache
+def _own_sources() -> str:
+    """Return the hash of opkit's Python sources."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _external(module: str | None) -> bool:
@@ -253,6 +277,9 @@ def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
         name = "." * (level.argval or 0) + instruction.argval
         try:
             name = importlib.util.resolve_name(name, package)
+            if _is_own(name):
+                yield _own_sources()
+                continue
             spec = None if _external(name) else importlib.util.find_spec(name)
         except (ImportError, ValueError, AttributeError):
             continue
