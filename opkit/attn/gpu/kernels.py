@@ -11,7 +11,7 @@ from opkit.attn.calls import AttentionCall, BiasCall, GradientCall, dtypes_and_s
 from opkit.attn.gpu import arguments
 from opkit.attn.gpu.decode import decoding
 from opkit.attn.gpu.hopper import backward as hopper_backward
-from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda, packed
+from opkit.attn.gpu.hopper import backward_cuda, decode_cuda, forward_cuda, packed, relative
 from opkit.attn.gpu.hopper import mla as mla
 from opkit.attn.gpu.limits import LARGEST_HEAD, LARGEST_VALUES, device, fits, takes
 from opkit.attn.gpu.portable import backward as portable_backward
@@ -41,6 +41,7 @@ def register(op: CustomOp[Any, Any]) -> None:
     packed.register(op)
     invariant.register(op)
     forward_cuda.register(op)
+    relative.register(op)
     of_gradients = gradients.backward_operator()
     when = predicate(GradientCall, takes_gradients)
     of_gradients.register_kernel(device(), backward, when=when, name=NAME, trusted=True)
