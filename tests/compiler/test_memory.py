@@ -100,3 +100,30 @@ def test_a_copy_that_is_returned_is_made_where_what_it_copies_is():
     """So the arena needs place for one step of the four."""
     (graph,) = opkit.explain(saves, torch.randn(32, 16), torch.randn(16, 16)).graphs
     assert graph.arena <= 2 * 32 * 16 * 4
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_operator_that_caches_what_it_computed_for_a_tensor_sees_a_version_of_each_call(mode):
+    """Parts of an arena are the same tensors in each call, with other elements."""
+    cached = {}
+
+    @torch.library.custom_op("test_memory::largest", mutates_args=())
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        key = id(x), x._version
+        if key not in cached:
+            cached[key] = x.max()
+        return cached[key].clone()
+
+    largest.register_fake(lambda x: x.new_empty(()))
+
+    def twice(x):
+        y = x.sin() + 1
+        return largest(y), largest(y)
+
+    compiled = torch.compile(twice, backend="opkit", options={"strict": True})
+    with mode():
+        for n in range(4):
+            x = torch.full((1000,), n / 4)
+            for found, expected in zip(compiled(x), (x.sin() + 1).max().expand(2), strict=True):
+                assert found == expected
+    assert len(cached) == 4  # the second call of each finds what the first one stored

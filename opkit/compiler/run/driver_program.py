@@ -16,7 +16,7 @@ fills in. ``text`` is the same program in readable form::
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from opkit.compiler.ir.dtypes import DTYPES, is_float
@@ -87,6 +87,7 @@ class _ProgramWriter:
         self.views: dict[str, dict[Strided, int]] = {}  # slots of tensors that are parts of a buffer, by the buffer
         self.last = self._last_uses()
         self.alignments = alignments(plan)
+        self.current: set[Strided] = set()  # views that got a version since something was written to them
 
     def _last_uses(self) -> dict[int, list[str]]:
         """Return the buffers that are not needed after a step, by the step's number."""
@@ -239,12 +240,14 @@ class _ProgramWriter:
     def _segment(self, number: int, step: Segment) -> None:
         for buffer in step.buffers:
             self._allocate(buffer)
+        self._may_write(step.buffers)
         self._step("segment", f"segment{step.number}", number, step.first)
         self.lines.append(f"segment{step.number}()")
 
     def _launch(self, number: int, step: GpuLaunch) -> None:
         for buffer in step.buffers:
             self._allocate(buffer)
+        self._may_write(step.buffers)
         programs = self.names.word(step.programs)
         # of each parameter: its place in the table, or -1 and its value; the last two are memory that Triton may ask for
         pointers = [word for buffer in step.buffers for word in (self.positions[buffer][0], 0)]
@@ -281,6 +284,7 @@ class _ProgramWriter:
         """Add a Python function for a step: it takes a list of tensors, and returns those that get slots."""
         used: dict[int, None] = {}
         lines, results = self._body(step, self._call(step, used), used)
+        lines = [*self._versions(step), *lines]
         name = f"step{len(self.code.functions)}"
         returned = ", ".join(map(self.names.variable, results))
         self.code.python += _function(name, [*self._unpack_line(used), *lines, f"return [{returned}]"])
@@ -289,6 +293,26 @@ class _ProgramWriter:
         self.lines += lines
         for each in results:
             self._point(each)
+
+    def _versions(self, step: Extern) -> list[str]:
+        """Return the lines that give views of the arena versions of their own: they are the same tensors in each call.
+
+        Torch's operators compute from the elements alone. Others may cache what they computed for a tensor, and take it for
+        unchanged as long as its version is.
+        """
+        self._may_write([*step.mutated, *(each for each in step.outputs if isinstance(each, str))])
+        if step.target.startswith("aten."):
+            return []
+        passed = tensors((step.args, step.kwargs))
+        views = [each for each in passed if isinstance(each, Strided) and each.buffer in self.plan.places]
+        new = [each for each in dict.fromkeys(views) if each not in self.current]
+        self.current.update(new)
+        names = [self.names.tensor(self._tensor(each)) for each in new]
+        return [f"increment_version([{', '.join(names)}])"] if names else []
+
+    def _may_write(self, buffers: Iterable[str]) -> None:
+        written = frozenset(buffers)
+        self.current = {each for each in self.current if each.buffer not in written}
 
     def _call(self, step: Extern, used: dict[int, None]) -> str:
         arguments = [self._argument(each, used) for each in step.args]

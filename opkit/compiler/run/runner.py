@@ -170,6 +170,7 @@ class Runner:
             "fit": torch_operators.fit,
             "as_tuple": torch_operators.as_tuple,
             "aligned": torch_operators.aligned,
+            "increment_version": torch.autograd.graph.increment_version,
         }
 
     def _view(self, tensor: Strided, block: Arena, values: Mapping[str, int]) -> torch.Tensor:

@@ -119,3 +119,23 @@ def test_every_run_gives_the_same_bits(mask, dtype):
     data = given(0, dtype, 1500)
     first = step(mask, data)
     assert all(same(step(mask, data), first) for _ in range(10))
+
+
+def test_compiled_calls_of_other_packed_sequences():
+    """The numbers of sequences lie in the same memory in each call, and in a recorded one."""
+
+    def packed(x, bounds):
+        for _ in range(3):
+            x = torch.nn.functional.layer_norm(
+                x + opkit.attention(x, x, x, mask=opkit.masks.VarLen(bounds), layout="thd"), (HEAD,)
+            )
+        return x
+
+    x = torch.randn(3000, HEADS, HEAD, device="cuda", dtype=torch.bfloat16)
+    for graphs in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(packed, backend="opkit", options={"cuda_graphs": graphs, "strict": True})
+        for middle in (1000, 10, 2900, 1500, 500, 2000):
+            bounds = torch.tensor([0, middle, 3000], device="cuda", dtype=torch.int32)
+            with torch.inference_mode():
+                torch.testing.assert_close(compiled(x, bounds), packed(x, bounds), rtol=2e-2, atol=2e-2)
