@@ -211,8 +211,12 @@ def simplify_program(program: Program) -> Program:
 # ---- common subexpressions -------------------------------------------------------------------------------------------
 
 
+_REPEATABLE = ("aten.searchsorted.",)
+"""Calls whose results depend on their arguments alone, which models repeat: layers that pack sequences number the tokens each."""
+
+
 def without_repeats(program: Program) -> Program:
-    """Keep only the first of several computes with equal results.
+    """Keep only the first of several computes, or calls of :data:`_REPEATABLE`, with equal results.
 
     Buffers that are returned, and those that several steps write to, stay: the caller may write to one of two results.
     """
@@ -227,21 +231,25 @@ def without_repeats(program: Program) -> Program:
     for found in program.steps:
         step = renamed(found, same)
         key = _key(program, step, fixed, written)
-        if key is not None and isinstance(step, Compute) and seen.setdefault(key, step.buffer) != step.buffer:
-            same[step.buffer] = seen[key]
+        results = [] if key is None else writes(step)
+        if results and seen.setdefault(key, results[0]) != results[0]:
+            same[results[0]] = seen[key]
         else:
             steps.append(step)
     return dataclasses.replace(program, steps=tuple(steps))
 
 
 def _key(program: Program, step: Step, fixed: set[str], written: Mapping[str, int]) -> Any:
-    """Return a key that is equal for computes that can be merged; None for a step that must stay."""
-    if not isinstance(step, Compute) or step.update is not None or step.buffer in fixed:
+    """Return a key that is equal for steps that can be merged; None for a step that must stay."""
+    repeatable = step.target.startswith(_REPEATABLE) if isinstance(step, Extern) else step.update is None
+    if not repeatable or fixed.intersection(writes(step)):
         return None
     if any(written[name] > (program.buffers[name].role == "made") for name in reads(step)):
         return None  # a buffer that it reads changes while the program runs
-    buffer = program.buffers[step.buffer]
+    buffer = program.buffers[writes(step)[0]]
     kind = (buffer.dtype, buffer.shape, buffer.strides)
+    if isinstance(step, Extern):
+        return kind, step.target, repr(step.args), repr(step.kwargs)
     return kind, step.axes, step.target, step.body, step.reduction, step.reduced
 
 

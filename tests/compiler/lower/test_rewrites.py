@@ -6,6 +6,7 @@ import torch
 
 from opkit.compiler.ir.expr import cast, const, load, make, op, where
 from opkit.compiler.ir.index import axis
+from opkit.compiler.ir.program import Extern
 from opkit.compiler.lower.rewrites import simplify
 from tests.compiler.graphs import check, computes, program_of
 
@@ -66,6 +67,19 @@ def test_what_is_no_identity_stays():
 def test_equal_computes_are_one():
     program = program_of(lambda x: (x.sin() * 2).exp() + (x.sin() * 2).cos(), torch.randn(3))
     assert sum("sin(" in str(c.body) for c in computes(program)) == 1
+
+
+def test_equal_searches_are_one_and_random_numbers_are_not():
+    def numbers(bounds, x):
+        found = [torch.searchsorted(bounds[1:], torch.arange(5), right=True).float() for _ in range(2)]
+        return found[0] + 1, found[1] * 2, torch.bernoulli(x) + 1, torch.bernoulli(x) + 1
+
+    program = program_of(numbers, torch.tensor([0, 2, 5]), torch.rand(5))
+    called = [step.target for step in program.steps if isinstance(step, Extern)]
+    assert sum("searchsorted" in target for target in called) == 1
+    check(lambda bounds, x: numbers(bounds, x)[:2], torch.tensor([0, 2, 5]), torch.ones(5), lowered=False)
+    bodies = [str(c.body) for c in computes(program)]
+    assert sum("bernoulli" in target for target in called) + sum("random" in body for body in bodies) == 2
 
 
 def test_results_stay_apart():
