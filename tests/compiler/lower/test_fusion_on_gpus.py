@@ -105,10 +105,23 @@ def test_passes_over_long_rows_are_kernels_of_their_own():
     def group_norm(x):
         return F.group_norm(x, 4)
 
-    for side, count in (
-        (512, 5),
-        (16, 1),
-    ):  # two parts and their sum for the mean, and for the variance; and the result
+    # parts, their sums, and those of a group's channels for the mean, and for the variance; and the result
+    for side, count in ((512, 7), (16, 1)):
         x = torch.empty(2, 8, side, side).contiguous(memory_format=torch.channels_last)
         found, _ = launches(group_norm, x)
         assert len(found) == count
+
+
+def test_large_groups_of_channels_last_images_are_summed_by_channel():
+    """Parts of an image are read whole, and not a group's few channels of each position."""
+
+    def norm(x):
+        return F.group_norm(x, 8)
+
+    def sums(size):
+        found, made = launches(norm, torch.randn(1, 64, size, size).contiguous(memory_format=torch.channels_last))
+        shapes = {str(made.buffers[name].shape) for launch in found for name in launch.buffers}
+        return any("64" in shape and str(size) not in shape for shape in shapes)
+
+    assert sums(160)
+    assert not sums(40)

@@ -123,7 +123,7 @@ def group_norm(
     inner = DTYPES[x.dtype].compute
     grouped = x.reshaped(_grouped(n, channels, inside, groups))
     number = f.number(count(grouped.shape, [2, 3]), inner)
-    if _channels_are_adjacent(b, x):
+    if _sums_by_channel(b, x, groups):
         average, squares = _moments_by_channel(b, x.reshaped([n, channels, inside]), groups, number)
     else:
         average, squares = moments(b, grouped, [2, 3], inner)
@@ -136,7 +136,17 @@ def group_norm(
 
 def _channels_are_adjacent(b: Builder, x: Tensor) -> bool:
     """Return whether an image's channels lie next to each other, on a target that computes vectors along one axis."""
-    strided = x.strided() if b.target.tiles is None else None
+    return b.target.tiles is None and _ends_with_channels(x)
+
+
+def _sums_by_channel(b: Builder, x: Tensor, groups: int) -> bool:
+    """Return whether an image's groups are summed from channels; on GPUs large ones, whose few channels are part of an access."""
+    tiles, number = b.target.tiles, product(x.shape[1:]).constant or 0
+    return _ends_with_channels(x) and (tiles is None or number >= tiles.reread_row * groups)
+
+
+def _ends_with_channels(x: Tensor) -> bool:
+    strided = x.strided()
     return strided is not None and len(x.shape) > 2 and strided.strides[1] == 1 and strided.strides[2] != 1
 
 
