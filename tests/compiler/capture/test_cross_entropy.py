@@ -92,6 +92,30 @@ def test_cross_entropy_of_narrow_floats():
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_cross_entropy_under_autocast():
+    x, weight, bias, labels = loss_arguments(torch.float32)
+    args = [*(each.requires_grad_() for each in (x, weight, bias)), labels]
+    with torch.autocast("cpu", torch.bfloat16):
+        explanation = opkit.explain(loss_of, *args)
+        found = torch.compile(loss_of, backend="opkit", options={"strict": True})(*args)
+    assert explanation.patterns == ["replaced cross-entropy at cross_entropy"]
+    wide = [*(each.detach().double().requires_grad_() for each in args[:3]), labels]
+    exact = loss_of(*wide)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0.01, atol=0)
+    for a, b in zip(torch.autograd.grad(found, args[:3]), torch.autograd.grad(exact, wide[:3]), strict=True):
+        assert a.dtype == torch.float32
+        assert (a.double() - b).norm() <= 0.01 * b.norm()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_cross_entropy_under_autocast_to_float16_is_kept():
+    with torch.autocast("cpu", torch.float16):
+        (note,) = opkit.explain(loss_of, *loss_arguments(torch.float32)).patterns
+    assert note.endswith("the gradients of logits in float16 need the scale of the loss")
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_losses_of_no_rows_and_wrong_labels():
     x, weight, bias, labels = loss_arguments()
     found = torch.compile(loss_of, backend="opkit", options={"strict": True})

@@ -39,7 +39,7 @@ def replace(loss: fx.Node, constants: Constants) -> bool:
     layer = {"bias": None, **arguments(nodes[0], "input", "weight", "bias")}
     check_uses(nodes)
     rows = _checked_rows(given, layer, nodes)
-    options = (given["ignore_index"], given["reduction"] == "mean", tensor(loss).dtype, rows)
+    options = (given["ignore_index"], given["reduction"] == "mean", tensor(nodes[0]).dtype, tensor(loss).dtype, rows)
     with loss.graph.inserting_before(loss):
         args = (layer["input"], layer["weight"], layer["bias"], given["target"], *options)
         new = loss.graph.call_function(linear_cross_entropy, args)
@@ -75,8 +75,11 @@ def _checked_rows(given: dict[str, Any], layer: dict[str, Any], nodes: list[fx.N
         raise Kept(f"logits have the shape {tuple(logits.shape)}, targets {tuple(target.shape)}")
     if any(type(n) is not int for n in (*logits.shape, *x.shape)) or type(given["ignore_index"]) is not int:
         raise Kept("sizes change")
-    if not x.dtype == weight.dtype == tensor(nodes[0]).dtype or not x.dtype.is_floating_point:
-        raise Kept(f"the layer computes {tensor(nodes[0]).dtype} of {x.dtype} and {weight.dtype}")
+    computed = tensor(nodes[0]).dtype
+    if not all(each.is_floating_point for each in (x.dtype, weight.dtype, computed)):
+        raise Kept(f"the layer computes {computed} of {x.dtype} and {weight.dtype}")
+    if computed is torch.float16 and not x.dtype == weight.dtype == computed:
+        raise Kept("under autocast the gradients of logits in float16 need the scale of the loss")
     size, classes = logits.shape
     rows = max(MIN_ROWS, weight.shape[1], -(-MIN_LOGITS // (4 * classes)))
     if size < 2 * rows:
@@ -91,10 +94,15 @@ def linear_cross_entropy(
     target: Tensor,
     ignored: int,
     mean: bool,
+    computed: torch.dtype,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
-    """Return ``cross_entropy(linear(x, weight, bias), target)`` of all rows, computed in chunks of ``rows``."""
+    """Return ``cross_entropy(linear(x, weight, bias), target)`` of all rows, computed in chunks of ``rows``.
+
+    The layer's dtype is ``computed``, to which autocast casts its operands.
+    """
+    x, weight, bias = x.to(computed), weight.to(computed), None if bias is None else bias.to(computed)
     counted = target != ignored
     one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     share = one / counted.sum() if mean else one
