@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, measured, table
+from pipeline_table import Row, compiled, measured, table
 from torch import Tensor, nn
 
 import opkit
@@ -172,10 +172,6 @@ def packed(call: Callable[..., Tensor]) -> Run:
     return lambda batch: call(batch.packed, batch.positions, batch.bounds)
 
 
-def compiled(module: nn.Module, backend: str) -> Callable[..., Tensor]:
-    return torch.compile(module, backend=backend, fullgraph=True)
-
-
 @torch.inference_mode()
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Return the table."""
@@ -193,14 +189,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     exact = Bert(sizes).double().to(device)
     bert = copy.deepcopy(exact).to(getattr(torch, options.dtype))
     exact.load_state_dict(bert.state_dict())  # what rounding of the parameters changes is no error of a backend
-    runs = {
-        "eager, padded": padded(PaddedByTorch(bert)),
-        "Inductor, padded": padded(compiled(PaddedByTorch(bert), "inductor")),
-        "opkit, padded": padded(compiled(Padded(bert), "opkit")),
-        "opkit, packed": packed(compiled(Packed(bert), "opkit")),
-    }
-    wanted = ["eager", *options.backends.split(",")]
-    runs = {name: run for name, run in runs.items() if name.split(",")[0].lower() in wanted}
+    runs: dict[str, Run] = {"eager, padded": padded(PaddedByTorch(bert))}
+    for backend in options.backends.split(","):
+        module = Padded(bert) if backend == "opkit" else PaddedByTorch(bert)
+        runs[f"{backend}, padded"] = padded(compiled(module, backend, fullgraph=True))
+        if backend == "opkit":
+            runs[f"{backend}, packed"] = packed(compiled(Packed(bert), backend, fullgraph=True))
     requests = batches(sizes, device)
     expected = [padded(PaddedByTorch(exact))(batch) for batch in requests]
     graphs: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, measured, table
+from pipeline_table import Row, compiled, measured, table
 from torch import Tensor, nn
 
 import opkit
@@ -257,16 +257,18 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
         torch.set_num_threads(options.threads)
     sizes, dtype, device = SIZES[options.size], getattr(torch, options.dtype), options.device
     torch.manual_seed(0)
-    unet, decoder = (make(sizes).to(device, dtype).eval() for make in (UNet, Decoder))
+    # the layout of GPUs' convolutions: else each call changes that of all weights
+    layout = torch.channels_last if device == "cuda" else torch.contiguous_format
+    unet, decoder = (make(sizes).to(device, dtype).to(memory_format=layout).eval() for make in (UNet, Decoder))
     noise = torch.randn(options.batch, LATENT_CHANNELS, sizes.latent, sizes.latent).to(device)
     text = torch.randn(2 * options.batch, sizes.words, sizes.text).to(device, dtype)
     text[: options.batch] = text[0]
 
     pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {"eager": (unet, decoder)}
-    for name, attend in (("inductor", F.scaled_dot_product_attention), ("opkit", opkit.attention)):
-        if name in options.backends:
-            fast = [optimised(each, attend) for each in (unet, decoder)]
-            pairs[name] = (torch.compile(fast[0], backend=name), torch.compile(fast[1], backend=name))
+    for name in options.backends.split(","):
+        attend = opkit.attention if name == "opkit" else F.scaled_dot_product_attention
+        fast = [optimised(each, attend) for each in (unet, decoder)]
+        pairs[name] = (compiled(fast[0], name), compiled(fast[1], name))
     with torch.inference_mode():
         time = torch.full((2 * options.batch,), 999.0, device=device)
         latents = noise.to(dtype).repeat(2, 1, 1, 1)

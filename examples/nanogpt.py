@@ -22,7 +22,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, measured, table
+from pipeline_table import Row, compiled, measured, table
 from torch import Tensor, nn
 
 import opkit
@@ -127,7 +127,7 @@ class Trainer:
 
     def __init__(self, model: GPT, backend: str, sizes: Sizes, device: str, dtype: torch.dtype, steps: int) -> None:
         self.model, self.device, self.dtype = model, device, dtype
-        self.call = model if backend == "eager" else torch.compile(model, backend=backend, fullgraph=True)
+        self.call = model if backend == "eager" else compiled(model, backend, fullgraph=True)
         matrices = [p for p in model.parameters() if p.dim() == 2]
         vectors = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from opkit.bench.accuracy import floating_leaves, worst_error
 from opkit.bench.timing import compared, timed
 
@@ -30,6 +32,13 @@ class Row:
     seconds: float
     ratio: float
     error: float | None
+
+
+def compiled(function: Callable[..., Any], backend: str, fullgraph: bool = False) -> Callable[..., Any]:
+    """Return what ``torch.compile`` makes of a function or module; "inductor-graphs" is Inductor with CUDA graphs."""
+    if backend == "inductor-graphs":
+        return torch.compile(function, mode="reduce-overhead", fullgraph=fullgraph)
+    return torch.compile(function, backend=backend, fullgraph=fullgraph)
 
 
 def measured(variants: Mapping[str, Callable[[], Any]], device: str, exact: Any = None) -> list[Row]:

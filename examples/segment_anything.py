@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, measured, table
+from pipeline_table import Row, compiled, measured, table
 from torch import Tensor, nn
 
 import opkit
@@ -216,10 +216,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         extent = torch.tensor([[sizes.grid // 2, sizes.grid]] * options.batch, dtype=torch.int32, device=options.device)
         images[:, :, sizes.image // 2 :] = 0
     models: dict[str, Callable[..., Tensor]] = {"eager": model}
-    if "inductor" in options.backends:
-        models["inductor"] = torch.compile(model)
-    if "opkit" in options.backends:
-        models["opkit"] = torch.compile(without_matrices(model), backend="opkit")
+    for backend in options.backends.split(","):
+        models[backend] = compiled(without_matrices(model) if backend == "opkit" else model, backend)
     with torch.inference_mode():
         exact = copy.deepcopy(model).double()(images.double(), extent)
         calls = {name: functools.partial(each, images, extent) for name, each in models.items()}
