@@ -1,7 +1,7 @@
 """Relative positions on Hopper: as channels of queries and keys, whose products add the bias.
 
 ``rel_h[.., j // kw] + rel_w[.., j % kw]`` is the product of a query's numbers with those of a key, which are one at its row and
-its column, and else zero. Tensor cores add it to the logits, so that no thread reads numbers of rows and columns for each of them.
+its column, and else zero. Tensor cores add it to the logits: no thread reads numbers of rows and columns for each of them.
 """
 
 from __future__ import annotations
