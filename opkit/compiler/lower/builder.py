@@ -141,12 +141,22 @@ class Builder:
         return whole(memory)
 
     def _result_strides(self, body: Expr, kind: TensorType) -> Shape:
-        """Return the strides of an image that is computed from images: theirs, where lowering has chosen them."""
+        """Return the strides of an image that is computed from images: theirs, where lowering has chosen them.
+
+        An image may be one of the last dimension's channels: in eager mode these lie apart if a convolution computed them.
+        """
         if len(kind.shape) != 4 or not self.target.channels_last:
             return kind.strides
-        layout, axes = channels_last(kind.shape), formal(kind.shape)
-        read = [self.buffers[node.data[0]] for node in body.walk() if node.op == "load" and node.data[1] == axes]
-        return layout if any((b.shape, b.strides) == (kind.shape, layout) for b in read) else kind.strides
+        axes, (_, rows, columns, channels) = formal(kind.shape), kind.shape
+        loads = [node.data for node in body.walk() if node.op == "load" and set(node.data[1]) == set(axes)]
+        read = [(at, self.buffers[name]) for name, at in loads if len(at) == 4]
+        seen = {
+            tuple((b.shape[at.index(axis)], b.strides[at.index(axis)]) for axis in axes) for at, b in read
+        }  # of each axis
+        layouts = [channels_last(kind.shape)]
+        if kind.strides == (channels * rows * columns, columns, index(1), rows * columns):
+            layouts.append(contiguous(kind.shape))
+        return next((each for each in layouts if tuple(zip(kind.shape, each, strict=True)) in seen), kind.strides)
 
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
         """Return a tensor between the steps of one rule."""
