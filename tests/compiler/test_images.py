@@ -1,5 +1,7 @@
 """Convolutions, their norms and pooling, trained: what is between the convolutions is opkit's, channels innermost."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,36 @@ def test_group_norms_between_convolutions(channels, groups):
     module, exact = made(), made().double()
     for found, expected in zip(step(module, compiled(module), x), step(exact, exact, x.double()), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+class PatchesPlusLayers(nn.Module):
+    """The residual stream of vision transformers that keep rows and columns: channels are the last dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 12, 4, 4), nn.LayerNorm(12)
+        self.positions, self.layers = nn.Parameter(torch.randn(5, 6, 12)), nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.neck = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x):
+        x = self.patches(x).permute(0, 2, 3, 1) + self.positions
+        for layer in self.layers:
+            x = x + layer(self.norm(x)).tanh()
+        return self.neck(x.permute(0, 3, 1, 2)), x
+
+
+def test_channels_of_the_last_dimension_after_a_convolution():
+    """Results have the strides of eager mode, in which a channel's elements lie together."""
+    torch.manual_seed(0)
+    module, x = PatchesPlusLayers(), torch.randn(2, 3, 20, 24)
+    wide = copy.deepcopy(module).double()
+    found, exact = compiled(module)(x), wide(x.double())
+    for one, other, eager in zip(found, exact, module(x), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        assert one.stride() == eager.stride()
+    gradients = [
+        torch.autograd.grad(sum(each.square().sum() for each in results), [*of.parameters()])
+        for results, of in ((found, module), (exact, wide))
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-2)

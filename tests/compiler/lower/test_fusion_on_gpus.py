@@ -125,3 +125,18 @@ def test_large_groups_of_channels_last_images_are_summed_by_channel():
 
     assert sums(160)
     assert not sums(40)
+
+
+def test_norms_read_the_channels_of_a_convolution_next_to_each_other():
+    """Eager mode has them apart where the convolution's result is permuted."""
+
+    def stream(x, w, y, layer):
+        x = F.conv2d(x, w).permute(0, 2, 3, 1) + y
+        for _ in range(3):
+            x = x + F.layer_norm(x, (32,)) @ layer
+        return x.sum(3)
+
+    args = torch.randn(2, 8, 10, 12), torch.randn(32, 8, 3, 3), torch.randn(8, 10, 32), torch.randn(32, 32)
+    _, made = launches(stream, *args)
+    strides = {b.strides for b in made.buffers.values() if [n.constant for n in b.shape] == [2, 8, 10, 32]}
+    assert [each[-1].constant for each in strides] == [1]
