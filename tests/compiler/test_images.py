@@ -119,7 +119,10 @@ class PatchesPlusLayers(nn.Module):
     def __init__(self):
         super().__init__()
         self.patches, self.norm = nn.Conv2d(3, 12, 4, 4), nn.LayerNorm(12)
-        self.positions, self.layers = nn.Parameter(torch.randn(5, 6, 12)), nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.positions, self.layers = (
+            nn.Parameter(torch.randn(5, 6, 12)),
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(2)),
+        )
         self.neck = nn.Conv2d(12, 4, 1)
 
     def forward(self, x):

@@ -181,7 +181,7 @@ class _Merging:
         _, x, y = (self.nodes[ref.name].result for ref in addmm.args)
         assert isinstance(x, TensorType)
         assert isinstance(y, TensorType)
-        return is_padded(self.target, self.sizes, x.dtype, [*x.shape, y.shape[-1]])
+        return is_padded(self.target, self.sizes, x.dtype, [*x.shape, y.shape[-1]], x.strides[-2] == 1)
 
     def _matched(self, pattern: Any, value: Any) -> list[tuple[str, Any]] | None:
         """Return the nodes that a pattern's parts are, each as often as it is used; None if it is another formula."""

@@ -49,8 +49,11 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     if not DTYPES[kind.dtype].kind == "float":
         raise NoRule("a product of integers")
     narrow = kind.dtype in ("bf16", "f16") and b.target.narrow_products
-    sizes = [*x.shape[-2:], y.shape[-1]]
-    if narrow and not is_padded(b.target, b.graph.sizes, x.dtype, sizes):  # libraries add the bias before they round
+    sizes, strided = [*x.shape[-2:], y.shape[-1]], x.strided()
+    adjacent = strided is not None and strided.strides[-2] == 1
+    if narrow and not is_padded(
+        b.target, b.graph.sizes, x.dtype, sizes, adjacent
+    ):  # libraries add the bias before they round
         return b.call(b.node.target, (bias, x, y), [b.new_buffer(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
@@ -64,17 +67,25 @@ def _multiplied(b: Builder, target: str, x: Tensor, y: Tensor) -> Tensor:
     x, y = _wide(b, x), _wide(b, y)
     *batch, rows, inner, columns = *x.shape, y.shape[-1]
     step = _padding_step(b.target, b.graph.sizes, x.dtype, [rows, inner, columns])
-    x, y = _padded(b, x, step), _padded(b, y, step)
+    strided = x.strided()
+    x = _padded(b, x, step if strided is not None and strided.strides[-2] == 1 else 1, step)
+    y = _padded(b, y, step, step)
     out = b.new_buffer(x.dtype, (*x.shape[:-1], y.shape[-1]))
     product = b.call(target, (x, y), [out], out=True)[0]
     shape = (*batch, rows, columns)
     return product if product.shape == shape else product.mapped(shape, formal(shape))
 
 
-def is_padded(target: LoweringTarget, known: Mapping[str, int], dtype: str, sizes: Sequence[Index]) -> bool:
-    """Return whether operands of a product of these sizes are padded."""
+def is_padded(
+    target: LoweringTarget, known: Mapping[str, int], dtype: str, sizes: Sequence[Index], adjacent: bool
+) -> bool:
+    """Return whether operands of a product of these sizes are padded.
+
+    The number of rows matters only to a left operand whose rows lie next to each other (``adjacent``): of others it is no distance
+    in memory.
+    """
     step = _padding_step(target, known, dtype, sizes)
-    return any(_multiple(n, step) != n for n in sizes)
+    return any(_multiple(n, step) != n for n in sizes[0 if adjacent else 1 :])
 
 
 def _padding_step(target: LoweringTarget, known: Mapping[str, int], dtype: str, sizes: Sequence[Index]) -> int:
@@ -83,14 +94,14 @@ def _padding_step(target: LoweringTarget, known: Mapping[str, int], dtype: str, 
     return 1 if small or dtype not in ("bf16", "f16") else target.product_alignment
 
 
-def _padded(b: Builder, x: Tensor, step: int) -> Tensor:
+def _padded(b: Builder, x: Tensor, *steps: int) -> Tensor:
     """Return a matrix, or a batch of them, with zeros after its rows and columns, laid out as it is in memory."""
-    shape = (*x.shape[:-2], *(_multiple(n, step) for n in x.shape[-2:]))
+    shape = (*x.shape[:-2], *map(_multiple, x.shape[-2:], steps))
     if shape == x.shape:
         return x
     strided = x.strided()
     if strided is not None and strided.strides[-2] == 1:
-        return _transposed(_padded(b, _transposed(x), step))
+        return _transposed(_padded(b, _transposed(x), *reversed(steps)))
     axes = formal(shape)
     inside = within(axes, x.shape, shape)
     assert inside is not None
