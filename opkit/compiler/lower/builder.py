@@ -150,9 +150,7 @@ class Builder:
         axes, (_, rows, columns, channels) = formal(kind.shape), kind.shape
         loads = [node.data for node in body.walk() if node.op == "load" and set(node.data[1]) == set(axes)]
         read = [(at, self.buffers[name]) for name, at in loads if len(at) == 4]
-        seen = {
-            tuple((b.shape[at.index(axis)], b.strides[at.index(axis)]) for axis in axes) for at, b in read
-        }  # of each axis
+        seen = {tuple((b.shape[at.index(x)], b.strides[at.index(x)]) for x in axes) for at, b in read}
         layouts = [channels_last(kind.shape)]
         if kind.strides == (channels * rows * columns, columns, index(1), rows * columns):
             layouts.append(contiguous(kind.shape))

@@ -81,8 +81,8 @@ def is_padded(
 ) -> bool:
     """Return whether operands of a product of these sizes are padded.
 
-    The number of rows matters only to a left operand whose rows lie next to each other (``adjacent``): of others it is no distance
-    in memory.
+    The number of rows matters only to a left operand whose rows lie next to each other (``adjacent``): of others it is no
+    distance in memory.
     """
     step = _padding_step(target, known, dtype, sizes)
     return any(_multiple(n, step) != n for n in sizes[0 if adjacent else 1 :])
