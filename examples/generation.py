@@ -396,9 +396,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         same = [_common(found[number], tokens) / len(tokens) for number, tokens in exact.items()]
         counted = schedulers.get(name)
         more = "" if counted is None else f"; at most {counted.pages.most_used} pages"
-        print(
-            f"{name}: {sum(same) / len(same):.0%} of the tokens before the first that full attention draws otherwise{more}"
-        )
+        print(f"{name}: the first {sum(same) / len(same):.0%} of an answer are what full attention draws{more}")
         if options.dtype == "float32" and "of" not in name.split():
             assert min(same) == 1, (name, same)
     return rows
