@@ -66,10 +66,21 @@ def limit(eager: float) -> float:
     return max(FACTOR * eager, FLOOR)
 
 
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each error over several runs; of an even number, the larger of the two in the middle.
+
+    An error that is not a number counts as infinite.
+    """
+    return {
+        name: sorted(math.inf if math.isnan(run[name]) else run[name] for run in runs)[len(runs) // 2]
+        for name in runs[0]
+    }
+
+
 def wrong_results(errors: Mapping[str, float], eager: Mapping[str, float]) -> list[str]:
     """Return a line for each error that is above its limit, or is not a number."""
     return [
         f"{name}: error {error:.3g}, more than {limit(eager[name]):.3g} (eager mode: {eager[name]:.3g})"
         for name, error in errors.items()
-        if not error <= limit(eager[name])
+        if not error <= limit(eager[name]) < math.inf
     ]

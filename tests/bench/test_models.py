@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from opkit import cli
-from opkit.bench import accuracy, jobs, results
+from opkit.bench import accuracy, jobs, measurement, results
+from opkit.bench.architecture import Architecture, Task
 from opkit.bench.measurement import Request, measure
 from opkit.bench.results_page import results_page
 from opkit.bench.zoo.table import architectures, chosen
@@ -96,6 +97,62 @@ def test_wrong_results_are_found():
     torch._dynamo.reset()
     assert record["status"] == "wrong", record
     assert record["wrong"][0].startswith("forward: error ")
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is off by a thousandth where ``off`` is."""
+
+    @staticmethod
+    def forward(ctx, x, off):
+        ctx.factor = 1.001 if off else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_gradients_are_judged_with_other_inputs(always):
+    """Gradients that are wrong with all inputs are found; a model whose gradients jump with the first ones alone passes."""
+    first = []
+
+    def backend(module, inputs):
+        def call(*args):
+            data = [each for each in args if not isinstance(each, torch.nn.Parameter)]
+            if torch.is_grad_enabled() and len(data) < len(args) and not first:  # a step, and no other graph
+                first.extend(data)
+            off = always or all(each is before for each, before in zip(data, first, strict=False))
+            return tuple(_Scaled.apply(each, off) if each.is_floating_point() else each for each in module(*args))
+
+        return call
+
+    torch._dynamo.register_backend(backend, name=f"scaled_gradients_{always}")
+    record = measure(Request("actor_critic", f"scaled_gradients_{always}"))
+    torch._dynamo.reset()
+    assert record["training_inputs"] == 5
+    assert record["status"] == ("wrong" if always else "passed"), record
+    assert [line.split(":")[0] for line in record["wrong"]] == ["gradients", "steps"] * always
+    assert (record["errors"]["gradients"] > 5e-4) == always
+
+
+def test_runs_of_eager_mode_differ(monkeypatch):
+    """Their errors bound those of a model: each of the perturbed runs begins with other parameters."""
+    begins = set()
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            if self.training and self.weight.dtype == torch.float32:
+                begins.add(tuple(self.weight.flatten().tolist()))
+            return super().forward(x)
+
+    def inputs(batch):
+        return {"x": torch.zeros(batch, 64)}  # the weights have no gradient, and do not change
+
+    probe = Architecture("probe", "decisions", lambda size: Task(Model(64, 1), inputs, batch=2))
+    monkeypatch.setattr(measurement, "architectures", lambda: {"probe": probe})
+    assert measure(Request("probe", "eager"))["status"] == "passed"
+    assert len(begins) == 5
 
 
 def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
@@ -238,6 +295,10 @@ def test_errors():
     masked = torch.tensor([1.0, -math.inf])
     assert accuracy.worst_error([masked], [masked.double()]) == 0
     assert accuracy.wrong_results({"forward": 9e-6, "loss": 2e-4}, {"forward": 0.0, "loss": 3e-5}) == []
+    assert accuracy.wrong_results({"loss": math.inf}, {"loss": math.inf})
+    runs = [{"loss": 3.0}, {"loss": math.nan}, {"loss": 1.0}]
+    assert accuracy.medians(runs) == {"loss": 3.0}
+    assert accuracy.medians(runs[:2]) == {"loss": math.inf}
     assert len(accuracy.wrong_results({"forward": 2e-5, "loss": math.nan}, {"forward": 1e-7, "loss": 1e-7})) == 2
 
 
