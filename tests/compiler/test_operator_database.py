@@ -27,7 +27,7 @@ FURTHER = (
     "add", "argmax", "clamp", "div.floor_rounding", "linalg.vector_norm", "masked_fill", "nn.functional.interpolate.bilinear",
     "nn.functional.max_pool2d", "unfold", "var_mean",
     "abs", "addmm", "all", "any", "atan2", "baddbmm", "bitwise_and", "bmm", "copysign", "cumprod", "diag_embed", "erf",
-    "expand", "flip", "floor_divide", "fmod", "index_add", "index_select", "isclose", "lgamma", "lerp", "log1p",
+    "expand", "flip", "floor_divide", "fmod", "histc", "index_add", "index_select", "isclose", "lgamma", "lerp", "log1p",
     "logcumsumexp", "logsumexp", "nan_to_num", "nn.functional.avg_pool2d", "nn.functional.batch_norm",
     "nn.functional.embedding", "nn.functional.gelu", "nn.functional.group_norm", "nn.functional.pad.reflect",
     "nn.functional.softplus", "pow", "prod", "remainder", "roll", "scatter_add", "softmax", "split", "std", "topk", "tril",

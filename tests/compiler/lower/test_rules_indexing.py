@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from opkit.compiler.lower.graph_to_program import lower
 from tests.compiler import interpreter
-from tests.compiler.graphs import check, computes, externs, program_of, to_numpy
+from tests.compiler.graphs import check, computes, externs, graph_of, program_of, run_graph, to_numpy
 
 aten = torch.ops.aten
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -274,3 +277,32 @@ def test_backward_of_views(dtype):
     check(lambda g: aten.slice_backward(g, [7, 2], 0, 0, 9223372036854775807, 3), grad, exact=True)
     check(lambda g: aten.slice_backward(g, [3, 5], -1, -2, 9223372036854775807, 1), grad, exact=True)
     check(lambda g: aten.diagonal_backward(g, [3, 2, 3], 1, 1, 2), grad, exact=True)
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 43), (0,), ()])
+@pytest.mark.parametrize(("bins", "low", "high"), [(4, 0, 3), (7, -0.3, 1.1), (1, -1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_histc(shape, bins, low, high, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    if x.dim() > 1:
+        x[0, :8] = torch.tensor([torch.nan, torch.inf, -torch.inf, low, high, high + 1, 0, 1])
+        x[1] = low + (high - low) / bins * torch.arange(43) % (high + 1)  # the ends of bins
+    check(lambda x: torch.histc(x, bins, low, high), x, rtol=0, atol=0)
+    assert not externs(program_of(lambda x: torch.histc(x, bins, low, high), x))
+
+
+def test_histc_of_integers():
+    """Kernels on GPUs count them, no kernel on CPUs does: the types in the graph are replaced."""
+    graph, constants = graph_of(lambda x: torch.histc(x, 4, 0, 6), torch.arange(-3.0, 9.0))
+    nodes = tuple(dataclasses.replace(n, result=dataclasses.replace(n.result, dtype="i64")) for n in graph.nodes)
+    graph = dataclasses.replace(graph, nodes=nodes)
+    (counts,) = run_graph(graph, lower(graph), constants, [torch.arange(-3, 9)])
+    assert counts.tolist() == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("dtype", "range_"), [(torch.float32, ()), (torch.bfloat16, (0, 3))])
+def test_histc_is_called(dtype, range_):
+    assert externs(program_of(lambda x: torch.histc(x, 4, *range_), torch.randn(5, dtype=dtype)))

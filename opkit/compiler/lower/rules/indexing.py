@@ -1,4 +1,4 @@
-"""Reads and writes at indices from other tensors: gather, embedding, index, scatter, index_add, index_put.
+"""Reads and writes at indices from other tensors: gather, embedding, index, scatter, index_add, index_put, histc.
 
 A read is a load in one compute like any other. A write is a copy of the tensor, then a compute whose target is computed. Every
 index is checked: one outside its dimension stops the program, as eager mode raises. Operators decide whether a negative index
@@ -10,6 +10,7 @@ of narrow floats accumulate in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -323,3 +324,26 @@ def _masked_put(b: Builder, x: Tensor, dim: int, mask: Tensor, source: Tensor, a
     if accumulate:
         new = old | new if inner == "b1" else old + new
     return b.cast_elementwise(f.where(Scalar(mask.at(axes[dim:end])), new, old))
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@TABLE.rule(*overloads("histc"))
+def histc(b: Builder, x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    """Count the elements in bins, with ATen's formula of a bin; the last one has the upper end of the range too."""
+    if DTYPES[x.dtype].compute != x.dtype:
+        raise NoRule("narrow numbers, whose bins are computed in their type")
+    if not math.isfinite(min) or not math.isfinite(max) or not min < max or not bins > 0:
+        raise NoRule("a range that the data decide, or none")
+    kind = b.result()
+    inner = "i64" if is_int(x.dtype) else x.dtype
+    if inner == "i64" and (min != int(min) or max != int(max)):
+        raise NoRule("a range of fractions for integers")
+    at, low, high = element(x, x.shape, inner), f.number(min, inner), f.number(max, inner)
+    inside = (at >= low) & (at <= high)
+    scaled, width = (at - low) * bins, high - low
+    found = f.apply("floordiv", scaled, width) if inner == "i64" else f.cast(scaled / width, "i64")
+    target = f.minimum(f.where(inside, found, 0), bins - 1)
+    one = f.where(inside, f.number(1, kind.dtype), 0)
+    return scattered(b, zeros(b), x.shape, [checked_index(target, kind.shape[0])], one, "add")
