@@ -32,8 +32,8 @@ def import_compiler(backend: str) -> None:
 class Fallbacks(Counter[str]):
     """The operators that torch ran because opkit's compiler could not compile them, with the reason, and how often.
 
-    Products, convolutions, bags of embeddings and attention are no fallbacks: torch's libraries are what the compiler chooses for
-    these. A whole graph that runs in eager mode is one.
+    Library calls that the compiler chooses are none: products, convolutions, attention, and others that docs/model_zoo.md names.
+    A whole graph that runs in eager mode is one.
     """
 
     @contextlib.contextmanager

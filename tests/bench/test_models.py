@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from opkit import cli
-from opkit.bench import accuracy, jobs, measurement, results
+from opkit.bench import accuracy, compilation, jobs, measurement, results
 from opkit.bench.architecture import Architecture, Task
 from opkit.bench.measurement import Request, measure
 from opkit.bench.results_page import results_page
@@ -153,6 +153,24 @@ def test_runs_of_eager_mode_differ(monkeypatch):
     monkeypatch.setattr(measurement, "architectures", lambda: {"probe": probe})
     assert measure(Request("probe", "eager"))["status"] == "passed"
     assert len(begins) == 5
+
+
+def test_library_calls_by_design_are_no_fallbacks():
+    def experts(x, weight, ends):
+        return torch.nn.functional.grouped_mm(x, weight, offs=ends).relu()
+
+    def counts(x, weight, ends):
+        return torch.histc(x.float(), 4).relu()  # the range is that of the data
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(2, 16, 8, dtype=torch.bfloat16)
+    args = x, weight, torch.tensor([3, 8], dtype=torch.int32)
+    for function, expected in ((experts, []), (counts, ["aten.histc.default"])):
+        fallbacks = compilation.Fallbacks()
+        with fallbacks.recorded():
+            found = torch.compile(function, backend="opkit")(*args)
+        torch.testing.assert_close(found, function(*args))
+        assert [name.split(":")[0] for name in fallbacks] == expected
 
 
 def test_a_run_goes_on_after_an_interruption(measured, tmp_path):

@@ -242,11 +242,28 @@ def _in_type(b: Builder, kind: TensorType, strides: tuple[Index, ...]) -> Tensor
 _OUT: dict[str, Any] = {"out": True}
 _PLAIN: dict[str, Any] = {}
 
+_RANDOM = (
+    *(f"aten.{name}.default" for name in ("rand", "rand_like", "randn", "randn_like", "randperm", "uniform")),
+    *overloads("normal_functional"),
+    *overloads("bernoulli", "default", "p"),
+    *overloads("randint", "default", "low"),
+)
+"""Random operators that draw the numbers of eager mode; a kernel would draw others, and of whatever comes after it."""
+
+_OF_PACKAGES = (
+    *("torchvision.nms.default", "torchvision.roi_align.default", "torchvision._roi_align_backward.default"),
+    *("transformers.grouped_mm_fallback.default", "transformers.grouped_mm_fallback_backward.default"),
+    *overloads("_grouped_mm"),
+)
+"""Kernels of torchvision, and products of groups of rows whose sizes the data decide: docs/model_zoo.md says why."""
+
 EXTERNS: dict[str, dict[str, Any]] = {
     **dict.fromkeys([f"aten.{name}.default" for name in ("addmv", "mv", "dot", "_addmm_activation")], _OUT),
     **dict.fromkeys(["opkit.packed_linear.default", "opkit.packed_convolution.default"], _OUT),
     **dict.fromkeys([*overloads("sort", "default", "stable"), *overloads("topk")], _PLAIN),
-    **dict.fromkeys([f"aten.{name}.default" for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r", "randperm")], _PLAIN),
+    **dict.fromkeys([f"aten.{name}.default" for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r")], _PLAIN),
+    **dict.fromkeys(_RANDOM, _PLAIN),
+    **dict.fromkeys(_OF_PACKAGES, _PLAIN),
 }
 """Options of extern calls, by the operator's name: fields of ``Extern``."""
 
