@@ -116,6 +116,25 @@ def test_the_gradients_of_a_convolution():
     check(backward, r(2, 6, 5, 5), r(2, 4, 5, 5), r(6, 4, 3, 3), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("size", "kernel", "layout"), [(3, 3, (2304, 9, 3, 1)), (12, 3, (36864, 1, 3072, 256)), (3, 1, (2304, 1, 768, 256))]
+)
+def test_torch_does_not_copy_a_large_weight_to_the_layout_of_small_images(size, kernel, layout):
+    def backward(g, x, w):
+        settings = ([64], [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+        return list(torch.ops.aten.convolution_backward(g, x, w, *settings, [True, True, True]))
+
+    x, w = r(2, 256, size, size), r(64, 256, kernel, kernel)
+    limits = {"rtol": 1e-3, "atol": 1e-3}
+    programs = [
+        check(lambda x, w: F.conv2d(x, w, padding=kernel // 2), x, w, **limits),
+        check(backward, r(2, 64, size, size), x, w, **limits),
+    ]
+    for program, argument in zip(programs, (0, 1), strict=True):
+        (call,) = calls(program)
+        assert tuple(s.constant for s in call.args[argument].strides) == layout
+
+
 def test_other_convolutions_are_called_as_they_are():
     for function, *args in (
         (lambda x, w: F.conv1d(x, w), r(2, 4, 7), r(3, 4, 3)),

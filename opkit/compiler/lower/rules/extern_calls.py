@@ -8,7 +8,8 @@ A bias is added by a step of its own, which joins what comes after; torch's ``ad
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opkit.compiler.ir.access import estimate
@@ -21,12 +22,15 @@ from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.target import LoweringTarget
-from opkit.compiler.lower.tensors import Tensor, channels_last, formal, is_dense
+from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal, is_dense
 
 TABLE = Table()
 
 MIN_PADDED = 256
 """A product with a smaller size is not padded: copies would take as long as what they save."""
+
+MIN_WEIGHT_RATIO = 4
+"""How many times as large as its images the weight of a convolution is that is called with contiguous images."""
 
 _FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
@@ -172,9 +176,10 @@ def _convolution(
     kind = b.result()
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
-    out = b.extern_buffer(_in_type(b, kind, channels_last(kind.shape)))
-    image = b.call(b.node.target, (as_image(b, x), _wide(b, weight), None, *settings), [out])[0]
-    kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
+    layout = _image_layout(b, weight, x.shape, kind.shape)
+    kind = dataclasses.replace(kind, strides=layout(kind.shape))
+    out = b.extern_buffer(_in_type(b, kind, kind.strides))
+    image = b.call(b.node.target, (as_image(b, x, layout(x.shape)), _wide(b, weight), None, *settings), [out])[0]
     if bias is None:
         return _rounded(b, image, kind)
     by_channel = bias.reshaped((bias.shape[0], 1, 1))
@@ -188,20 +193,21 @@ def _convolution_backward(
     *rest, transposed, output_padding, groups, mask = settings
     _check_images(b, x, None, transposed)
     kinds: Any = b.node.result
+    layout = _image_layout(b, weight, x.shape, grad.shape)
     outs = [
-        b.extern_buffer(_in_type(b, kind, strides)) if isinstance(kind, TensorType) else None
-        for kind, strides in zip(kinds[:2], (channels_last(x.shape), channels_last(weight.shape)), strict=True)
+        b.extern_buffer(_in_type(b, kind, layout(kind.shape))) if isinstance(kind, TensorType) else None
+        for kind in kinds[:2]
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
-    image = as_image(b, grad)
+    image = as_image(b, grad, layout(grad.shape))
     stride, (height, width) = rest[0], weight.shape[2:]
     # oneDNN writes out of bounds for these in channels-last layout (torch 2.14)
     fails = height == 1 and width == 1 and any(step != 1 for step in stride) and int(x.shape[1].constant or 0) < 16
-    operands = (image, as_image(b, x, contiguous(x.shape) if fails else None), _wide(b, weight), None)
+    operands = (image, as_image(b, x, (contiguous if fails else layout)(x.shape)), _wide(b, weight), None)
     settings = (*rest, transposed, output_padding, groups, [*output_mask, False])
     gradients = b.call(b.node.target, (*operands, *settings), [*outs, None])
     results = [
-        _rounded(b, gradient, dataclasses.replace(kind, strides=channels_last(kind.shape)))
+        _rounded(b, gradient, dataclasses.replace(kind, strides=layout(kind.shape)))
         if isinstance(kind, TensorType) and gradient
         else None
         for gradient, kind in zip(gradients[:2], kinds[:2], strict=True)
@@ -212,6 +218,18 @@ def _convolution_backward(
     dims = [k for k in range(len(image.shape)) if k != 1]
     body = element(image, image.shape, DTYPES[kind.dtype].compute)
     return (*results, b.reduce("sum", body, image.shape, dims, kind.dtype))
+
+
+def _image_layout(b: Builder, weight: Tensor, *images: Shape) -> Callable[[Shape], Shape]:
+    """Return the layout of a convolution's images, by their sizes: channels-last, except for small images and a large weight.
+
+    Torch copies the weight, and its gradient, to the layout of the images if that is channels-last.
+    """
+    strided = weight.strided()
+    numbers = [[int(n.constant or 0) for n in shape] for shape in (weight.shape, *images)]
+    size, *others = map(math.prod, numbers)
+    copied = any(n != 1 for n in numbers[0][2:]) and strided is not None and strided.strides == contiguous(weight.shape)
+    return contiguous if b.target.tiles is None and copied and size > MIN_WEIGHT_RATIO * sum(others) else channels_last
 
 
 def _check_images(b: Builder, x: Tensor, kind: TensorType | None, transposed: Any) -> None:
