@@ -147,3 +147,29 @@ def test_channels_of_the_last_dimension_after_a_convolution():
     ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-2)
+
+
+class Branches(nn.Module):
+    """Branches that are joined and padded, windows of what they join, and a convolution with a large weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.pointwise = nn.Conv2d(3, 10, 3), nn.Conv2d(10, 7, 1)
+        self.large, self.last = nn.Conv2d(27, 40, 3, bias=False), nn.Conv2d(40, 6, (1, 3), padding=(0, 1))
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        pool = nn.functional.max_pool2d(x, 3, 1, padding=1)
+        x = torch.cat([x, self.pointwise(nn.functional.avg_pool2d(x, 3, 1, 1)), pool], 1)
+        x = nn.functional.avg_pool2d(nn.functional.pad(x, (0, 1, 1, 0), value=0.5), 3, 2, ceil_mode=True)
+        return self.last(nn.functional.silu(self.large(x)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_branches_are_trained_as_in_float64(layout):
+    torch.manual_seed(0)
+    module, exact = Branches().to(memory_format=layout), Branches().double()
+    exact.load_state_dict(module.state_dict())
+    x = torch.randn(2, 3, 11, 9)
+    for found, expected in zip(step(module, compiled(module), x), step(exact, exact, x.double()), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -28,6 +28,7 @@ Entry = Group | Extern
 
 MAX_RECOMPUTED_DEPTH = 32  # steps, each of which reads the one before, that are recomputed in another
 MIN_DIVISIONS = 64  # a buffer each of whose elements is read so often is not computed again if that needs a division
+COST_OF_CHOICE = 2  # of one more part, such as of a concatenation, by which an element may be computed
 SMALL = 1 << 12  # elements that a GPU computes in less time than a launch takes
 
 
@@ -259,8 +260,8 @@ class _Fuser:
         others = self.uses[name] > 1 or name in self.stored
         if self.target.tiles is None and times >= MIN_DIVISIONS and any(map(_divides, parts)):
             return False
-        work = (max(1.0, times) if others else times) * sum(cost(part.body) for part in parts)
-        return work <= self.target.max_recomputed_cost
+        each = sum(cost(part.body) for part in parts) + COST_OF_CHOICE * (len(parts) - 1)
+        return (max(1.0, times) if others else times) * each <= self.target.max_recomputed_cost
 
     def _changed(self, producer: Compute) -> bool:
         """Return whether a later step overwrites something that the step reads."""

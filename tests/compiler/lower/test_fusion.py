@@ -69,6 +69,22 @@ def test_sums_of_products_do_not_wait():
     assert graph.arena <= 4 * 48 * 48 * 8
 
 
+def test_a_concatenation_is_not_chosen_from_for_each_element_of_a_window():
+    """Each part of it is stored once, for the average and both convolutions."""
+    a, b, weight = r(2, 8, 9, 9), r(2, 4, 9, 9), r(10, 10, 1, 1)
+
+    def averaged(a, b, weight):
+        x = torch.cat([F.conv2d(a, weight[:6, :8]), F.conv2d(b, weight[:4, :4])], 1)
+        return F.conv2d(x, weight), F.conv2d(x.relu(), weight), F.avg_pool2d(x, 3, 1, 1)
+
+    explanation = opkit.explain(averaged, a, b, weight)
+    torch.testing.assert_close(explanation.result, averaged(a, b, weight), rtol=1e-4, atol=1e-4)
+    texts = [kernel.text for kernel in explanation.graphs[0].kernels]
+    assert sum("aten.cat" in text for text in texts) <= 2
+    (pool,) = (text for text in texts if "aten.avg_pool2d" in text)
+    assert len(pool.split("(")[1].split(",")) == 2  # what it reads, and what it writes
+
+
 def test_a_gate_does_not_wait_past_a_write_to_what_it_reads():
     def gated(x, a, b):
         gate = (x * 2).exp()

@@ -29,6 +29,7 @@ AVG_POOLS = {
     "ceil": ([3, 3], [2, 2], [1, 1], True),
     "ceil without padding": ([3, 3], [2, 2], [1, 1], True, False),
     "divisor": ([2, 3], [1, 2], [1, 1], False, True, 5),
+    "large": ([6, 5], [1, 1], [3, 2], False, False),
 }
 
 

@@ -144,16 +144,19 @@ def scattered(
     body: Scalar,
     op: str | None = None,
     start: Any = None,
+    strides: Shape | None = None,
 ) -> Tensor:
     """Return a copy of ``x`` with ``body``, over ``axes``, stored at ``target``, or combined by ``op`` with the element there.
 
-    With ``start``, elements at ``target`` have that value before anything is combined with them.
+    With ``start``, elements at ``target`` have that value before anything is combined with them. ``strides`` are those of the
+    copy, if not those of the operator's result.
     """
     kind = b.result()
     inner = DTYPES[kind.dtype].compute if op is not None else kind.dtype
     if op in ("max", "min") and inner in _ORDERED and b.target.tiles is not None:
         return _scattered_extremes(b, x, axes, target, body, op, start)
-    buffer = b.result_buffer() if inner == kind.dtype else b.new_buffer(inner, kind.shape)
+    strides = strides or (kind.strides if inner == kind.dtype else None)
+    buffer = b.new_buffer(inner, kind.shape, strides)
     copy = b.compute(buffer, kind.shape, element(x, kind.shape, inner).expr)
     if start is not None:
         b.compute(buffer, axes, f.number(start, inner).expr, target)

@@ -31,7 +31,8 @@ Sizes = Sequence[Index | int]
 
 @TABLE.rule(*overloads("cat"), *overloads("concat"))
 def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    buffer = b.result_buffer()
+    kind = b.result()
+    buffer = b.new_buffer(kind.dtype, kind.shape, b.image_strides(kind, *tensors))
     dim = dim % len(buffer.shape)
     begin = ZERO
     joined: Tensor | None = None
@@ -55,15 +56,14 @@ def stack(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @TABLE.rule(*overloads("constant_pad_nd"))
 def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor:
-    shape = b.result().shape
-    rank = len(shape)
+    kind = b.result()
+    shape, rank = kind.shape, len(kind.shape)
     before = [index(pad[2 * (rank - 1 - k)]) if 2 * (rank - k) <= len(pad) else ZERO for k in range(rank)]
     axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
     inside = within(axes, x.shape, shape)
     fill = number(value, x.dtype).expr
-    return b.compute(
-        b.result_buffer(), shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill)
-    )
+    buffer = b.new_buffer(kind.dtype, shape, b.image_strides(kind, x))
+    return b.compute(buffer, shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill))
 
 
 # ---- a part replaced -------------------------------------------------------------------------------------------------

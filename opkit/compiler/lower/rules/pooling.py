@@ -1,6 +1,6 @@
 """Pooling over windows of the last dimensions: one reduction each, whose axes are the result's and then the window's.
 
-Maxima of small windows are formulas without a loop instead. The padding is not read. Derivatives are sums over the windows that
+Small windows are formulas without a loop instead. The padding is not read. Derivatives are sums over the windows that
 contain an element; those of maxima are scatters on CPUs, and on GPUs where windows are large or dilated. If a large window
 contains several NaN, the index is that of the first one, in eager mode of the last.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_float
-from opkit.compiler.ir.graph import TensorType
 from opkit.compiler.ir.index import ZERO, Index, IndexLike, contiguous, flat, index, product
 from opkit.compiler.ir.ops import neutral
 from opkit.compiler.lower import scalar as f
@@ -24,7 +23,7 @@ from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.indexing import checked_index, scattered, zeros
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.scalar import Scalar
-from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal
+from opkit.compiler.lower.tensors import Shape, Tensor, formal
 
 TABLE = Table()
 Sizes = Sequence[IndexLike]
@@ -88,6 +87,11 @@ def _each(sizes: Any, rank: int) -> tuple[Index, ...]:
     return tuple(map(index, numbers * rank if len(numbers) == 1 else numbers))
 
 
+def _is_unrolled(count: Index) -> bool:
+    """Return whether a loop over so many elements is a formula without a loop, so that another dimension is vectorised."""
+    return count.constant is not None and count.constant <= MAX_UNROLLED
+
+
 def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
     """Return an element as ``dtype``; ``outside`` if the coordinates are not in the tensor."""
     mask = within(at, x.shape)
@@ -100,7 +104,7 @@ def _read(x: Tensor, at: Sequence[Index], dtype: str, outside: Any) -> Scalar:
 
 def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """Return the maximum of each window, and its row-major position in the dimensions that are pooled."""
-    if (count := windows.count.constant) is not None and count <= MAX_UNROLLED:
+    if _is_unrolled(windows.count):
         return _maxima_unrolled(b, x, windows)
     kind, indices = b.result(0), b.result(1)
     inner = DTYPES[x.dtype].compute
@@ -115,7 +119,7 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """Return the same, computed by a chain of comparisons for each element, which vectorises like any formula."""
-    kind, indices = (dataclasses.replace(b.result(k), strides=_strides(b, x, b.result(k))) for k in (0, 1))
+    kind, indices = (dataclasses.replace(b.result(k), strides=b.image_strides(b.result(k), x)) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
     strides = contiguous(x.shape[-windows.rank :])
     begins = windows.begins(formal(kind.shape))
@@ -139,14 +143,6 @@ def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, T
 def _skip_padding(at: Scalar, dilation: Index) -> Scalar:
     """Return the first coordinate from ``at`` on, in steps of the dilation, that is not negative."""
     return f.maximum(at, 0 if dilation == 1 else at - f.apply("floordiv", at, dilation) * dilation)
-
-
-def _strides(b: Builder, x: Tensor, kind: TensorType) -> Shape:
-    """Return the strides of a result: channels-last if those of the tensor are."""
-    strided = x.strided()
-    if strided is None or len(kind.shape) != 4 or not b.target.channels_last:
-        return kind.strides
-    return channels_last(kind.shape) if strided.strides == channels_last(x.shape) else kind.strides
 
 
 def _linear(windows: Windows, in_window: Scalar, x: Tensor, shape: Shape) -> Scalar:
@@ -176,8 +172,7 @@ def _max_pool_backward(
     rank: int, b: Builder, grad: Tensor, x: Tensor, size: Any, step: Any, padding: Any, dilation: Any, *rest: Any
 ) -> Tensor:
     windows = Windows(rank, size, step, padding, dilation)
-    count = product(windows.overlaps).constant
-    if b.target.tiles is None or count is None or count > MAX_UNROLLED or any(d != 1 for d in windows.dilation):
+    if b.target.tiles is None or not _is_unrolled(product(windows.overlaps)) or any(d != 1 for d in windows.dilation):
         return _scattered_maxima(rank, b, grad, x, rest[-1])
     return _gathered_maxima(b, grad, x, rest[-1], windows)
 
@@ -193,7 +188,7 @@ def _gathered_maxima(b: Builder, grad: Tensor, x: Tensor, indices: Tensor, windo
         is_maximum = f.equal(Scalar(indices.at(window, mask)), position)
         inside = is_maximum if mask is None else f.apply("and", Scalar(mask), is_maximum)
         total = total + f.where(inside, f.cast(Scalar(grad.at(window, mask)), inner), 0)
-    return b.cast_elementwise(total, dataclasses.replace(kind, strides=_strides(b, x, kind)))
+    return b.cast_elementwise(total, dataclasses.replace(kind, strides=b.image_strides(kind, x)))
 
 
 def _scattered_maxima(rank: int, b: Builder, grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
@@ -202,7 +197,8 @@ def _scattered_maxima(rank: int, b: Builder, grad: Tensor, x: Tensor, indices: T
     at = checked_index(Scalar(indices.at(axes)), product(sizes))
     steps = [at // step for step in contiguous(sizes)]
     target = [a % n if k else a for k, (a, n) in enumerate(zip(steps, sizes, strict=True))]
-    return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add")
+    strides = b.image_strides(b.result(), grad)
+    return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add", None, strides)
 
 
 # ---- means -----------------------------------------------------------------------------------------------------------
@@ -246,13 +242,17 @@ def _means(
 
 
 def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
-    kind = b.result()
-    inner = DTYPES[kind.dtype].compute
-    axes, at = means.windows.read(kind.shape)
+    kind, windows = b.result(), means.windows
+    inner, at = DTYPES[kind.dtype].compute, formal(kind.shape)
+    if _is_unrolled(windows.count):
+        summands = [_read(x, coordinates, inner, 0) for coordinates in windows.elements(kind.shape)]
+        return b.cast_elementwise(
+            means.over(_sum(summands), at), dataclasses.replace(kind, strides=b.image_strides(kind, x))
+        )
+    axes, inside = windows.read(kind.shape)
     dims = range(len(kind.shape), len(axes))
-    total = b.reduce("sum", _read(x, at, inner, 0), axes, dims, inner, strides=kind.strides)
-    mean = means.over(element(total, kind.shape), formal(kind.shape))
-    return b.cast_elementwise(mean, kind)
+    total = b.reduce("sum", _read(x, inside, inner, 0), axes, dims, inner, strides=kind.strides)
+    return b.cast_elementwise(means.over(element(total, kind.shape), at), kind)
 
 
 def _avg_pool(rank: int, b: Builder, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
@@ -267,14 +267,20 @@ def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
     """Return for each element the sum over the windows that contain it: along each dimension the last one, and those before."""
     kind, windows = b.result(), means.windows
     inner = DTYPES[kind.dtype].compute
+
+    def summand(at: Sequence[Index], earlier: Sequence[IndexLike]) -> Scalar:
+        window, mask = windows.containing(at, earlier, grad.shape)
+        mean = means.over(f.cast(Scalar(grad.at(window, mask)), inner), window)
+        return mean if mask is None else f.where(Scalar(mask), mean, 0)
+
+    if _is_unrolled(product(windows.overlaps)):
+        each = itertools.product(*(range(n.constant or 0) for n in windows.overlaps))
+        total = _sum([summand(formal(kind.shape), earlier) for earlier in each])
+        return b.cast_elementwise(total, dataclasses.replace(kind, strides=b.image_strides(kind, grad)))
     axes = (*kind.shape, *windows.overlaps)
-    at, earlier = formal(axes)[: len(kind.shape)], formal(axes)[len(kind.shape) :]
-    window, mask = windows.containing(at, earlier, grad.shape)
-    body = means.over(f.cast(Scalar(grad.at(window, mask)), inner), window)
-    body = body if mask is None else f.where(Scalar(mask), body, 0)
-    if all(n == 1 for n in windows.overlaps):
-        return b.cast_elementwise(body, kind)
-    return b.reduce("sum", body, axes, range(len(at), len(axes)), kind.dtype, strides=kind.strides)
+    rank = len(kind.shape)
+    body = summand(formal(axes)[:rank], formal(axes)[rank:])
+    return b.reduce("sum", body, axes, range(rank, len(axes)), kind.dtype, strides=kind.strides)
 
 
 # ---- columns of images ---------------------------------------------------------------------------------------------------
