@@ -414,10 +414,11 @@ def failures(mesh):
     """Every process reports a graph that cannot be compiled."""
 
     def function(x):
-        return functional.all_reduce(x * 2, "sum", mesh.get_group()).to(torch.float8_e4m3fn)
+        reduced = functional.wait_tensor(functional.all_reduce(x * 2, "sum", mesh.get_group()))
+        return reduced.view(torch.float4_e2m1fn_x2).view(torch.float32) + 1
 
     x = torch.eye(3)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="float8") as raised:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="float4") as raised:
         compiled(function)(x)
     assert isinstance(raised.value.inner_exception, opkit.errors.CompileError)
     torch._dynamo.reset()
@@ -425,7 +426,7 @@ def failures(mesh):
     warnings = []
     diagnostics.log.warning, warning = lambda *of, **_: warnings.append(of[0] % of[1:]), diagnostics.log.warning
     try:
-        close(torch.compile(function, backend="opkit")(x).float(), x * 2 * dist.get_world_size())
+        close(torch.compile(function, backend="opkit")(x), x * 2 * dist.get_world_size() + 1)
     finally:
         diagnostics.log.warning = warning
     (message,) = warnings
