@@ -1,13 +1,14 @@
-"""Calls of operators that write to arguments: in place where nobody needs the old values, to a copy elsewhere.
+"""Calls of operators that write to arguments, and scatters: in place where nobody needs the old values.
 
-AOTAutograd's graphs have such a call as a functional one, whose results are the arguments after it, with a copy of each to the
-graph's input at the end. Called as it is, it copies every argument that it writes to, a whole KV cache for a few tokens.
+In AOTAutograd's graphs a call of an operator that writes to arguments is a functional one, whose results are the arguments after
+it, with a copy of each to the graph's input at the end; ``index_put_`` and its like are ``index_put`` and a copy. As they are,
+these copy all that they write to, a whole KV cache for a few tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +17,27 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from opkit.compiler.capture import torch_private as private
 
-_COPY = torch.ops.aten.copy_.default
+aten = torch.ops.aten
+_COPY = aten.copy_.default
+_SCATTERS = {
+    aten.index_put.default, aten._unsafe_index_put.default, aten.index_copy.default, aten.index_add.default,
+    aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.src, aten.scatter.value, aten.scatter_add.default,
+    aten.slice_scatter.default, aten.select_scatter.default,
+}  # fmt: skip
 
 
 def write_in_place(module: fx.GraphModule) -> None:
     """Call operators that write to arguments as they are, with the arguments or copies of them; ``meta["writes"]`` names these.
 
-    Calls that write to parts of what the graph computes, or to parts that indexing does not give, stay functional.
+    Calls that write to parts of what the graph computes, or to parts that indexing does not give, stay functional. A scatter into
+    an input that the graph writes to at its end may write there at once: ``meta["writes"]`` names it.
     """
-    calls = module.graph.find_nodes(op="call_function", target=private.functional_call)
-    if calls:
-        graph = _Graph(module.graph)
-        for node in calls:
+    graph = _Graph(module.graph)
+    for node in list(module.graph.nodes):
+        if node.target is private.functional_call:
             graph.replace(node)
+        elif node.target in _SCATTERS:
+            graph.allow_scatter(node)
 
 
 @dataclasses.dataclass
@@ -45,7 +54,10 @@ class _Graph:
         if not private.is_overload(op) or not bases:
             return
         written = private.written_arguments(op, named, bases)  # the others stay in ``named``
-        may_write = [self._may_write(node, base, named) for base in bases]
+        may_write = [
+            self._may_write(node, base, named, [_result_of(node, k) for k, each in enumerate(bases) if each is base])
+            for base in bases
+        ]
         parts: dict[int, list[tuple[Any, tuple[Any, ...]]]] = {}
         for view in tree_leaves(written, is_leaf=private.is_view):
             if view is None or private.is_whole(view):
@@ -78,6 +90,16 @@ class _Graph:
                 self._replace_written(result, memory[number - max(returned, 1)])
         self.graph.erase_node(node)
 
+    def allow_scatter(self, node: fx.Node) -> None:
+        """Let a scatter write to its first argument, if that is an input, or the result of another such scatter."""
+        base, *others = node.args
+        if not isinstance(base, fx.Node) or not (base.op == "placeholder" or "writes" in base.meta):
+            return
+        is_input = any(each.op == "placeholder" for each in self._sharing(base))
+        if is_input and self._may_write(node, base, (others, node.kwargs), [node.meta["val"]]):
+            node.meta["writes"] = [base]
+            self.merged[_storage(node)] = self._storage(base)
+
     def _replace_result(self, result: fx.Node, call: fx.Node, returned: int) -> None:
         if returned == 1:
             result.replace_all_uses_with(call)
@@ -97,7 +119,7 @@ class _Graph:
 
     def _clone(self, node: fx.Node, number: int) -> fx.Node:
         base: Any = node.kwargs["_all_bases"]
-        clone = self.graph.call_function(torch.ops.aten.clone.default, (base[number],))
+        clone = self.graph.call_function(aten.clone.default, (base[number],))
         clone.meta = {**base[number].meta, "val": _result_of(node, number)}
         return clone
 
@@ -110,8 +132,15 @@ class _Graph:
 
     # ---- what may be written to --------------------------------------------------------------------------------------
 
-    def _may_write(self, node: fx.Node, base: fx.Node, others: dict[str, Any]) -> bool:
-        """Return whether nothing reads a tensor, or shares its memory, when a call has written to it."""
+    def _may_write(self, node: fx.Node, base: fx.Node, others: Any, results: list[Any]) -> bool:
+        """Return whether nothing reads a tensor, or what shares its memory, when a call has written to it.
+
+        Args:
+            node: the call.
+            base: the tensor.
+            others: the call's other arguments.
+            results: the values of the tensor after the call.
+        """
         shared = self._sharing(base)
         places = {each: number for number, each in enumerate(self.graph.nodes)}
         uses = [(each, user) for each in shared for user in each.users if places[user] > places[node]]
@@ -122,7 +151,7 @@ class _Graph:
         if any(each.op == "get_attr" for each in shared):
             return False
         inputs = [each for each in shared if each.op == "placeholder"]
-        after = {each for number in _numbers(node, base) for each in self._sharing_value(_result_of(node, number))}
+        after = {each for value in results for each in self._sharing_value(value)}
         is_returned = not after.isdisjoint(each for each in private.output_of(self.graph) if isinstance(each, fx.Node))
         return not inputs or (not is_returned and all(_is_written(each) for each in inputs))
 
@@ -151,11 +180,6 @@ def _result_of(node: fx.Node, number: int) -> Any:
     """Return the value of the argument with this number after a functional call."""
     bases: Any = node.kwargs["_all_bases"]
     return node.meta["val"][number - len(bases)]
-
-
-def _numbers(node: fx.Node, base: fx.Node) -> Iterator[int]:
-    bases: Any = node.kwargs["_all_bases"]
-    return (number for number, each in enumerate(bases) if each is base)
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -187,11 +211,11 @@ def _indexing(base: torch.Tensor, view: Any) -> list[tuple[Any, tuple[Any, ...]]
         if wanted and wanted[0][1] == stride:
             count, _ = wanted.pop(0)
             end = start + count
-            found.append((torch.ops.aten.slice.Tensor, (dim, start, end)))
+            found.append((aten.slice.Tensor, (dim, start, end)))
             dim += 1
         else:
             end = start + 1
-            found.append((torch.ops.aten.select.int, (dim, start)))
+            found.append((aten.select.int, (dim, start)))
         if not 0 <= start < end <= size:
             return None
     return None if wanted or rest else found

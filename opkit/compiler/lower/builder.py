@@ -156,14 +156,6 @@ class Builder:
             layouts.append(contiguous(kind.shape))
         return next((each for each in layouts if tuple(zip(kind.shape, each, strict=True)) in seen), kind.strides)
 
-    def image_strides(self, kind: TensorType, *operands: Tensor) -> Shape:
-        """Return the strides of a result that is computed from images, at any of their elements: channels-last if one's are."""
-        if len(kind.shape) != 4 or not self.target.channels_last:
-            return kind.strides
-        layouts = [(x.shape, x.strided()) for x in operands if len(x.shape) == 4]
-        found = any(strided is not None and strided.strides == channels_last(shape) for shape, strided in layouts)
-        return channels_last(kind.shape) if found else kind.strides
-
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
         """Return a tensor between the steps of one rule."""
         return lazy(body, shape) if _is_lazy(body) else self.compute(self.new_buffer(body.dtype, shape), shape, body)

@@ -17,7 +17,7 @@ from opkit.compiler.ir.access import estimate, rows_are_adjacent
 from opkit.compiler.ir.expr import Expr, const
 from opkit.compiler.ir.index import Div, Index, Mod, index, product
 from opkit.compiler.ir.kernel import FusionRefusal
-from opkit.compiler.ir.program import Compute, Extern, Program, ScalarItem, Strided, reads
+from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, ScalarItem, Strided, reads
 from opkit.compiler.lower import group as groups
 from opkit.compiler.lower.group import Group, loads_of
 from opkit.compiler.lower.inlining import Parts, invertible, substituted
@@ -62,6 +62,7 @@ class _Fuser:
         for step in program.steps:
             if isinstance(step, Compute) and step.buffer not in called:
                 self.parts.setdefault(step.buffer, []).append(step)
+        self.parts = {name: parts for name, parts in self.parts.items() if _fill(parts, program.buffers[name])}
         self.uses = Counter(name for step in program.steps for name in program.reads(step))
         returned = [output.buffer for output in program.outputs if isinstance(output, Strided | ScalarItem)]
         returned = program.with_parts(returned)
@@ -273,6 +274,12 @@ class _Fuser:
         return producer.buffer in members and not set(members[members.index(producer.buffer) :]).isdisjoint(
             reads(producer)
         )
+
+
+def _fill(parts: Parts, buffer: Buffer) -> bool:
+    """Return whether steps write to as many elements as a buffer has; of an input they may write to some only."""
+    points = (product(n for k, n in enumerate(part.axes) if k not in part.reduced) for part in parts)
+    return buffer.role == "made" or sum(points, index(0)) == product(buffer.shape)
 
 
 def _divides(part: Compute) -> bool:

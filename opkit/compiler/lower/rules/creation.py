@@ -130,6 +130,8 @@ def copy_(b: Builder, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     """Write to the memory of ``x``; a source in the same memory at other positions is read completely before."""
     if not isinstance(x.source, Stored):
         raise NoRule("a copy to a tensor that is not in memory")
+    if source == x:  # it was written to in place
+        return x
     if x.source.buffer.memory in memories(source) and source.source != x.source:
         source = b.materialised(source)
     body = element(source, x.shape, x.dtype).expr

@@ -23,6 +23,7 @@ from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.pointwise import Operand
+from opkit.compiler.lower.rules.writes import may_write, write
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, broadcast, formal, lazy
 
@@ -149,10 +150,12 @@ def scattered(
     """Return a copy of ``x`` with ``body``, over ``axes``, stored at ``target``, or combined by ``op`` with the element there.
 
     With ``start``, elements at ``target`` have that value before anything is combined with them. ``strides`` are those of the
-    copy, if not those of the operator's result.
+    copy, if not those of the operator's result. Where the graph allows it, ``x`` is written to and not a copy.
     """
     kind = b.result()
     inner = DTYPES[kind.dtype].compute if op is not None else kind.dtype
+    if may_write(b, x) and start is None and op in (None, "add") and inner == kind.dtype != "b1":
+        return write(b, x, axes, target, f.cast(body, inner).expr, op)
     if op in ("max", "min") and inner in _ORDERED and b.target.tiles is not None:
         return _scattered_extremes(b, x, axes, target, body, op, start)
     strides = strides or (kind.strides if inner == kind.dtype else None)

@@ -16,7 +16,9 @@ from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index, is_bel
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.images import image_strides
 from opkit.compiler.lower.rules.views import clamped, from_end, permute
+from opkit.compiler.lower.rules.writes import may_write, write
 from opkit.compiler.lower.scalar import Scalar, cast, number
 from opkit.compiler.lower.tensors import Tensor, formal, lazy
 
@@ -32,7 +34,7 @@ Sizes = Sequence[Index | int]
 @TABLE.rule(*overloads("cat"), *overloads("concat"))
 def cat(b: Builder, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     kind = b.result()
-    buffer = b.new_buffer(kind.dtype, kind.shape, b.image_strides(kind, *tensors))
+    buffer = b.new_buffer(kind.dtype, kind.shape, image_strides(b, kind, *tensors))
     dim = dim % len(buffer.shape)
     begin = ZERO
     joined: Tensor | None = None
@@ -62,7 +64,7 @@ def constant_pad_nd(b: Builder, x: Tensor, pad: Sizes, value: Any = 0) -> Tensor
     axes = [a - p for a, p in zip(formal(shape), before, strict=True)]
     inside = within(axes, x.shape, shape)
     fill = number(value, x.dtype).expr
-    buffer = b.new_buffer(kind.dtype, shape, b.image_strides(kind, x))
+    buffer = b.new_buffer(kind.dtype, shape, image_strides(b, kind, x))
     return b.compute(buffer, shape, x.at(axes) if inside is None else chosen(inside, x.at(axes, inside), fill))
 
 
@@ -174,6 +176,10 @@ def _zeros(b: Builder) -> Tensor:
 
 def _replaced(b: Builder, x: Tensor, part: Tensor, dim: int, begin: Index, step: int) -> Tensor:
     """Return ``x`` with ``part`` in place of every ``step``-th element of a dimension from ``begin`` on."""
+    if may_write(b, x):
+        axes = formal(part.shape)
+        target = [begin + a * step if k == dim else a for k, a in enumerate(axes)]
+        return write(b, x, part.shape, target, _as(part.at(axes), x.dtype))
     axes = formal(x.shape)
     offset = axes[dim] - begin
     at = [offset // step if k == dim else a for k, a in enumerate(axes)]

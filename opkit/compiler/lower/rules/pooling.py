@@ -20,6 +20,7 @@ from opkit.compiler.ir.ops import neutral
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.images import image_strides
 from opkit.compiler.lower.rules.indexing import checked_index, scattered, zeros
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.scalar import Scalar
@@ -119,7 +120,7 @@ def _maxima(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 def _maxima_unrolled(b: Builder, x: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """Return the same, computed by a chain of comparisons for each element, which vectorises like any formula."""
-    kind, indices = (dataclasses.replace(b.result(k), strides=b.image_strides(b.result(k), x)) for k in (0, 1))
+    kind, indices = (dataclasses.replace(b.result(k), strides=image_strides(b, b.result(k), x)) for k in (0, 1))
     inner = DTYPES[x.dtype].compute
     strides = contiguous(x.shape[-windows.rank :])
     begins = windows.begins(formal(kind.shape))
@@ -188,7 +189,7 @@ def _gathered_maxima(b: Builder, grad: Tensor, x: Tensor, indices: Tensor, windo
         is_maximum = f.equal(Scalar(indices.at(window, mask)), position)
         inside = is_maximum if mask is None else f.apply("and", Scalar(mask), is_maximum)
         total = total + f.where(inside, f.cast(Scalar(grad.at(window, mask)), inner), 0)
-    return b.cast_elementwise(total, dataclasses.replace(kind, strides=b.image_strides(kind, x)))
+    return b.cast_elementwise(total, dataclasses.replace(kind, strides=image_strides(b, kind, x)))
 
 
 def _scattered_maxima(rank: int, b: Builder, grad: Tensor, x: Tensor, indices: Tensor) -> Tensor:
@@ -197,7 +198,7 @@ def _scattered_maxima(rank: int, b: Builder, grad: Tensor, x: Tensor, indices: T
     at = checked_index(Scalar(indices.at(axes)), product(sizes))
     steps = [at // step for step in contiguous(sizes)]
     target = [a % n if k else a for k, (a, n) in enumerate(zip(steps, sizes, strict=True))]
-    strides = b.image_strides(b.result(), grad)
+    strides = image_strides(b, b.result(), grad)
     return scattered(b, zeros(b), grad.shape, [*axes[:-rank], *target], element(grad, grad.shape), "add", None, strides)
 
 
@@ -247,7 +248,7 @@ def _averaged(b: Builder, x: Tensor, means: Means) -> Tensor:
     if _is_unrolled(windows.count):
         summands = [_read(x, coordinates, inner, 0) for coordinates in windows.elements(kind.shape)]
         return b.cast_elementwise(
-            means.over(_sum(summands), at), dataclasses.replace(kind, strides=b.image_strides(kind, x))
+            means.over(_sum(summands), at), dataclasses.replace(kind, strides=image_strides(b, kind, x))
         )
     axes, inside = windows.read(kind.shape)
     dims = range(len(kind.shape), len(axes))
@@ -276,7 +277,7 @@ def _averaged_backward(b: Builder, grad: Tensor, means: Means) -> Tensor:
     if _is_unrolled(product(windows.overlaps)):
         each = itertools.product(*(range(n.constant or 0) for n in windows.overlaps))
         total = _sum([summand(formal(kind.shape), earlier) for earlier in each])
-        return b.cast_elementwise(total, dataclasses.replace(kind, strides=b.image_strides(kind, grad)))
+        return b.cast_elementwise(total, dataclasses.replace(kind, strides=image_strides(b, kind, grad)))
     axes = (*kind.shape, *windows.overlaps)
     rank = len(kind.shape)
     body = summand(formal(axes)[:rank], formal(axes)[rank:])
