@@ -96,7 +96,9 @@ def test_what_is_left_to_torch_is_logged_and_refused_in_strict_mode(caplog):
 
 def test_a_body_that_is_not_compiled_is_named(caplog):
     def step(x):
-        return torch.cond(x.sum() > 0, lambda x: x.view(torch.float4_e2m1fn_x2).view(torch.float32) + 1, lambda x: x.sin(), (x,))
+        return torch.cond(
+            x.sum() > 0, lambda x: x.view(torch.float4_e2m1fn_x2).view(torch.float32) + 1, lambda x: x.sin(), (x,)
+        )
 
     x = torch.ones(4)
     with caplog.at_level(logging.WARNING, logger="opkit.compiler"):
