@@ -116,9 +116,7 @@ class _Hasher:
 
     def _instance(self, value: Any) -> None:
         kind = type(value)
-        if _is_own(
-            kind.__module__
-        ):  # such as a kernel's: the object decides what is computed, not how opkit launches it
+        if _is_own(kind.__module__):  # such as a kernel's class: its object says what is computed
             self.text("class", kind.__module__, kind.__qualname__)
         else:
             self.value(kind)
