@@ -55,9 +55,8 @@ def _product_plus(b: Builder, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any =
     narrow = kind.dtype in ("bf16", "f16") and b.target.narrow_products
     sizes, strided = [*x.shape[-2:], y.shape[-1]], x.strided()
     adjacent = strided is not None and strided.strides[-2] == 1
-    if narrow and not is_padded(
-        b.target, b.graph.sizes, x.dtype, sizes, adjacent
-    ):  # libraries add the bias before they round
+    padded = is_padded(b.target, b.graph.sizes, x.dtype, sizes, adjacent)
+    if narrow and not padded:  # libraries add the bias before they round
         return b.call(b.node.target, (bias, x, y), [b.new_buffer(kind.dtype, kind.shape)], out=True)[0]
     product = _multiplied(b, "aten.mm.default" if len(kind.shape) == 2 else "aten.bmm.default", x, y)
     inner = product.dtype
