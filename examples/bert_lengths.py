@@ -10,14 +10,13 @@ variant. See docs/pipelines.md for tables.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, compiled, measured, table
+from pipeline_table import Row, compiled, measured, parsed, parser, table
 from torch import Tensor, nn
 
 import opkit
@@ -175,15 +174,8 @@ def packed(call: Callable[..., Tensor]) -> Run:
 @torch.inference_mode()
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Return the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
-    parser.add_argument("--backends", default="inductor,opkit", help="those that eager mode is compared with")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="of torch")
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    command = parser(__doc__, SIZES)
+    options = parsed(command, arguments)
     sizes, device = SIZES[options.size], options.device
     torch.manual_seed(0)
     exact = Bert(sizes).double().to(device)

@@ -12,14 +12,13 @@ are compiled. Weights, noise and text are random; what is compared is the images
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, compiled, measured, table
+from pipeline_table import Row, compiled, measured, parsed, parser, table
 from torch import Tensor, nn
 
 import opkit
@@ -243,18 +242,11 @@ def optimised(model: nn.Module, attend: Attend) -> nn.Module:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Row]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--backends", default="inductor,opkit", help="those that eager mode is compared with")
-    parser.add_argument("--threads", type=int, help="threads of the CPU")
-    parser.add_argument("--parts", action="store_true", help="also time one call of the U-Net, and of the decoder")
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    command = parser(__doc__, SIZES, dtypes=("float32", "bfloat16"))
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--steps", type=int, default=4)
+    command.add_argument("--parts", action="store_true", help="also time one call of the U-Net, and of the decoder")
+    options = parsed(command, arguments)
     sizes, dtype, device = SIZES[options.size], getattr(torch, options.dtype), options.device
     torch.manual_seed(0)
     # the layout of GPUs' convolutions: else each call changes that of all weights

@@ -16,7 +16,6 @@ cache draws the tokens that full attention draws without a cache. See docs/pipel
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from paged_requests import Batch, Pages, Request, Scheduler, unpacked
-from pipeline_table import Row, measured, table
+from pipeline_table import Row, measured, parsed, parser, table
 from torch import Tensor, nn
 
 import opkit
@@ -192,9 +191,9 @@ class Engine:
 
         self.count = count
         self.paged = Paged(model, [Cache(pages(), pages(), scale(), scale()) for _ in range(sizes.layers)])
-        self.any = self.decoding = self.paged
+        self.mixed = self.decoding = self.paged
         if backend is not None:
-            self.any = self.decoding = torch.compile(self.paged, backend=backend, dynamic=True, fullgraph=True)
+            self.mixed = self.decoding = torch.compile(self.paged, backend=backend, dynamic=True, fullgraph=True)
             if self.device.type == "cuda":
                 options: dict[str, Any] = {"cuda_graphs": True} if backend == "opkit" else {"triton.cudagraphs": True}
                 self.decoding = torch.compile(
@@ -208,7 +207,7 @@ class Engine:
         for request in requests:
             scheduler.add(request)
         while (batch := scheduler.step()) is not None:
-            scheduler.drawn(batch, self._step(batch).tolist())
+            scheduler.update(batch, self._step(batch).tolist())
         return scheduler
 
     def _step(self, batch: Batch) -> Tensor:
@@ -216,7 +215,7 @@ class Engine:
         rows = self.sizes.at_once if on_gpu else max(2, len(batch.requests))  # 1 is a constant to compilers
         packed, total = batch.packed(rows, self.sizes.pages), len(batch.tokens) + rows - len(batch.requests)
         if not on_gpu or not batch.is_decoding:
-            return self.any(*unpacked(packed.to(self.device), total, rows))
+            return self.mixed(*unpacked(packed.to(self.device), total, rows))
         if self._recorded is None:
             self._recorded = packed.to(self.device)
         self._recorded.copy_(packed)
@@ -248,6 +247,7 @@ def transformers_model(model: Llama, sizes: Sizes) -> Any:
     try:
         import transformers
     except ImportError:
+        print("transformers is not installed, and left out.")
         return None
     config = transformers.LlamaConfig(
         vocab_size=sizes.vocabulary, hidden_size=sizes.width, intermediate_size=sizes.hidden, num_hidden_layers=sizes.layers,
@@ -317,7 +317,7 @@ def by_continuous_batching(peer: Any, sizes: Sizes) -> Callable[[Sequence[Reques
         manager.start()
         try:
             names = {manager.add_request(each.tokens, max_new_tokens=each.wanted): each for each in requests}
-            while any(len(each.drawn) < each.wanted for each in requests):
+            while any(len(each.generated) < each.wanted for each in requests):
                 result = manager.get_result(timeout=60)
                 if result is None:
                     raise RuntimeError(f"continuous batching of transformers ended: {manager.fatal_error}")
@@ -339,15 +339,9 @@ CACHES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 @torch._dynamo.config.patch(recompile_limit=16)  # two or three graphs for each kind of cache
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Return the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
-    parser.add_argument("--variants", help="some of those of the table, by their numbers from 0, such as 0,3,4")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="of torch")
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    command = parser(__doc__, SIZES, "")
+    command.add_argument("--variants", help="some of those of the table, by their numbers from 0, such as 0,3,4")
+    options = parsed(command, arguments)
     sizes, device = SIZES[options.size], options.device
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
@@ -377,7 +371,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     def generated(name: str) -> None:
         requests = requests_of(sizes)
         found = variants[name](requests)
-        drawn[name] = [each.drawn for each in requests]
+        drawn[name] = [each.generated for each in requests]
         if isinstance(found, Scheduler):
             schedulers[name] = found
 

@@ -11,7 +11,6 @@ asserts that the losses agree. See docs/pipelines.md for tables.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -22,7 +21,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, compiled, measured, table
+from pipeline_table import Row, compiled, measured, parsed, parser, table
 from torch import Tensor, nn
 
 import opkit
@@ -206,18 +205,9 @@ def report(trainers: dict[str, Trainer], rows: Sequence[Row], tokens: int, toler
 
 def main(arguments: list[str] | None = None) -> tuple[dict[str, list[float]], list[Row]]:
     """Return the losses of each backend, and the table of one step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument(
-        "--backends", default="eager,inductor,opkit", help="names of backends; the first is compared with"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of autocast")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--steps", type=int)
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    command = parser(__doc__, SIZES, "eager,inductor,opkit")
+    command.add_argument("--steps", type=int)
+    options = parsed(command, arguments)
     sizes, dtype, device = SIZES[options.size], getattr(torch, options.dtype), options.device
     steps = options.steps or sizes.steps
     text = characters()

@@ -100,7 +100,7 @@ class Request:
     """A prompt, and how many tokens are wanted after it.
 
     Attributes:
-        tokens: the prompt, and the tokens that were drawn.
+        tokens: the prompt, and the generated tokens.
         prompt: the number of tokens of the prompt.
         wanted: the number of tokens after it.
         pages: the pages of its keys and values.
@@ -119,7 +119,7 @@ class Request:
         self.prompt = len(self.tokens)
 
     @property
-    def drawn(self) -> list[int]:
+    def generated(self) -> list[int]:
         return self.tokens[self.prompt :]
 
 
@@ -184,7 +184,7 @@ class Scheduler:
         self.pages, self.most_requests, self.most_tokens = pages, most_requests, most_tokens
         self.waiting = collections.deque[Request]()
         self.running: list[Request] = []
-        self.put_off = 0  # how often a request lost its pages to older ones
+        self.preemptions = 0  # how often a request lost its pages to older ones
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -200,17 +200,17 @@ class Scheduler:
 
     def step(self) -> Batch | None:
         """Return the next batch, or None when all requests have ended."""
-        left, put_off = self.most_tokens, self.put_off
+        left, preemptions = self.most_tokens, self.preemptions
         counts: dict[Request, int] = {}
         for request in [*self.running]:  # the oldest first, which never lose their pages to younger ones
             if request in self.running and left > 0:
                 left -= self._planned(request, left, counts)
-        while self.waiting and left > 0 and len(self.running) < self.most_requests and self.put_off == put_off:
+        while self.waiting and left > 0 and len(self.running) < self.most_requests and self.preemptions == preemptions:
             request = self.waiting[0]
             request.pages = self.pages.shared(request.tokens)
             request.computed = found = len(request.pages) * self.pages.size
             if not self._has_room(request, min(left, len(request.tokens) - found)):
-                self._put_off(request)
+                self._preempt(request)
                 break
             request.found = found
             self.running.append(self.waiting.popleft())
@@ -223,9 +223,9 @@ class Scheduler:
         while not self._has_room(request, count):
             youngest = self.running.pop()
             counts.pop(youngest, None)
-            self._put_off(youngest)
+            self._preempt(youngest)
             self.waiting.appendleft(youngest)
-            self.put_off += 1
+            self.preemptions += 1
             if youngest is request:
                 return 0
         counts[request] = count
@@ -240,12 +240,12 @@ class Scheduler:
             request.pages.append(page)
         return True
 
-    def _put_off(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         self.pages.give_back(request.pages)
         request.pages, request.computed = [], 0
 
-    def drawn(self, batch: Batch, tokens: Sequence[int]) -> list[Request]:
-        """Record the token that was drawn after each request's last one of a batch; return the requests that have ended."""
+    def update(self, batch: Batch, tokens: Sequence[int]) -> list[Request]:
+        """Append the tokens that a batch gave for requests whose tokens are all computed; return those that have ended."""
         ended: list[Request] = []
         for request, count, token in zip(batch.requests, batch.counts, tokens, strict=False):
             request.computed += count
@@ -254,7 +254,7 @@ class Scheduler:
             if len(request.tokens) == request.prompt:
                 self.pages.publish(request.tokens, request.pages)
             request.tokens.append(token)
-            if len(request.drawn) == request.wanted:
+            if len(request.generated) == request.wanted:
                 self.running.remove(request)
                 self.pages.give_back(request.pages)
                 request.pages = []

@@ -5,8 +5,9 @@ The first variant is the one that the others are compared with; each of them is 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,3 +89,28 @@ def table(rows: Sequence[Row], work: float | None = None, unit: str = "tokens") 
     shown = [i for i in range(len(headings)) if i == 0 or any(row[i] for row in cells)]
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells]
     return "\n".join("| " + " | ".join(line[i] for i in shown) + " |" for line in lines)
+
+
+def parser(
+    description: str | None,
+    sizes: Iterable[str],
+    backends: str = "inductor,opkit",
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that pipelines share; ``backends`` is a default, empty where there is no such option."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--size", choices=sizes, default="tiny")
+    made.add_argument("--dtype", choices=dtypes, default="float32", help="of the model, or of autocast in training")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument("--threads", type=int, help="of torch on the CPU")
+    if backends:
+        made.add_argument("--backends", default=backends, help="names, separated by commas")
+    return made
+
+
+def parsed(command: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, after setting the number of torch's threads."""
+    options = command.parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return options

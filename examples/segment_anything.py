@@ -13,7 +13,6 @@ have them built in, and padding is a function. Weights and images are random.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -21,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from pipeline_table import Row, compiled, measured, table
+from pipeline_table import Row, compiled, measured, parsed, parser, table
 from torch import Tensor, nn
 
 import opkit
@@ -196,17 +195,10 @@ def without_matrices(model: Encoder) -> Encoder:
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--backends", default="inductor,opkit", help="those that eager mode is compared with")
-    parser.add_argument("--threads", type=int, help="threads of the CPU")
-    parser.add_argument("--padded", action="store_true", help="the lower half of the images is padding, and hidden")
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    command = parser(__doc__, SIZES, dtypes=("float32", "bfloat16"))
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--padded", action="store_true", help="the lower half of the images is padding, and hidden")
+    options = parsed(command, arguments)
     sizes, dtype = SIZES[options.size], getattr(torch, options.dtype)
     torch.manual_seed(0)
     model = Encoder(sizes).to(options.device, dtype).eval()
