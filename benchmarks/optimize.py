@@ -1,19 +1,19 @@
 """Time steps of small models: as they are, after ``opkit.optimize(model, compile=False)``, and after ``opkit.optimize(model)``.
 
-The three run in turns; a ratio is the median of the ratios of one turn. Usage::
+Each of the latter two runs in turns with the first; a ratio is the median of the ratios of one turn. Usage::
 
-    python benchmarks/optimize.py [turns] [threads] [models]
+    python benchmarks/optimize.py [threads] [models]
 """
 
 import copy
-import statistics
+import functools
 import sys
-import time
 
 import torch
 from torch import nn
 
 import opkit
+from opkit.bench.timing import compared
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000}
 BERT = {"intermediate_size": 1024}
@@ -76,7 +76,7 @@ def step(model, inputs, training):
 CASES = [("Bert", 128), ("Bert", 512), ("Llama", 128), ("Llama", 512), ("GPT-2", 128), ("GPT-2", 512), ("ViT", 256)]
 
 
-def main(turns="15", threads="1", *names):
+def main(threads="1", *names):
     """Print a line for each model, length and kind of step."""
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
@@ -88,24 +88,21 @@ def main(turns="15", threads="1", *names):
         eager, compiled = copy.deepcopy(plain), copy.deepcopy(plain)
         opkit.optimize(eager, compile=False, verbose=False)
         opkit.optimize(compiled, verbose=False)
-        models = (plain, eager, compiled)
         for training in (False, True):
-            times = [[], [], []]
-            for turn in range(int(turns) + 2):
-                for model, found in zip(models, times, strict=True):
-                    model.train(training)
-                    begin = time.perf_counter()
-                    step(model, inputs, training)
-                    found += [time.perf_counter() - begin] * (turn > 1)
-            ratios = [statistics.median(a / b for a, b in zip(times[0], each, strict=True)) for each in times[1:]]
+            calls = [
+                functools.partial(step, each.train(training), inputs, training) for each in (plain, eager, compiled)
+            ]
+            for call in calls:
+                call()
+            found = [compared(calls[0], call, "cpu") for call in calls[1:]]
             kind = "training" if training else "inference"
-            cells = (
-                f"{name}, {length} tokens",
-                kind,
-                f"{statistics.median(times[0]) * 1e3:.1f} ms",
-                *map("{:.2f}".format, ratios),
+            ratios = (f"{each.ratio:.2f}" for each in found)
+            print(
+                "|",
+                " | ".join([f"{name}, {length} tokens", kind, f"{found[0].eager * 1e3:.1f} ms", *ratios]),
+                "|",
+                flush=True,
             )
-            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
