@@ -27,6 +27,7 @@ from opkit.compiler.ir.program import Buffer, Extern, Formula, ScalarItem, Strid
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
 from opkit.compiler.run.wiring import GraphResult, Wiring
 from opkit.kernels import cache_files
+from opkit.op.trace.contract_hash import sources_hash
 
 # ---- values as JSON: a value that JSON does not have is a list of its class's name and its fields ---------------------
 
@@ -109,10 +110,7 @@ def decode(value: Any) -> Any:
 @functools.cache
 def versions() -> str:
     """Return what decides how a graph is compiled, apart from the graph: torch's version, and the compiler's own sources."""
-    digest = hashlib.sha256(f"{torch.__version__} {own_version()}".encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return f"{torch.__version__} {own_version()} {sources_hash(Path(__file__).parents[1])}"
 
 
 def own_version() -> str:

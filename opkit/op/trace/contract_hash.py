@@ -46,6 +46,7 @@ _ATOMS = (
     slice,
 )
 _MAX_OBJECTS = 10_000  # a closure over, say, a test framework's objects would lead through all of it
+_OWN = Path(__file__).parents[2]
 _SLOT = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _CLASS_NOISE = {
     "__abstractmethods__",
@@ -164,7 +165,7 @@ class _Hasher:
     def _class(self, kind: type) -> None:
         self.text("class", kind.__module__, kind.__qualname__)
         if _is_own(kind.__module__):
-            self.text(_own_sources())
+            self.text(sources_hash(_OWN))
         if _is_own(kind.__module__) or _external(kind.__module__):
             return
         self._items(kind.__bases__)
@@ -202,7 +203,7 @@ class _Hasher:
             self.text("function", function.__module__ or "", function.__qualname__)
             return
         if _is_own(function.__module__) and not function.__closure__ and wrapped is None:
-            self.text("function", function.__module__, function.__qualname__, _own_sources())
+            self.text("function", function.__module__, function.__qualname__, sources_hash(_OWN))
             return
         self.text("function", function.__qualname__)
         self.value(function.__defaults__)
@@ -235,11 +236,10 @@ def _is_own(module: str | None) -> bool:
 
 
 @functools.cache
-def _own_sources() -> str:
-    """Return the hash of opkit's Python sources."""
-    root = Path(__file__).parents[2]
+def sources_hash(folder: Path) -> str:
+    """Return the hash of the Python sources in a folder."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -276,7 +276,7 @@ def _imported(code: types.CodeType, scope: dict[str, Any]) -> Iterable[Any]:
         try:
             name = importlib.util.resolve_name(name, package)
             if _is_own(name):
-                yield _own_sources()
+                yield sources_hash(_OWN)
                 continue
             spec = None if _external(name) else importlib.util.find_spec(name)
         except (ImportError, ValueError, AttributeError):
