@@ -7,7 +7,6 @@ these copy all that they write to, a whole KV cache for a few tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,12 +39,48 @@ def write_in_place(module: fx.GraphModule) -> None:
             graph.allow_scatter(node)
 
 
-@dataclasses.dataclass
 class _Graph:
-    """A graph, and the storages that have become one: that of an argument, and that of the same after a call."""
+    """A graph, and which of its nodes are tensors in the same memory.
 
-    graph: fx.Graph
-    merged: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    The storages of an argument and of the same after a call become one, where the call writes to the argument.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.places = {node: number for number, node in enumerate(graph.nodes)}
+        self.roots: dict[int, int] = {}  # of storages, those that they are one with
+        self.sharing: dict[int, set[fx.Node]] = {}
+        for node in graph.nodes:
+            self._add_storages(node)
+        self.results = {each for each in private.output_of(graph) if isinstance(each, fx.Node)}
+
+    def _add_storages(self, node: fx.Node) -> None:
+        for tensor in _tensors(node):
+            self.sharing.setdefault(self._root(tensor), set()).add(node)
+
+    def _add(self, node: fx.Node, place: fx.Node) -> fx.Node:
+        """Add a new node that stands where another one does."""
+        self.places[node] = self.places[place]
+        self._add_storages(node)
+        return node
+
+    def _erase(self, node: fx.Node) -> None:
+        for tensor in _tensors(node):
+            self.sharing[self._root(tensor)].discard(node)
+        self.graph.erase_node(node)
+
+    def _root(self, tensor: torch.Tensor) -> int:
+        storage = private.storage_address(tensor)
+        while storage in self.roots:
+            storage = self.roots[storage]
+        return storage
+
+    def _unite(self, after: fx.Node, before: fx.Node) -> None:
+        """Make the storage of a tensor after a call that of the same before it."""
+        one, other = self._root(after.meta["val"]), self._root(before.meta["val"])
+        if one != other:
+            self.roots[one] = other
+            self.sharing[other] |= self.sharing.pop(one)
 
     def replace(self, node: fx.Node) -> None:
         """Replace a functional call, if all that it writes to are whole tensors or parts of inputs."""
@@ -74,7 +109,7 @@ class _Graph:
             ]
 
             def argument(view: Any) -> Any:
-                return view if view is None else self._part(memory[view.base_index], parts.get(id(view), []))
+                return view if view is None else self._part(node, memory[view.base_index], parts.get(id(view), []))
 
             arguments = tree_map(argument, written, is_leaf=private.is_view)
             call = self.graph.call_function(op, (), {**named, **arguments})  # pyright: ignore[reportArgumentType]
@@ -82,52 +117,56 @@ class _Graph:
         values = node.meta["val"][:returned]
         call.meta = {**node.meta, "val": values[0] if returned == 1 else values if returned else None}
         call.meta["writes"] = [each for each in tree_leaves(arguments) if each is not None]
+        self._add(call, node)
         for result in list(node.users):
             number: Any = result.args[1]
             if number < max(returned, 1):
                 self._replace_result(result, call, returned)
             else:
                 self._replace_written(result, memory[number - max(returned, 1)])
-        self.graph.erase_node(node)
+        self._erase(node)
 
     def allow_scatter(self, node: fx.Node) -> None:
         """Let a scatter write to its first argument, if that is an input, or the result of another such scatter."""
         base, *others = node.args
         if not isinstance(base, fx.Node) or not (base.op == "placeholder" or "writes" in base.meta):
             return
-        is_input = any(each.op == "placeholder" for each in self._sharing(base))
+        is_input = any(each.op == "placeholder" for each in self.sharing[self._root(base.meta["val"])])
         if is_input and self._may_write(node, base, (others, node.kwargs), [node.meta["val"]]):
             node.meta["writes"] = [base]
-            self.merged[_storage(node)] = self._storage(base)
+            self._unite(node, base)
 
     def _replace_result(self, result: fx.Node, call: fx.Node, returned: int) -> None:
         if returned == 1:
-            result.replace_all_uses_with(call)
-            self.graph.erase_node(result)
+            self._replace_uses(result, call)
         elif returned:
             result.args = (call, result.args[1])
 
     def _replace_written(self, result: fx.Node, memory: fx.Node) -> None:
         """Let users of an argument after the call read its memory, which needs no copy to itself."""
-        if _storage(result) != self._storage(memory):  # a copy has the result's already
-            self.merged[_storage(result)] = self._storage(memory)
-        result.replace_all_uses_with(memory)
-        self.graph.erase_node(result)
+        self._unite(result, memory)
+        self._replace_uses(result, memory)
         for user in list(memory.users):
             if user.target is _COPY and user.args[0] is user.args[1]:
-                self.graph.erase_node(user)
+                self._erase(user)
+
+    def _replace_uses(self, old: fx.Node, new: fx.Node) -> None:
+        if old in self.results:
+            self.results.add(new)
+        old.replace_all_uses_with(new)
+        self._erase(old)
 
     def _clone(self, node: fx.Node, number: int) -> fx.Node:
         base: Any = node.kwargs["_all_bases"]
         clone = self.graph.call_function(aten.clone.default, (base[number],))
         clone.meta = {**base[number].meta, "val": _result_of(node, number)}
-        return clone
+        return self._add(clone, node)
 
-    def _part(self, memory: fx.Node, indexing: Sequence[tuple[Any, tuple[Any, ...]]]) -> fx.Node:
+    def _part(self, node: fx.Node, memory: fx.Node, indexing: Sequence[tuple[Any, tuple[Any, ...]]]) -> fx.Node:
         for op, arguments in indexing:
             part = self.graph.call_function(op, (memory, *arguments))
             part.meta = {**memory.meta, "val": op(memory.meta["val"], *arguments)}
-            memory = part
+            memory = self._add(part, node)
         return memory
 
     # ---- what may be written to --------------------------------------------------------------------------------------
@@ -141,9 +180,8 @@ class _Graph:
             others: the call's other arguments.
             results: the values of the tensor after the call.
         """
-        shared = self._sharing(base)
-        places = {each: number for number, each in enumerate(self.graph.nodes)}
-        uses = [(each, user) for each in shared for user in each.users if places[user] > places[node]]
+        shared, place = self.sharing[self._root(base.meta["val"])], self.places[node]
+        uses = [(each, user) for each in shared for user in each.users if self.places[user] > place]
         if any(user.target is not _COPY or user.args[0] is not each for each, user in uses):
             return False
         if not shared.isdisjoint(each for each in tree_leaves(others) if isinstance(each, fx.Node)):
@@ -151,29 +189,9 @@ class _Graph:
         if any(each.op == "get_attr" for each in shared):
             return False
         inputs = [each for each in shared if each.op == "placeholder"]
-        after = {each for value in results for each in self._sharing_value(value)}
-        is_returned = not after.isdisjoint(each for each in private.output_of(self.graph) if isinstance(each, fx.Node))
+        after = (self.sharing.get(self._root(value), set[fx.Node]()) for value in results)
+        is_returned = any(not nodes.isdisjoint(self.results) for nodes in after)
         return not inputs or (not is_returned and all(_is_written(each) for each in inputs))
-
-    def _sharing(self, node: fx.Node) -> set[fx.Node]:
-        return self._sharing_value(node.meta["val"])
-
-    def _sharing_value(self, value: Any) -> set[fx.Node]:
-        """Return the nodes with a tensor in the same memory."""
-        wanted = self._resolved(private.storage_address(value))
-        return {
-            each
-            for each in self.graph.nodes
-            if any(self._resolved(private.storage_address(x)) == wanted for x in _tensors(each))
-        }
-
-    def _storage(self, node: fx.Node) -> int:
-        return self._resolved(_storage(node))
-
-    def _resolved(self, storage: int) -> int:
-        while storage in self.merged:
-            storage = self.merged[storage]
-        return storage
 
 
 def _result_of(node: fx.Node, number: int) -> Any:
@@ -186,10 +204,6 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     if node.target is private.functional_call:  # its results are the nodes that take them from it
         return []
     return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
-
-
-def _storage(node: fx.Node) -> int:
-    return private.storage_address(node.meta["val"])
 
 
 def _is_written(node: fx.Node) -> bool:
