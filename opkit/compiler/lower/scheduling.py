@@ -37,14 +37,14 @@ def schedule(program: Program, target: LoweringTarget = PLAIN, save_memory: bool
     buffers = dict(program.buffers)
     steps: list[ScheduledStep] = []
     shared: dict[Kernel, Kernel] = {}
-    for entry in fused.entries:
+    for number, entry in enumerate(fused.entries):
         if isinstance(entry, Extern):
             steps.append(entry)
             continue
         stored = {name for name in entry.members if name in needed}
         if not stored:
             continue
-        of_group = nests(entry, buffers, stored, program.sizes, f"k{len(shared)}", target)
+        of_group = nests(entry, buffers, stored, program.sizes, f"g{number}", target)
         buffers |= {buffer.name: buffer for buffer in of_group.buffers}
         steps += [_deduplicated(launch, shared) for launch in of_group.launches]
     inside = _inside(program, buffers, steps)

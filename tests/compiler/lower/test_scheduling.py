@@ -131,6 +131,25 @@ def test_a_long_sum_is_shared_out():
     assert made.steps[0].kernel.body[0].how == "parallel"
 
 
+def test_partial_sums_of_equal_kernels_have_memory_of_their_own():
+    def chain(w, x, y, z):
+        total = torch.ones(())
+        for each in (w, x, y, z):
+            total = (each * total).sum() / each.numel()
+        return total
+
+    made = check(chain, *(r(1 << n) + 1 for n in (18, 18, 18, 16)), rtol=1e-5, atol=1e-6)
+    launches = [step for step in made.steps if isinstance(step, KernelLaunch)]
+    assert len({launch.kernel.name for launch in launches}) < len(launches)
+    writes = [
+        buffer
+        for launch in launches
+        for argument, buffer in zip(launch.kernel.arguments, launch.buffers, strict=True)
+        if argument.written and buffer in made.places
+    ]
+    assert len(set(writes)) == len(writes)
+
+
 def test_a_long_row_is_left_to_several_kernels():
     made = check(lambda x: torch.softmax(x, -1), r(2, 70000), rtol=1e-5, atol=1e-6)
     assert any("too few to divide" in str(refusal) for refusal in made.refusals)
