@@ -40,6 +40,8 @@ def move_constructors(module: fx.GraphModule) -> None:
     if len(devices) != 1:
         return
     (device,) = devices
+    for node in module.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        _make_number(module, node)
     moved: dict[fx.Node, None] = {}
     for node in module.graph.nodes:
         if _is_pure(node) and _has_inputs_in(node, moved):
@@ -53,6 +55,15 @@ def move_constructors(module: fx.GraphModule) -> None:
         _move(node, device)
     if moved:
         module.recompile()
+
+
+def _make_number(module: fx.GraphModule, node: fx.Node) -> None:
+    """Make the copy of a constant of one element on the CPU, as ``torch.tensor(64.0)`` is, a constructor."""
+    (source,) = node.all_input_nodes
+    value = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        node.target, node.args = aten.full.default, ((), value.item())
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _is_pure(node: fx.Node) -> bool:
