@@ -20,6 +20,9 @@ FLOOR = 1e-5
 """The error that any compiled model may have, for models whose results in eager mode are exact or nearly so."""
 
 
+_PART = 1 << 26  # elements
+
+
 def floating_leaves(result: Any) -> list[Tensor]:
     """Return the floating-point tensors in a result, in order; models of transformers and diffusers return objects."""
     leaves = pytree.tree_leaves(result.to_tuple() if hasattr(result, "to_tuple") else result)
@@ -52,13 +55,19 @@ def joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
 
 def _relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     difference = norm = 0.0
-    for a, b in zip(found, expected, strict=True):
-        wide = torch.complex128 if b.is_complex() else torch.float64
-        a, b = a.detach().to(wide), b.detach().to(wide)
-        same = a == b  # infinities too, such as those of masks
-        difference += torch.where(same, 0.0, a - b).abs().square().sum().item()
-        norm += torch.where(same & ~b.isfinite(), 0.0, b).abs().square().sum().item()
+    for whole_a, whole_b in zip(found, expected, strict=True):
+        wide = torch.complex128 if whole_b.is_complex() else torch.float64
+        for a, b in zip(_parts(whole_a), _parts(whole_b), strict=True):
+            a, b = a.to(wide), b.to(a.device, wide)
+            same = a == b  # infinities too, such as those of masks
+            difference += torch.where(same, 0.0, a - b).abs().square().sum().item()
+            norm += torch.where(same & ~b.isfinite(), 0.0, b).abs().square().sum().item()
     return math.sqrt(difference) / math.sqrt(norm) if norm else math.sqrt(difference)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor in parts whose copies in float64 take little memory."""
+    return tensor.detach().flatten().split(_PART)
 
 
 def limit(eager: float) -> float:

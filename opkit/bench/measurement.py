@@ -97,8 +97,8 @@ class _Subject:
     ) -> None:
         self.task, self.request, self.record, self.save, self.lock = task, request, record, save, lock
         self.device, self.backend = request.device, request.backend
+        self.exact = copy.deepcopy(task.module).double()
         self.module = task.module.float().to(self.device)
-        self.exact = copy.deepcopy(self.module).double()
         self.fallbacks = compilation.Fallbacks()
         record |= {
             "parameters": sum(each.numel() for each in self.module.parameters()),
@@ -142,16 +142,23 @@ class _Subject:
         self._measure("inference", cold, warm, *(lambda m=m: self._call(m, inputs[0]) for m in (self.module, again)))
 
     def _in_float64(self, run: Callable[[], T], eager: T) -> T:
-        """Return what the copy in float64 gives, or the results of eager mode if some operator has no float64."""
+        """Return what the copy in float64 gives, or the results of eager mode if some operator has no float64.
+
+        The copy, and what is kept of it, are on the CPU before and after, as models fill the memory of a GPU.
+        """
         if self.record["reference"] != "float64":
             return eager
         try:
+            self.exact.to(self.device)
             return run()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.record["reference"] = f"eager mode: float64 raised {type(error).__name__}: {str(error)[:200]}"
             return eager
+        finally:
+            self.exact.zero_grad()
+            self.exact.to("cpu")
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -226,9 +233,9 @@ class _Subject:
             losses.append(loss.clone())
             if step == 0:
                 first_seconds = seconds
-                gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+                gradients = [None if p.grad is None else self._kept(p.grad, module) for p in module.parameters()]
             optimizer.step()
-        changes = [each.detach() - before[name] for name, each in _floats(module)]
+        changes = [self._kept(each.detach() - before[name], module) for name, each in _floats(module)]
         return _Training(losses, gradients, changes, first_seconds)
 
     def _step(self, call: Callable[..., Any], inputs: Mapping[str, Any], module: nn.Module | None = None) -> Tensor:
@@ -242,6 +249,8 @@ class _Subject:
     # ---- both --------------------------------------------------------------------------------------------------------
 
     def _stage(self, name: str) -> None:
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()  # other processes need it
         self.record["stage"] = name
         self.save(self.record)
 
@@ -263,7 +272,10 @@ class _Subject:
 
     def _results(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Tensor]:
         torch.manual_seed(SEED)
-        return [each.clone() for each in accuracy.floating_leaves(self._call(call, inputs))]
+        return [self._kept(each, call) for each in accuracy.floating_leaves(self._call(call, inputs))]
+
+    def _kept(self, tensor: Tensor, call: Callable[..., Any]) -> Tensor:
+        return tensor.to("cpu" if call is self.exact else tensor.device, copy=True)
 
     def _add_compilation(self) -> None:
         self.record["fallbacks"] = dict(self.fallbacks)
