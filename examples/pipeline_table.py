@@ -1,6 +1,6 @@
 """Times and errors of one computation in eager mode, by Inductor and by opkit: the table that the pipelines print.
 
-The first variant is the one that the others are compared with; each of them is timed in turn with it.
+The first variant is the one that the others are compared with; all are timed in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opkit.bench.accuracy import floating_leaves, worst_error
-from opkit.bench.timing import compared, timed
+from opkit.bench.timing import in_turn, timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def compiled(function: Callable[..., Any], backend: str, fullgraph: bool = False
 
 
 def measured(variants: Mapping[str, Callable[[], Any]], device: str, exact: Any = None) -> list[Row]:
-    """Call each variant once, compare its result with ``exact``, then time it in turn with the first variant.
+    """Call each variant once, compare its result with ``exact``, then time all in turn.
 
     Args:
         variants: functions without arguments, by name; each returns a tensor, or tensors in containers.
@@ -61,15 +61,13 @@ def measured(variants: Mapping[str, Callable[[], Any]], device: str, exact: Any 
     for name, call in variants.items():
         result, first[name] = timed(call, device)
         errors[name] = None if exact is None else worst_error(floating_leaves(result), floating_leaves(exact))
-    (name, base), *others = variants.items()
-    base()
-    rows = [Row(name, first[name], timed(base, device)[1], 1.0, errors[name])]
-    for name, call in others:
+    for call in variants.values():
         call()  # code may be compiled again at the second call, for sizes that vary
-        found = compared(base, call, device)
-        rows[0] = dataclasses.replace(rows[0], seconds=found.eager)
-        rows.append(Row(name, first[name], found.compiled, found.ratio, errors[name]))
-    return rows
+    found = in_turn([*variants.values()], device)
+    return [
+        Row(name, first[name], each.compiled, each.ratio, errors[name])
+        for name, each in zip(variants, found, strict=True)
+    ]
 
 
 def table(rows: Sequence[Row], work: float | None = None, unit: str = "tokens") -> str:

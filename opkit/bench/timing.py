@@ -10,14 +10,14 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 SECONDS = 1.0
-"""The time that the rounds of one comparison take, about."""
+"""The time that the rounds of one comparison take, about; those of several functions with the first take as much each."""
 
 MAX_ROUNDS, MIN_ROUNDS = 21, 3
 _SAMPLE = 0.005  # seconds: shorter calls are repeated, so that a sample is no shorter
@@ -34,13 +34,20 @@ class Comparison:
 
 def compared(eager: Callable[[], Any], compiled: Callable[[], Any], device: str) -> Comparison:
     """Time two functions in turn; both were called before."""
-    counts = [_count(each, device) for each in (eager, compiled)]
-    rounds: list[tuple[float, float]] = []
-    begin = time.perf_counter()
-    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - begin < SECONDS):
-        rounds.append((_seconds(eager, counts[0], device), _seconds(compiled, counts[1], device)))
-    first, second = zip(*rounds, strict=True)
-    return Comparison(statistics.median(first), statistics.median(second), statistics.median(a / b for a, b in rounds))
+    return in_turn([eager, compiled], device)[1]
+
+
+def in_turn(functions: Sequence[Callable[[], Any]], device: str) -> list[Comparison]:
+    """Time functions in turn, and compare each with the first, itself included; all were called before."""
+    counts = [_count(each, device) for each in functions]
+    rounds: list[list[float]] = []
+    begin, seconds = time.perf_counter(), SECONDS * (len(functions) - 1)
+    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - begin < seconds):
+        rounds.append([_seconds(function, n, device) for function, n in zip(functions, counts, strict=True)])
+    times = [*zip(*rounds, strict=True)]
+    medians = [statistics.median(each) for each in times]
+    ratios = [statistics.median(a / b for a, b in zip(times[0], each, strict=True)) for each in times]
+    return [Comparison(medians[0], median, ratio) for median, ratio in zip(medians, ratios, strict=True)]
 
 
 @contextlib.contextmanager
