@@ -173,6 +173,24 @@ def test_an_input_that_moves_and_is_written_to_is_refused(replays, caplog):
     assert "writes to an input whose address changes" in caplog.text
 
 
+def test_a_recording_is_of_the_kernels_that_are_forced(replays):
+    q, k = r(3, 8, 1, 64, dtype=torch.bfloat16), r(3, 2, 600, 64, dtype=torch.bfloat16)
+
+    def attend(q, k):
+        for _ in range(6):
+            q = opkit.attention(q * 2, k, k)
+        return q
+
+    compiled = torch.compile(attend, backend="opkit", options={"strict": True})
+    for _ in range(5):
+        q.normal_()
+        assert torch.equal(compiled(q, k), attend(q, k))
+    for _ in range(5):
+        with opkit.batch_invariant():
+            assert torch.equal(compiled(q, k), attend(q, k))
+    assert len(replays) >= 4
+
+
 def test_random_numbers_differ_from_call_to_call(replays):
     compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="opkit", options=ON_REQUEST)
     x = torch.ones(1000, device="cuda")

@@ -30,6 +30,7 @@ from opkit.compiler.ir.program import Extern, ScalarItem, Strided, is_collective
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, mentioned, tensors
 from opkit.compiler.run.runner import Arena, Runner, give_arena, take_arena, take_this_arena
+from opkit.op.dispatch.selection import forced_kernels
 
 log = logging.getLogger("opkit.compiler")
 
@@ -159,7 +160,7 @@ class _Recording:
 
 @dataclasses.dataclass
 class _Calls:
-    """What is known of the calls for one stream and one set of sizes.
+    """What is known of the calls for one stream, set of sizes, and set of forced kernels.
 
     Attributes:
         addresses: those of the last call's inputs.
@@ -203,13 +204,14 @@ class RecordedRunner:
             self._lock.release()
 
     def _call(self, inputs: list[Any]) -> list[Any]:
-        stream, sizes = private.raw_stream(self._runner.device.index), self.sizes(inputs)
+        stream = private.raw_stream(self._runner.device.index)
+        key = stream, self.sizes(inputs), frozenset(forced_kernels.get().items())
         addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in inputs]
-        calls = self._calls.get((stream, sizes))
+        calls = self._calls.get(key)
         if calls is None:
             if len(self._calls) >= MAX_SIZES:
                 del self._calls[next(iter(self._calls))]
-            calls = self._calls[stream, sizes] = _Calls(addresses, set(self._runner.constants.resolved))
+            calls = self._calls[key] = _Calls(addresses, set(self._runner.constants.resolved))
         recording = calls.recording
         if recording is not None:
             moved = {n for n, at in recording.fixed.items() if addresses[n] != at}
