@@ -191,6 +191,80 @@ def test_a_recording_is_of_the_kernels_that_are_forced(replays):
     assert len(replays) >= 4
 
 
+PAGE, ROOM, BATCH = 16, 40, 5  # keys of a page, pages of a sequence at most, and sequences
+
+
+def attend(x, caches, table, before):
+    """Layers of attention to pages, without roundings in which compiled code may differ from eager mode."""
+    for keys, values, k_scale, v_scale in caches:
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        opkit.append_kv(x[:, :2] * 2, x[:, 2:4] * -2, keys, values, table, before, **scales)
+        x = opkit.paged_attention(x, keys, values, table, before + 1, **scales)
+    return x
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "pages"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.int8),
+        (torch.float16, torch.float8_e4m3fn),
+        (torch.float64, torch.float64),  # the reference
+    ],
+    ids=str,
+)
+def test_steps_of_decoding_with_other_lengths_and_pages(replays, dtype, pages, in_place):
+    """By default: what is recorded has the sizes alone, and reads lengths and page tables in each replay."""
+    torch.manual_seed(0)
+    count = BATCH * ROOM + 1
+
+    def cache():
+        scale = torch.ones(count, PAGE, 2, device="cuda") if pages.itemsize == 1 else None
+        new = torch.zeros(2, count, PAGE, 2, 64, device="cuda").to(pages)
+        return (*new, scale, None if scale is None else scale.clone())
+
+    caches = [cache() for _ in range(4)]
+    others = [tuple(None if x is None else x.clone() for x in each) for each in caches]
+    compiled = torch.compile(attend, backend="opkit", options={"strict": True})
+    x = torch.empty(BATCH, 8, 64, device="cuda", dtype=dtype)
+    table = torch.empty(BATCH, ROOM, device="cuda", dtype=torch.int32)
+    before = torch.empty(BATCH, device="cuda", dtype=torch.int32)
+    lengths, held = torch.tensor([0, 1, 15, 16, 600]), []
+    numbers = torch.randperm(count)[: BATCH * ROOM].view(BATCH, ROOM)
+
+    def check():
+        nonlocal x, table, before
+        if not in_place:
+            held.extend([x, table, before])  # so that new ones are elsewhere
+            x, table, before = (torch.empty_like(each) for each in (x, table, before))
+        x.normal_()
+        table.copy_(numbers)
+        before.copy_(lengths)
+        with torch.no_grad():
+            assert torch.equal(compiled(x, caches, table, before), attend(x, others, table, before))
+        for one, other in zip(caches, others, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        lengths.add_(1)
+
+    for number in range(24):
+        if number % 5 == 4:  # a sequence ends, and another one takes its place with pages in another order
+            row = number // 5
+            lengths[row] = (37 * number) % (ROOM * PAGE - 24)
+            numbers[row] = numbers[row][torch.randperm(ROOM)]
+        if number == 13:
+            numbers, lengths = numbers.flip(0), lengths.flip(0)
+        check()
+    assert len(replays) >= 20
+    if dtype in (torch.bfloat16, torch.float32) and pages == dtype:
+        for _ in range(5):  # what was recorded calls other kernels
+            with opkit.batch_invariant():
+                check()
+        check()
+
+
 def test_random_numbers_differ_from_call_to_call(replays):
     compiled = torch.compile(lambda x: F.dropout(x, 0.5), backend="opkit", options=ON_REQUEST)
     x = torch.ones(1000, device="cuda")

@@ -48,9 +48,10 @@ MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one rep
 _HOST = ("aten.nonzero.", "aten.masked_select.", "aten.unique")
 _KNOWN = ("mm.", "bmm.", "addmm.", "baddbmm.", "addmv.", "mv.", "dot.", "convolution", "cudnn_convolution", "_addmm_activation.",
           "_scaled_dot_product", "_fft_", "sort.", "topk.", "searchsorted.", "add.", "clone.", "zero.")  # fmt: skip
-_LAUNCHING = (*(f"aten.{name}" for name in _KNOWN), "opkit.seed", "opkit.attention")
-"""Operators that only launch kernels, by the beginning of their names. Others, such as custom operators, may do work on the
-host, which a recording leaves out; graphs with them are recorded on request only."""
+_OWN = ("seed", "attention", "append_kv", "paged_attention")
+_LAUNCHING = (*(f"aten.{name}" for name in _KNOWN), *(f"opkit.{name}" for name in _OWN))
+"""Operators that only launch kernels, by the beginning of their names, with grids that shapes decide. Others, such as custom
+operators, may do work on the host, which a recording leaves out; graphs with them are recorded on request only."""
 
 _UNSAFE = torch.Tag.cudagraph_unsafe
 _REQUEST = "Request it with options={'cuda_graphs': True}"
