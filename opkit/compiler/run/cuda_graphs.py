@@ -1,9 +1,10 @@
 """CUDA graphs of compiled graphs: the third call of a graph is recorded, and later calls replay the recording.
 
 A recording reads its inputs at fixed addresses. An input that moved between the first calls, or moves later, is copied to memory
-of the recording; the others, such as parameters, are read where they are, which each call checks. Results that the user sees are
-copied. Tensors that a forward saves for its backward, and gradients, are memory of the recording: it is not replayed while
-somebody holds such a tensor of the call before, as in two forwards before a backward. Such calls run without a recording.
+of the recording; the others, such as parameters, are read where they are, which each call checks. An input that is written to is
+not copied: after it moved, as caches of keys and values do from text to text, a call is recorded anew if there are many replays.
+Results that the user sees are copied. Saved tensors of a forward, and gradients, are memory of the recording: it is not replayed
+while somebody holds one of the call before, as in two forwards before a backward. Such calls run without a recording.
 
 A graph whose kernels take longer than launching them would gain nothing, and is not recorded unless that is requested: calls
 before the recording are timed, more than one where the first took long, since another process may have used the GPU then.
@@ -42,7 +43,8 @@ MIN_STEPS = 8  # a graph with fewer steps is recorded on request only: launching
 MAX_WAITING = 2.0  # a call's time on the GPU relative to that of its launches; above, it is recorded on request only
 MAX_TIMED = 3  # calls whose kernels take so long before that is believed
 MAX_COPIED_SHARE = 1 / 16  # of the bytes that steps read or write; more copies are made on request only
-MAX_RECORDINGS = 4  # of a graph on one stream for the same sizes; then its inputs move too often
+MAX_ATTEMPTS = 4  # to record a graph on one stream for the same sizes; with more, there must be on average
+MIN_REPLAYS = 8  # for each of them, or its inputs move too often
 MAX_SIZES = 16  # sets of sizes and streams with a recording each; a new one replaces the oldest
 
 _HOST = ("aten.nonzero.", "aten.masked_select.", "aten.unique")
@@ -167,7 +169,8 @@ class _Calls:
         addresses: those of the last call's inputs.
         moving: the inputs that are copied, as they moved.
         count: the number of calls without a recording.
-        recordings: the number of recordings.
+        attempts: the number of those that were to be recorded.
+        replays: the number of replays.
         timed: of a call: what it launched first and last on the GPU, and the milliseconds in which it was launched.
         waited: the number of timed calls that waited for their kernels.
         recording: the last one, if it is still valid.
@@ -177,7 +180,8 @@ class _Calls:
     addresses: list[int]
     moving: set[int]
     count: int = 0
-    recordings: int = 0
+    attempts: int = 0
+    replays: int = 0
     timed: tuple[torch.cuda.Event, torch.cuda.Event, float] | None = None
     waited: int = 0
     recording: _Recording | None = None
@@ -194,6 +198,7 @@ class RecordedRunner:
         self._calls: dict[tuple[Any, ...], _Calls] = {}
         self._lock = threading.Lock()
         self._numbers = {name: n for n, name in enumerate(self.plan.inputs) if isinstance(name, str)}
+        self._written = {self._numbers[name] for name in self.plan.written}
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if private.has_dispatch_modes() or torch.cuda.is_current_stream_capturing() or not self._lock.acquire(False):
@@ -214,23 +219,22 @@ class RecordedRunner:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = _Calls(addresses, set(self._runner.constants.resolved))
         recording = calls.recording
-        if recording is not None:
-            moved = {n for n, at in recording.fixed.items() if addresses[n] != at}
-            if moved:
-                calls.moving |= moved
-                recording = calls.recording = None
+        if recording is not None and any(addresses[n] != at for n, at in recording.fixed.items()):
+            recording = calls.recording = None
         if recording is None and not calls.reason:
             calls.count += 1
-            if calls.count > self._calls_before:
-                calls.moving |= {n for n, at in enumerate(addresses) if at != calls.addresses[n]}
-                recording = self._try_to_record(calls, stream, inputs, addresses)
+            moved = {n for n, at in enumerate(addresses) if at != calls.addresses[n]}
             calls.addresses = addresses
+            if calls.count > self._calls_before:
+                calls.moving |= moved - self._written
+                recording = self._try_to_record(calls, stream, inputs, moved.isdisjoint(self._written))
             if recording is None and not (self._wanted or calls.timed):
                 return self._timed(calls, inputs)
         if recording is None or any(private.storage_use_count(s) > count for s, count in recording.held):
             return self._runner(inputs)
         if not take_this_arena(recording.arena):  # a call in another thread uses it
             return self._runner(inputs)
+        calls.replays += 1
         try:
             return self._replayed(recording, inputs)
         finally:
@@ -249,21 +253,19 @@ class RecordedRunner:
 
     # ---- recording ---------------------------------------------------------------------------------------------------
 
-    def _try_to_record(
-        self, calls: _Calls, stream: int, inputs: list[Any], addresses: Sequence[int]
-    ) -> _Recording | None:
+    def _try_to_record(self, calls: _Calls, stream: int, inputs: list[Any], settled: bool) -> _Recording | None:
         waits = "" if self._wanted else _waits_for_kernels(calls)
         if waits:
             calls.waited += 1
             if calls.waited < MAX_TIMED:
                 calls.timed = None  # time the next call, too
                 return None
+        calls.attempts += 1
         calls.reason = waits or self._reason(calls, inputs)
-        if not calls.reason:
-            calls.recordings += 1
+        if settled and not calls.reason:
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    calls.recording = self._record(stream, inputs, addresses, calls.moving)
+                    calls.recording = self._record(stream, inputs, calls.addresses, calls.moving)
             except Exception as error:
                 calls.reason = f"{type(error).__name__}: {error}"
         if calls.reason:
@@ -275,9 +277,8 @@ class RecordedRunner:
         tensors = {n: x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         if any(x.device != self._runner.device for x in tensors.values()):
             return "an input is on another device"
-        if any(self._numbers[name] in calls.moving for name in self.plan.written):
-            return "it writes to an input whose address changes from call to call"
-        if calls.recordings >= MAX_RECORDINGS:
+        few = calls.attempts > MAX_ATTEMPTS and calls.replays < calls.attempts * MIN_REPLAYS
+        if few or not calls.moving.isdisjoint(self._written):
             return "the addresses of its inputs change too often"
         if self._wanted:
             return ""
@@ -325,8 +326,7 @@ class RecordedRunner:
             n: _view(inputs[of], shape, strides, offset) for n, (of, shape, strides, offset) in recording.views.items()
         }
         inputs.clear()
-        held = {n: _again(r) for n, r in recording.results.items() if n not in new}
-        found = views | new | held
+        found = views | new | {n: _again(r) for n, r in recording.results.items() if n not in new}
         return [found[n] for n in range(len(found))]
 
 
