@@ -193,12 +193,8 @@ class Engine:
         self.paged = Paged(model, [Cache(pages(), pages(), scale(), scale()) for _ in range(sizes.layers)])
         self.mixed = self.decoding = self.paged
         if backend is not None:
-            self.mixed = self.decoding = torch.compile(self.paged, backend=backend, dynamic=True, fullgraph=True)
-            if self.device.type == "cuda":
-                options: dict[str, Any] = {"cuda_graphs": True} if backend == "opkit" else {"triton.cudagraphs": True}
-                self.decoding = torch.compile(
-                    self.paged, backend=backend, dynamic=False, fullgraph=True, options=options
-                )
+            self.mixed = torch.compile(self.paged, backend=backend, dynamic=True, fullgraph=True)
+            self.decoding = torch.compile(self.paged, backend=backend, dynamic=False, fullgraph=True)
         self._recorded: Tensor | None = None  # the batch that a recorded graph reads, at the same address each time
 
     def __call__(self, requests: Sequence[Request]) -> Scheduler:
@@ -283,12 +279,10 @@ def in_batches(peer: Any, sizes: Sizes, backend: str | None) -> Callable[[Sequen
 
     how: dict[str, Any] = {"do_sample": False, "use_cache": True, "pad_token_id": 0}
     if backend is not None:
-        on_gpu = peer.device.type == "cuda"
-        mode = "reduce-overhead" if on_gpu and backend == "inductor" else None
-        options = {"cuda_graphs": True} if on_gpu and backend == "opkit" else None
-        compiled = transformers.CompileConfig(backend=backend, fullgraph=True, mode=mode, options=options)
+        mode = "reduce-overhead" if peer.device.type == "cuda" and backend == "inductor" else None
+        compiled = transformers.CompileConfig(backend=backend, fullgraph=True, mode=mode)
         compiled._compile_all_devices = True  # it compiles for accelerators only, if not asked so
-        how |= {"cache_implementation": "static", "compile_config": compiled}
+        how |= {"cache_implementation": "static", "compile_config": compiled, "max_cache_len": sizes.longest}
 
     def run(requests: Sequence[Request]) -> None:
         for first in range(0, len(requests), sizes.at_once):
