@@ -314,7 +314,7 @@ def by_continuous_batching(peer: Any, sizes: Sizes) -> Callable[[Sequence[Reques
             while any(len(each.generated) < each.wanted for each in requests):
                 result = manager.get_result(timeout=60)
                 if result is None:
-                    raise RuntimeError(f"continuous batching of transformers ended: {manager.fatal_error}")
+                    raise RuntimeError("continuous batching of transformers ended; its log says why")
                 if result.is_finished():
                     each = names[result.request_id]
                     each.tokens += result.generated_tokens[: each.wanted]
