@@ -62,7 +62,7 @@ def _make_number(module: fx.GraphModule, node: fx.Node) -> None:
     (source,) = node.all_input_nodes
     value = getattr(module, str(source.target), None) if source.op == "get_attr" else None
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu":
-        node.target, node.args = aten.full.default, ((), value.item())
+        node.target, node.args = aten.full.default, ([], private.number(value))
         node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 

@@ -162,7 +162,7 @@ _COL2IM = get_decompositions([aten.col2im])[aten.col2im.default]
 
 _OF_TORCH = (
     aten.glu, aten.glu_backward, aten._prelu_kernel, aten._prelu_kernel_backward, aten._weight_norm_interface, aten.tril_indices,
-    aten.triu_indices, aten.im2col,
+    aten.triu_indices, aten.im2col, aten._fused_rms_norm, aten._fused_rms_norm_backward,
 )  # fmt: skip
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

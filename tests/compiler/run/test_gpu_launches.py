@@ -11,10 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional as F
 
 from opkit.compiler import diagnostics, pipeline
 from opkit.compiler.capture import conversion
 from opkit.compiler.capture.conversion import Unsupported
+from opkit.compiler.capture.decompositions import DECOMPOSITIONS
 from opkit.compiler.lower.target import GPU
 from opkit.compiler.run import driver, driver_program, plan_cache, torch_operators
 from opkit.compiler.run.driver_program import STEPS
@@ -118,10 +120,10 @@ def test_a_number_is_read_from_the_memory_of_the_cpu():
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def traced(function, *shapes, devices=("cuda",), floats=0):
+def traced(function, *shapes, devices=("cuda",), floats=0, decompositions=None):
     with FakeTensorMode(shape_env=ShapeEnv() if floats else None):
         args = [torch.empty(s, device=devices[i % len(devices)]) for i, s in enumerate(shapes)]
-        return make_fx(function)(*args, *(torch.empty((), dtype=torch.float64) for _ in range(floats)))
+        return make_fx(function, decompositions)(*args, *(torch.empty((), dtype=torch.float64) for _ in range(floats)))
 
 
 def compiled(function, *shapes, **how):
@@ -154,6 +156,11 @@ def test_calls_with_what_follows_them():
 def test_a_plan_can_be_stored():
     found, _ = compiled(lambda x: torch.softmax(x, -1), (64, 32))
     assert plan_cache.decode(plan_cache.encode(found.plan)) == found.plan
+
+
+def test_a_root_mean_square_norm_is_fused():
+    found, _ = compiled(lambda x, w: F.rms_norm(x, (64,), w) * 2, (32, 64), (64,), decompositions=DECOMPOSITIONS)
+    assert [type(step) for step in found.plan.steps] == [GpuLaunch]
 
 
 def test_equal_kernels_are_one():
