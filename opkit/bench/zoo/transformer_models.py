@@ -89,9 +89,9 @@ _TINY_MORE: dict[str, dict[str, Any]] = {
 }
 _REAL_MORE: dict[str, dict[str, Any]] = {
     "GPTNeoFor": {"attention_types": [[["global", "local"], 6]]},
-    "Longformer": {"attention_window": [512] * 12},
+    "Longformer": {"attention_window": [512] * 12, "max_position_embeddings": 514},  # behind that of padding, too
     "GptOss": {"num_local_experts": 8},
-    "Camembert": {"max_position_embeddings": 514},  # positions start behind that of padding
+    "Camembert": {"max_position_embeddings": 514},
     "Roberta": {"max_position_embeddings": 514},
     "GPT2ForSequenceClassification": {"pad_token_id": 0},
     "GPTNeoForSequenceClassification": {"pad_token_id": 0},
@@ -151,7 +151,10 @@ def _inputs(module: Any, length: int, batch: int) -> dict[str, Any]:
     if "input_features" in names:
         bins, frames = getattr(config, "num_mel_bins", 0), 2 * config.max_source_positions
         shape = (bins, frames) if bins else (min(frames, 4 * length), config.input_feat_per_channel)
-        return {"input_features": torch.randn(batch, *shape), "decoder_input_ids": tokens}
+        return {
+            "input_features": torch.randn(batch, *shape),
+            "decoder_input_ids": tokens[:, : config.max_target_positions],
+        }
     inputs: dict[str, Any] = {"input_ids": tokens}
     if "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = tokens.roll(1, 1)
