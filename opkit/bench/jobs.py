@@ -20,6 +20,7 @@ from opkit.bench.results import Record
 
 _CACHES = ("OPKIT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _MAX_OUTPUT = 2000
+_OUT_OF_MEMORY = "out of memory"  # in the errors of torch's allocator, and of CUDA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,10 @@ def missing(jobs: Iterable[Job], records: Iterable[Record], retry: bool = False)
 def run(
     jobs: Sequence[Job], path: Path, timeout: float, finished: Callable[[Job, Record], None], at_once: int = 1
 ) -> None:
-    """Run jobs, several at once, and add a record of each to the file; ``finished`` is called with it."""
+    """Run jobs, several at once, and add a record of each to the file; ``finished`` is called with it.
+
+    What ran out of memory next to others is run again, alone.
+    """
     with tempfile.NamedTemporaryFile(prefix="opkit-bench-") as lock:
         asyncio.run(_run_all(jobs, path, timeout, finished, at_once, lock.name))
 
@@ -59,16 +63,22 @@ async def _run_all(
     lock: str,
 ) -> None:
     slots = asyncio.Semaphore(at_once)
+    again: list[Job] = []
 
-    async def run_one(job: Job) -> None:
+    async def run_one(job: Job, alone: bool) -> None:
         async with slots:
             record = await _record(job, timeout, lock)
+        if not alone and _OUT_OF_MEMORY in record.get("error", ""):
+            again.append(job)
+            return
         results.append(path, record)
         finished(job, record)
 
     async with asyncio.TaskGroup() as group:
         for job in jobs:
-            group.create_task(run_one(job))
+            group.create_task(run_one(job, at_once == 1))
+    for job in again:
+        await run_one(job, True)
 
 
 async def _record(job: Job, timeout: float, lock: str) -> Record:

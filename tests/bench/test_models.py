@@ -30,7 +30,10 @@ class Model(torch.nn.Linear):
         return super().forward(x)
 
 def create_model(name, **_):
-    if name == "regnety_002":
+    if name == "mixnet_l" and not os.path.exists(before := f"{os.path.dirname(__file__)}/before"):
+        open(before, "x").close()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    if name in ("mixnet_l", "regnety_002"):
         raise ValueError("no weights")
     return Model(64, 4)
 """
@@ -188,20 +191,24 @@ def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
 
 
 def test_failures_are_reported(tmp_path, monkeypatch):
-    """A package in place of timm: a model cannot be made, and another ends the process when it is trained."""
+    """A package in place of timm: two models cannot be made, and another ends the process when it is trained.
+
+    The last one finds no memory while another is measured.
+    """
     (tmp_path / "timm.py").write_text(FAILING_MODELS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     path = tmp_path / "models.jsonl"
-    done = run("--only", "lcnet_050,regnety_002", "--backend", "eager", "--out", path)
+    done = run("--only", "lcnet_050,regnety_002,mixnet_l", "--backend", "eager", "--jobs", "2", "--out", path)
     assert done.exit_code == 1
-    died, raised = results.read(path)
+    found = {each["model"]: each for each in results.read(path)}
+    died, raised, again = (found[name] for name in ("lcnet_050", "regnety_002", "mixnet_l"))
     assert "SIGSEGV" in died["error"]
     assert died["stage"] == "training in eager mode"
     assert died["inference"]["ratio"] > 0  # what was measured before is not lost
-    assert raised["error"] == "ValueError: no weights"
+    assert raised["error"] == again["error"] == "ValueError: no weights"
     assert raised["stage"] == "build"
-    assert "eager: 0 of 2 pass" in done.output
+    assert "eager: 0 of 3 pass" in done.output
     jobs_of = [jobs.Job(architectures()[each["model"]], Request(each["model"], "eager")) for each in (died, raised)]
     assert jobs.missing(jobs_of, [died, raised]) == []
     assert jobs.missing(jobs_of, [died, raised], retry=True) == jobs_of
