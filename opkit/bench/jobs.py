@@ -48,10 +48,13 @@ def run(
 ) -> None:
     """Run jobs, several at once, and add a record of each to the file; ``finished`` is called with it.
 
-    What ran out of memory next to others is run again, alone.
+    What ran out of memory next to others is run again, alone. SIGTERM ends this process with those that it started.
     """
     with tempfile.NamedTemporaryFile(prefix="opkit-bench-") as lock:
-        asyncio.run(_run_all(jobs, path, timeout, finished, at_once, lock.name))
+        try:
+            asyncio.run(_run_all(jobs, path, timeout, finished, at_once, lock.name))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
 
 
 async def _run_all(
@@ -62,6 +65,9 @@ async def _run_all(
     at_once: int,
     lock: str,
 ) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     slots = asyncio.Semaphore(at_once)
     again: list[Job] = []
 

@@ -3,6 +3,11 @@
 import importlib.util
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -212,6 +217,27 @@ def test_failures_are_reported(tmp_path, monkeypatch):
     jobs_of = [jobs.Job(architectures()[each["model"]], Request(each["model"], "eager")) for each in (died, raised)]
     assert jobs.missing(jobs_of, [died, raised]) == []
     assert jobs.missing(jobs_of, [died, raised], retry=True) == jobs_of
+
+
+@pytest.mark.exhaustive
+def test_a_signal_ends_the_processes_that_measure(tmp_path):
+    started = tmp_path / "started"
+    (tmp_path / "timm.py").write_text(
+        f"import os, time\n\ndef create_model(name, **_):\n    open({str(started)!r}, 'w').write(f'{{os.getpid()}} ')\n"
+        "    time.sleep(600)\n"
+    )
+    search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ["--only", "lcnet_050", "--out", str(tmp_path / "models.jsonl")]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "opkit", "bench", "models", *arguments], env={**os.environ, "PYTHONPATH": search}
+    )
+    while not (started.exists() and (text := started.read_text()).endswith(" ")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(text), 0)
 
 
 def test_the_time_limit(tmp_path):
