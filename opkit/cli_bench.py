@@ -41,7 +41,8 @@ def models(
     ] = "tiny",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="bfloat16 runs models under autocast.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="bfloat16 and float16 run models under autocast, float16 with a GradScaler."),
     ] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default torch decides.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a model and a backend.")] = 900,

@@ -31,6 +31,8 @@ T = TypeVar("T")
 SEED = 20
 STEPS = 10
 LEARNING_RATE = 1e-2
+SCALE_MARGIN = 4.0
+"""Between the largest scale of the loss with which the first step has finite gradients in float16, and the one that is used."""
 PERTURBED_RUNS = 4
 """Of eager mode in training: where a ReLU's argument is as small as rounding, each run has other gradients."""
 OTHER_INPUTS = 4
@@ -45,7 +47,7 @@ class Request:
         model: an architecture's name.
         backend: of torch.compile, or "eager".
         size, device: of the model.
-        dtype: "float32", or that of autocast.
+        dtype: "float32", or that of autocast; with "float16" a GradScaler scales the loss.
         threads: those of torch; None for its own number.
     """
 
@@ -100,6 +102,7 @@ class _Subject:
         self.exact = copy.deepcopy(task.module).double()
         self.module = task.module.float().to(self.device)
         self.fallbacks = compilation.Fallbacks()
+        self.scale = 2.0**16  # of the loss, with float16
         record |= {
             "parameters": sum(each.numel() for each in self.module.parameters()),
             "torch": torch.__version__,
@@ -167,6 +170,8 @@ class _Subject:
         self._stage("training in eager mode")
         inputs = self._training_inputs()
         state = copy.deepcopy(self.module.state_dict())
+        if self.request.dtype == "float16":
+            self.scale = self.record["scale"] = self._largest_scale(inputs) / SCALE_MARGIN
         exact, eager_errors = self._eager_training(inputs, state)
         self._stage("training")
         compiled = self._compiled()
@@ -182,9 +187,10 @@ class _Subject:
             self._judge_typical_errors(compiled, state)
         self.module.load_state_dict(state)
         self.module.zero_grad()
-        again = self._compiled()
-        _, warm = timing.timed(lambda: self._step(again, inputs), self.device)
-        self._measure("training", cold, warm, *(lambda m=m: self._step(m, inputs) for m in (self.module, again)))
+        again, scaler = self._compiled(), self._scaler(self.module)
+        _, warm = timing.timed(lambda: self._step(again, self.module, inputs, scaler), self.device)
+        steps = (lambda m=m: self._step(m, self.module, inputs, scaler) for m in (self.module, again))
+        self._measure("training", cold, warm, *steps)
 
     def _training_inputs(self, other: int = 0) -> dict[str, Any]:
         return self._inputs(self.task.training_inputs or self.task.inputs, self.task.batch, other)
@@ -221,30 +227,51 @@ class _Subject:
         self.record["errors"] = accuracy.medians(found)
         self.record["eager_errors"] = accuracy.medians(eager)
 
+    def _largest_scale(self, inputs: Mapping[str, Any]) -> float:
+        """Return the scale at which a GradScaler skips no more steps of eager mode, from the state that the module has."""
+        self.module.train()
+        scaler, optimizer = self._scaler(self.module), torch.optim.SGD(self.module.parameters(), lr=0.0)
+        while (scale := scaler.get_scale()) > 1.0:
+            self._step(self.module, self.module, inputs, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() == scale:
+                break
+        return scale
+
     def _train(self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any]) -> _Training:
         module.train()
         before = {name: each.detach().clone() for name, each in _floats(module)}
-        optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+        optimizer, scaler = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE), self._scaler(module)
         losses: list[Tensor] = []
         gradients: list[Tensor | None] = []
         first_seconds = 0.0
         for step in range(STEPS):
-            loss, seconds = timing.timed(lambda: self._step(call, inputs, module), self.device)
+            loss, seconds = timing.timed(lambda: self._step(call, module, inputs, scaler), self.device)
+            scaler.unscale_(optimizer)
             losses.append(loss.clone())
             if step == 0:
                 first_seconds = seconds
                 gradients = [None if p.grad is None else self._kept(p.grad, module) for p in module.parameters()]
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
         changes = [self._kept(each.detach() - before[name], module) for name, each in _floats(module)]
         return _Training(losses, gradients, changes, first_seconds)
 
-    def _step(self, call: Callable[..., Any], inputs: Mapping[str, Any], module: nn.Module | None = None) -> Tensor:
-        (module or self.module).zero_grad()
+    def _step(
+        self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], scaler: torch.amp.GradScaler
+    ) -> Tensor:
+        module.zero_grad()
         torch.manual_seed(SEED)
         with self._autocast(module):
             loss = accuracy.loss_of(call(**inputs))
-        loss.backward()
+        scaler.scale(loss).backward()
         return loss.detach()
+
+    def _scaler(self, module: nn.Module) -> torch.amp.GradScaler:
+        """Return a scaler of the loss as people have with float16; else one that does nothing."""
+        enabled = self.request.dtype == "float16" and module is not self.exact
+        return torch.amp.GradScaler(torch.device(self.device).type, init_scale=self.scale, enabled=enabled)
 
     # ---- both --------------------------------------------------------------------------------------------------------
 

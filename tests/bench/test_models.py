@@ -96,6 +96,13 @@ def test_autocast_is_judged_by_its_own_error():
     assert record["eager_errors"]["forward"] > 1e-4
 
 
+def test_float16_is_trained_with_a_gradient_scaler():
+    record = measure(Request("actor_critic", "eager", dtype="float16"))
+    assert record["status"] == "passed"
+    assert 1 <= record["scale"] < 2**14  # with the scaler's first one, 2 ** 16, gradients overflow
+    assert 0 < record["eager_errors"]["gradients"] < 1e-2
+
+
 def test_wrong_results_are_found():
     def off_by_one(module, inputs):
         return lambda *args: tuple(each + 1e-3 for each in module(*args))
