@@ -145,6 +145,13 @@ class CompilerError(OpkitError, RuntimeError):
     """A bug in the built-in compiler: the output of one of its stages is not well formed. The message names the place."""
 
 
+class IndexOutOfRangeError(OpkitError, IndexError, RuntimeError):
+    """A compiled graph read an index from a tensor, and it is outside its dimension.
+
+    Eager mode raises ``IndexError`` for some operators and ``RuntimeError`` for others; a kernel may compute several operators.
+    """
+
+
 class DemoError(OpkitError, RuntimeError):
     """``opkit demo`` has no text to train on, or the two runs failed to agree or to learn."""
 

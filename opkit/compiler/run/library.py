@@ -24,7 +24,7 @@ import torch
 
 from opkit.compiler.ir.expr import Callee
 from opkit.compiler.run.torch_operators import missing_operator
-from opkit.errors import CompileError
+from opkit.errors import CompileError, IndexOutOfRangeError
 from opkit.kernels.cc import isa
 from opkit.kernels.cc.compilation import Request, Unit, build
 from opkit.op import registry
@@ -50,7 +50,7 @@ _FLAGS = (
 _MACHINES = {"x86_64": ("-mprefer-vector-width=512",)}
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
-    1: (IndexError, "index {} is out of range for a dimension of size {}"),
+    1: (IndexOutOfRangeError, "index {} is out of range for a dimension of size {}"),
     2: (MemoryError, "there is no memory for {} bytes of scratch"),
     3: (RuntimeError, "ZeroDivisionError: an integer was divided by {}"),  # as eager names it
 }
@@ -170,7 +170,7 @@ def raise_error(state: Runtime, origins: Sequence[str], graph: str) -> None:
     """Raise the error that a segment reported.
 
     Raises:
-        IndexError: an index that was read from memory is out of range.
+        IndexOutOfRangeError: an index that was read from memory is out of range.
         RuntimeError: an integer was divided by 0.
         MemoryError: a kernel could not allocate its scratch memory.
     """

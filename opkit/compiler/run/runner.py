@@ -228,7 +228,7 @@ def _raise_failure(words: list[int], runtime: library.Runtime, plan: ExecutionPl
     """Raise the error of a step of the driver that begins at ``words[at]``; ``error`` is the code of a launch that failed.
 
     Raises:
-        IndexError, MemoryError: a segment failed.
+        IndexOutOfRangeError, MemoryError: a segment failed.
         RuntimeError: torch refused to allocate memory, or to make a view, or the GPU's driver to launch a kernel.
     """
     step, graph = driver_program.STEPS[words[at]], plan.name
