@@ -203,7 +203,8 @@ def _result_of(node: fx.Node, number: int) -> Any:
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     if node.target is private.functional_call:  # its results are the nodes that take them from it
         return []
-    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+    values = tree_leaves(node.meta.get("val"))
+    return [each for each in values if isinstance(each, torch.Tensor) and each.layout is torch.strided]
 
 
 def _is_written(node: fx.Node) -> bool:
