@@ -122,7 +122,7 @@ def _nll_loss_backward(
 
 
 def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
-    if not _is_on_gpu(x) or x.dim() != 2:
+    if not _is_on_gpu(x) or x.dim() != 2 or target.dtype not in (torch.int64, torch.uint8):
         return NotImplemented
     counted = target != ignored
     labels = torch.where(counted, target, 0)

@@ -54,6 +54,12 @@ def read(x: Tensor, coordinates: Sequence[IndexLike]) -> Expr:
     return body
 
 
+def check_dtype(indices: Tensor, *allowed: str) -> None:
+    """Leave indices of other dtypes to the operator: it refuses them, which its fake implementation does not."""
+    if indices.dtype not in allowed:
+        raise NoRule(f"indices of the dtype {indices.dtype}")
+
+
 def with_dimension(x: Tensor) -> Tensor:
     """Return the tensor, with a dimension of one element if it has none."""
     return x if x.shape else x.reshaped([index(1)])
@@ -69,8 +75,10 @@ def selection(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[Shape, list[
     The dimensions that the index tensors broadcast to replace the indexed ones, or come first if those are not adjacent.
     """
     indexed = {k: t for k, t in enumerate(indices) if t is not None}
-    if any(not is_int(t.dtype) or t.dtype == "u8" for t in indexed.values()):
+    if any(t.dtype in ("b1", "u8") for t in indexed.values()):
         raise NoRule("a mask as an index")
+    for each in indexed.values():
+        check_dtype(each, "i32", "i64")
     common = broadcast(*(t.shape for t in indexed.values()))
     rest = [n for k, n in enumerate(x.shape) if k not in indexed]
     begin = min(indexed) if max(indexed) - min(indexed) < len(indexed) else 0
@@ -93,6 +101,7 @@ def embedding(b: Builder, weight: Tensor, indices: Tensor, *rest: Any, **kwargs:
 
 @TABLE.rule(*overloads("index_select"))
 def index_select(b: Builder, x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    check_dtype(indices, "i32", "i64")
     source, at = with_dimension(x), with_dimension(indices)
     dim %= len(source.shape)
     axes = formal(replaced(source.shape, dim, at.shape[0]))
@@ -270,16 +279,19 @@ def index_add(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor, 
     if alpha != 1:
         scaled = element(source, source.shape, DTYPES[source.dtype].compute) * alpha
         source = b.temporary(scaled.expr, source.shape)
+    check_dtype(indices, "i32", "i64")
     return _slices(b, x, dim, indices, source, "add")
 
 
 @TABLE.rule(*overloads("index_copy"))
 def index_copy(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor) -> Tensor:
+    check_dtype(indices, "i64")
     return _slices(b, x, dim, indices, source)
 
 
 @TABLE.rule(*overloads("index_fill", "int_Scalar", "int_Tensor"))
 def index_fill(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand) -> Tensor:
+    check_dtype(indices, "i64")
     return _slices(b, x, dim, indices, source, from_end=True)
 
 
@@ -287,6 +299,7 @@ def index_fill(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Operand
 def index_reduce(
     b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
+    check_dtype(indices, "i32", "i64")
     return _slices(b, x, dim, indices, source, *_reduction(reduce, include_self, x.dtype))
 
 

@@ -15,7 +15,7 @@ from opkit.compiler.ir.index import ZERO, Index, index, product
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import Table, overloads
-from opkit.compiler.lower.rules.indexing import checked_index, read
+from opkit.compiler.lower.rules.indexing import check_dtype, checked_index, read
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.tensors import Shape, Tensor, broadcast, formal
 
@@ -166,6 +166,7 @@ def nll_loss(
     b: Builder, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the loss, and the sum of the weights of the targets that are not ignored, for the derivative of a mean."""
+    check_dtype(target, "u8", "i64")
     x, target = _batched(x, target)
     inner = DTYPES[x.dtype].compute
     first, *rest = axes = formal(target.shape)
