@@ -76,6 +76,7 @@ def _sam_encoder(size: Size) -> Task:
         "mlp_dim": 64,
     }
     config = transformers.SamVisionConfig(**(tiny if size == "tiny" else {}))
+    config.initializer_range = 0.02  # that of ViT; the default's weights of 1e-10 make results of 1e-21
     inputs = images(config.image_size, name="pixel_values")
     return Task(without_dropout(transformers.SamVisionModel(config)), inputs, 2)
 
