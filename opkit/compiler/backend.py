@@ -146,7 +146,7 @@ def _compile_with_aot_autograd(
     )
     tokens = inlining.set(options.inline), knows_lowerings.set(options.inline is None)
     try:
-        with private.floats_as_arguments():
+        with private.floats_as_arguments(), private.backwards_without_autocast():
             return recording.without_aot_autograd(make(module, example_inputs))
     finally:
         inlining.reset(tokens[0])

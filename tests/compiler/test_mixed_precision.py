@@ -132,6 +132,7 @@ PRODUCTS = {
     "bilinear": (F.bilinear, ((3, 5), (3, 4), (2, 5, 4), (2,))),
     "linear": (F.linear, ((2, 3, 5), (4, 5), (4,))),
     "cdist": (torch.cdist, ((2, 3, 5), (2, 4, 5))),
+    "cdist, by products": (functools.partial(torch.cdist, compute_mode="use_mm_for_euclid_dist"), ((3, 5), (4, 5))),
     "cdist, sums": (functools.partial(torch.cdist, p=1.0), ((3, 5), (4, 5))),
     "conv2d": (F.conv2d, ((2, 3, 5, 6), (4, 3, 3, 3), (4,))),
     "conv_transpose2d": (F.conv_transpose2d, ((2, 3, 4, 5), (3, 2, 3, 3))),
@@ -194,12 +195,37 @@ def _args(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", cases("einsum, three", "baddbmm", "bilinear", "cdist", "multi_dot"))
+@pytest.mark.parametrize("name", cases("einsum, three", "baddbmm", "bilinear", "cdist, by products", "multi_dot"))
 def test_products_under_autocast(name, dtype):
     function, args = _args(name)
     exact = first_derivatives(function, [each.double() for each in args], torch.float64)
     eager, found = (first_derivatives(each, args, dtype) for each in (function, compiled(function)))
     check_precision(found, eager, exact, dtype)
+
+
+class Product(torch.autograd.Function):
+    """A product of matrices whose gradients are products, too."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return (a @ b).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad @ b.T, a.T @ grad
+
+
+def product(a, b):
+    return Product.apply(a, b)
+
+
+def test_backward_is_outside_of_autocast():
+    """As in eager mode, where ``backward`` is called after the block; AOTAutograd traces it in the block."""
+    args = torch.randn(3, 5), torch.randn(5, 4)
+    eager, found = (first_derivatives(each, args, torch.bfloat16) for each in (product, compiled(product)))
+    torch.testing.assert_close(found, eager)
 
 
 @pytest.mark.exhaustive

@@ -190,6 +190,12 @@ def floats_as_arguments() -> Iterator[None]:
         _graph_compile.tensorify_python_scalars = tensorify
 
 
+def backwards_without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Make AOTAutograd trace backwards outside of their forwards' autocast, unless torch's setting names another one."""
+    chosen = _functorch_config.backward_pass_autocast
+    return _functorch_config.patch(backward_pass_autocast="off" if chosen == "same_as_forward" else chosen)
+
+
 def example(symbol: Any, number: Any) -> int | None:
     """Return the value that a symbol had when the graph was captured; None for one that depends on data."""
     environment = number.node.shape_env
