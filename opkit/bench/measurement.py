@@ -99,7 +99,7 @@ class _Subject:
     ) -> None:
         self.task, self.request, self.record, self.save, self.lock = task, request, record, save, lock
         self.device, self.backend = request.device, request.backend
-        self.exact = copy.deepcopy(task.module).double()
+        self.exact, self.exact_dtype = copy.deepcopy(task.module).double(), torch.float64
         self.module = task.module.float().to(self.device)
         self.fallbacks = compilation.Fallbacks()
         self.scale = 2.0**16  # of the loss, with float16
@@ -124,7 +124,7 @@ class _Subject:
         inputs = [self._inputs(self.task.inputs, batch) for batch in self.task.batches]
         self._stage("inference in eager mode")
         eager = [self._results(self.module, each) for each in inputs]
-        exact = self._in_float64(lambda: [self._results(self.exact, _double(each)) for each in inputs], eager)
+        exact = self._in_float64(lambda: [self._results(self.exact, self._as_exact(each)) for each in inputs], eager)
         if _shapes(exact) != _shapes(eager):
             self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
             exact = eager
@@ -145,11 +145,12 @@ class _Subject:
         self._measure("inference", cold, warm, *(lambda m=m: self._call(m, inputs[0]) for m in (self.module, again)))
 
     def _in_float64(self, run: Callable[[], T], eager: T) -> T:
-        """Return what the copy in float64 gives, or the results of eager mode if some operator has no float64.
+        """Return what the exact copy gives. If some operator has no float64, the copy is in float32 where the model runs under
+        autocast; else the results of eager mode are the exact ones.
 
         The copy, and what is kept of it, are on the CPU before and after, as models fill the memory of a GPU.
         """
-        if self.record["reference"] != "float64":
+        if self.record["reference"].startswith("eager mode"):
             return eager
         try:
             self.exact.to(self.device)
@@ -157,11 +158,24 @@ class _Subject:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            self.record["reference"] = f"eager mode: float64 raised {type(error).__name__}: {str(error)[:200]}"
-            return eager
+            if self.exact_dtype != torch.float64:
+                raise
+            reason = f"float64 raised {type(error).__name__}: {str(error)[:200]}"
         finally:
             self.exact.zero_grad()
             self.exact.to("cpu")
+        if self.request.dtype == "float32":
+            self.record["reference"] = f"eager mode: {reason}"
+            return eager
+        self.record["reference"] = f"float32: {reason}"
+        self.exact, self.exact_dtype = self.exact.float(), torch.float32
+        return self._in_float64(run, eager)
+
+    def _as_exact(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        wide = self.exact_dtype
+        return pytree.tree_map_only(
+            Tensor, lambda each: each.to(wide) if each.is_floating_point() else each, dict(inputs)
+        )
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +216,7 @@ class _Subject:
         self.module.load_state_dict(state)
         self.exact.load_state_dict(state)
         eager = self._train(self.module, self.module, inputs)
-        exact = self._in_float64(lambda: self._train(self.exact, self.exact, _double(inputs)), eager)
+        exact = self._in_float64(lambda: self._train(self.exact, self.exact, self._as_exact(inputs)), eager)
         runs = [eager.errors(exact)]
         for run in range(PERTURBED_RUNS):
             torch.manual_seed(SEED + 1 + run)  # training leaves the generator in the same state each time
@@ -353,10 +367,6 @@ def _perturbed(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor * (1 + (torch.rand_like(tensor) - 0.5) * torch.finfo(tensor.dtype).eps)
-
-
-def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return pytree.tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, dict(inputs))
 
 
 def _shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:

@@ -103,6 +103,24 @@ def test_float16_is_trained_with_a_gradient_scaler():
     assert 0 < record["eager_errors"]["gradients"] < 1e-2
 
 
+def test_a_model_without_float64_is_compared_with_float32_under_autocast(monkeypatch):
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            if x.dtype == torch.float64:
+                raise RuntimeError("no float64")
+            return super().forward(x)
+
+    probe = Architecture(
+        "probe", "decisions", lambda size: Task(Model(8, 4), lambda n: {"x": torch.randn(n, 8)}, batch=2)
+    )
+    monkeypatch.setattr(measurement, "architectures", lambda: {"probe": probe})
+    wide, narrow = (measure(Request("probe", "eager", dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert (wide["status"], narrow["status"]) == ("passed", "passed")
+    assert wide["reference"] == "eager mode: float64 raised RuntimeError: no float64"
+    assert narrow["reference"] == "float32: float64 raised RuntimeError: no float64"
+    assert narrow["eager_errors"]["forward"] > 1e-4
+
+
 def test_wrong_results_are_found():
     def off_by_one(module, inputs):
         return lambda *args: tuple(each + 1e-3 for each in module(*args))
