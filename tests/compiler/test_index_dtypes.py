@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import opkit
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings("ignore:index_reduce")]  # it is in beta
 
 TABLE = torch.linspace(-2, 3, 35).reshape(7, 5)
 AT = torch.tensor([0, 3, 6, 2])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.usefixtures("fresh")
+pytestmark = [pytest.mark.usefixtures("fresh"), pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")]
 
 NARROW = (torch.bfloat16, torch.float16)
 
