@@ -125,17 +125,22 @@ class _Subject:
         self._stage("inference in eager mode")
         eager = [self._results(self.module, each) for each in inputs]
         exact = self._in_float64(lambda: [self._results(self.exact, self._as_exact(each)) for each in inputs], eager)
-        if _shapes(exact) != _shapes(eager):
+        judged = _shapes(exact) == _shapes(eager) or self.request.dtype == "float32"
+        if not judged:  # rounding decides which results there are
+            self.record["reference"] += ", in training alone: sizes of results depend on data"
+        elif _shapes(exact) != _shapes(eager):
             self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
             exact = eager
-        self.record["eager_errors"]["forward"] = _worst(eager, exact)
+        if judged:
+            self.record["eager_errors"]["forward"] = _worst(eager, exact)
         self._stage("inference")
         compiled = self._compiled()
         with self.fallbacks.recorded():
             first, cold = timing.timed(lambda: self._results(compiled, inputs[0]), self.device)
         captured = compilation.captured_graphs()
         found = [first, *(self._results(compiled, each) for each in inputs[1:])]
-        self.record["errors"]["forward"] = _worst(found, exact)
+        if judged:
+            self.record["errors"]["forward"] = _worst(found, exact)
         self.record["recompiles"] = compilation.captured_graphs() - captured
         self.record["graphs"] = captured
         self._add_compilation()

@@ -121,6 +121,23 @@ def test_a_model_without_float64_is_compared_with_float32_under_autocast(monkeyp
     assert narrow["eager_errors"]["forward"] > 1e-4
 
 
+def test_results_whose_sizes_depend_on_rounding_are_not_judged_under_autocast(monkeypatch):
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y[:, : 2 if y.dtype == torch.float64 and not self.training else 3]
+
+    probe = Architecture(
+        "probe", "decisions", lambda size: Task(Model(8, 4), lambda n: {"x": torch.randn(n, 8)}, batch=2)
+    )
+    monkeypatch.setattr(measurement, "architectures", lambda: {"probe": probe})
+    record = measure(Request("probe", "eager", dtype="bfloat16"))
+    assert record["status"] == "passed"
+    assert record["reference"] == "float64, in training alone: sizes of results depend on data"
+    assert set(record["errors"]) == {"loss", "gradients", "steps"}
+    assert record["eager_errors"]["gradients"] > 1e-4
+
+
 def test_wrong_results_are_found():
     def off_by_one(module, inputs):
         return lambda *args: tuple(each + 1e-3 for each in module(*args))
