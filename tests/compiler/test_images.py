@@ -42,6 +42,19 @@ def test_a_stem_is_trained_as_in_eager(dilation):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_windows_of_each_channel_are_trained_as_in_float64(dtype):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 24, 1), nn.Conv2d(24, 24, 5, stride=2, padding=2, groups=24), nn.ReLU()).to(
+        dtype
+    )
+    exact = copy.deepcopy(module).double()
+    x = torch.randn(2, 3, 11, 9, dtype=dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for found, expected in zip(step(module, compiled(module), x), step(exact, exact, x.double()), strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
 def test_norms_of_bfloat16_are_not_called():
     torch.manual_seed(0)
     module = Stem().bfloat16()

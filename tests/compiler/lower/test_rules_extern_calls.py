@@ -135,6 +135,20 @@ def test_torch_does_not_copy_a_large_weight_to_the_layout_of_small_images(size, 
         assert tuple(s.constant for s in call.args[argument].strides) == layout
 
 
+@pytest.mark.parametrize("image", [True, False])
+def test_the_weight_of_a_depthwise_convolution_with_a_large_window_has_its_gradient_from_a_kernel(image):
+    settings = ([16], [2, 1], [3, 2], [1, 2], False, [0, 0], 16)
+
+    def backward(g, x, w):
+        found = torch.ops.aten.convolution_backward(g, x, w, *settings, [image, True, True])
+        return [each for each in found if each is not None]
+
+    x, w = r(2, 16, 9, 8), r(16, 1, 6, 3)
+    g = torch.ops.aten.convolution(x, w, None, *settings[1:])
+    program = check(backward, torch.randn_like(g), x, w, rtol=1e-4, atol=1e-4)
+    assert [call.args[-1] for call in calls(program)] == [[True, False, False]] * image
+
+
 def test_other_convolutions_are_called_as_they_are():
     for function, *args in (
         (lambda x, w: F.conv1d(x, w), r(2, 4, 7), r(3, 4, 3)),
