@@ -135,6 +135,29 @@ def test_torch_does_not_copy_a_large_weight_to_the_layout_of_small_images(size, 
         assert tuple(s.constant for s in call.args[argument].strides) == layout
 
 
+@pytest.mark.parametrize("settings", [([1, 1], [1, 1], [1, 1]), ([2, 1], [2, 0], [1, 2])])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_with_few_places_and_many_channels_is_products(settings, layout):
+    settings = (*settings, False, [0, 0], 1)
+
+    def forward(x, w, bias):
+        return torch.ops.aten.convolution(x, w, bias, *settings)
+
+    def backward(g, x, w):
+        return list(torch.ops.aten.convolution_backward(g, x, w, [80], *settings, [True, True, True]))
+
+    x, w, bias = r(1, 3, 2, 3).to(memory_format=layout), r(80, 3, 3, 2), r(80)
+    g = torch.randn_like(forward(x, w, bias)).to(memory_format=layout)
+    for function, args, count in ((forward, (x, w, bias), 1), (backward, (g, x, w), 2)):
+        program = check(function, *args, rtol=1e-4, atol=1e-4)
+        assert [call.target for call in calls(program)] == ["aten.mm.default"] * count
+
+
+def test_a_convolution_with_as_many_places_as_channels_is_called():
+    program = check(lambda x, w: F.conv2d(x, w, padding=1), r(1, 3, 5, 5), r(25, 3, 3, 3), rtol=1e-4, atol=1e-4)
+    assert [call.target for call in calls(program)] == ["aten.convolution.default"]
+
+
 @pytest.mark.parametrize("image", [True, False])
 def test_the_weight_of_a_depthwise_convolution_with_a_large_window_has_its_gradient_from_a_kernel(image):
     settings = ([16], [2, 1], [3, 2], [1, 2], False, [0, 0], 16)

@@ -20,7 +20,9 @@ from opkit.compiler.ir.index import Index, contiguous
 from opkit.compiler.lower import scalar as f
 from opkit.compiler.lower.builder import Builder, element
 from opkit.compiler.lower.registry import NoRule, Table, overloads
+from opkit.compiler.lower.rules.convolution_products import convolved, image_gradient, is_product, weight_gradient
 from opkit.compiler.lower.rules.joining import within
+from opkit.compiler.lower.rules.pooling import Windows
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal, is_dense
@@ -179,10 +181,14 @@ def _convolution(
     kind = b.result()
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
-    layout = _image_layout(b, weight, x.shape, kind.shape)
-    kind = dataclasses.replace(kind, strides=layout(kind.shape))
-    out = b.extern_buffer(_in_type(b, kind, kind.strides))
-    image = b.call(b.node.target, (as_image(b, x, layout(x.shape)), _wide(b, weight), None, *settings), [out])[0]
+    if is_product(b, weight, kind.shape, groups):
+        kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
+        image = convolved(b, x, weight, kind.shape, Windows(2, weight.shape[2:], stride, padding, dilation))
+    else:
+        layout = _image_layout(b, weight, x.shape, kind.shape)
+        kind = dataclasses.replace(kind, strides=layout(kind.shape))
+        out = b.extern_buffer(_in_type(b, kind, kind.strides))
+        image = b.call(b.node.target, (as_image(b, x, layout(x.shape)), _wide(b, weight), None, *settings), [out])[0]
     if bias is None:
         return _rounded(b, image, kind)
     by_channel = bias.reshaped((bias.shape[0], 1, 1))
@@ -193,11 +199,33 @@ def _convolution(
 def _convolution_backward(
     b: Builder, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *settings: Any, **_: Any
 ) -> tuple[Tensor | None, ...]:
-    *rest, transposed, output_padding, groups, mask = settings
+    *rest, transposed, _, groups, _ = settings
     _check_images(b, x, None, transposed)
     kinds: Any = b.node.result
-    layout = _image_layout(b, weight, x.shape, grad.shape)
-    image = as_image(b, grad, layout(grad.shape))
+    if is_product(b, weight, grad.shape, groups):
+        image, windows = as_image(b, grad), Windows(2, weight.shape[2:], *rest)
+        results = [
+            image_gradient(b, image, weight, x.shape, windows) if isinstance(kinds[0], TensorType) else None,
+            weight_gradient(b, image, x, weight, windows) if isinstance(kinds[1], TensorType) else None,
+        ]
+    else:
+        layout = _image_layout(b, weight, x.shape, grad.shape)
+        image = as_image(b, grad, layout(grad.shape))
+        results = _called_gradients(b, image, x, weight, layout, settings)
+    kind = kinds[2]
+    if not isinstance(kind, TensorType):
+        return (*results, None)
+    dims = [k for k in range(len(image.shape)) if k != 1]
+    body = element(image, image.shape, DTYPES[kind.dtype].compute)
+    return (*results, b.reduce("sum", body, image.shape, dims, kind.dtype))
+
+
+def _called_gradients(
+    b: Builder, image: Tensor, x: Tensor, weight: Tensor, layout: Callable[[Shape], Shape], settings: Sequence[Any]
+) -> list[Tensor | None]:
+    """Return the gradients of the images and of the weight, which torch computes, or the second a kernel."""
+    kinds: Any = b.node.result
+    *rest, transposed, output_padding, groups, mask = settings
     stride, (height, width) = rest[0], weight.shape[2:]
     own = _by_own_kernel(b, weight, x, groups) and isinstance(kinds[1], TensorType)
     outs = [
@@ -218,12 +246,7 @@ def _convolution_backward(
     ]
     if own:
         results[1] = _depthwise_weight_gradient(b, image, x, kinds[1], *rest)
-    kind = kinds[2]
-    if not isinstance(kind, TensorType):
-        return (*results, None)
-    dims = [k for k in range(len(image.shape)) if k != 1]
-    body = element(image, image.shape, DTYPES[kind.dtype].compute)
-    return (*results, b.reduce("sum", body, image.shape, dims, kind.dtype))
+    return results
 
 
 def _by_own_kernel(b: Builder, weight: Tensor, x: Tensor, groups: int) -> bool:
