@@ -5,6 +5,7 @@ As in torch's own benchmarks, a compiled model may be as wrong as the model itse
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,6 +52,34 @@ def joint_error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
     if [each is None for each in found] != [each is None for each in expected]:
         return math.inf
     return _relative([each for each in found if each is not None], [each for each in expected if each is not None])
+
+
+def worst_of_calls(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> float:
+    """Return the largest relative error of the results of several calls."""
+    return max(worst_error(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:
+    """Return the shapes of the results of several calls."""
+    return [[each.shape for each in result] for result in results]
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The losses, the gradients of the first step, and how much the steps changed each floating-point parameter and buffer."""
+
+    losses: list[Tensor]
+    gradients: list[Tensor | None]
+    changes: list[Tensor]
+    first_seconds: float
+
+    def errors(self, exact: Training) -> dict[str, float]:
+        """Return the relative errors of the first loss, of the gradients, and of what the steps changed, with their losses."""
+        return {
+            "loss": joint_error(self.losses[:1], exact.losses[:1]),
+            "gradients": joint_error(self.gradients, exact.gradients),
+            "steps": joint_error([*self.losses, *self.changes], [*exact.losses, *exact.changes]),
+        }
 
 
 def _relative(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

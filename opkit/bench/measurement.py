@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,14 +125,14 @@ class _Subject:
         self._stage("inference in eager mode")
         eager = [self._results(self.module, each) for each in inputs]
         exact = self._in_float64(lambda: [self._results(self.exact, self._as_exact(each)) for each in inputs], eager)
-        judged = _shapes(exact) == _shapes(eager) or self.request.dtype == "float32"
+        judged = accuracy.shapes(exact) == accuracy.shapes(eager) or self.request.dtype == "float32"
         if not judged:  # rounding decides which results there are
             self.record["reference"] += ", in training alone: sizes of results depend on data"
-        elif _shapes(exact) != _shapes(eager):
+        elif accuracy.shapes(exact) != accuracy.shapes(eager):
             self.record["reference"] = "eager mode: sizes depend on data, and are others in float64"
             exact = eager
         if judged:
-            self.record["eager_errors"]["forward"] = _worst(eager, exact)
+            self.record["eager_errors"]["forward"] = accuracy.worst_of_calls(eager, exact)
         self._stage("inference")
         compiled = self._compiled()
         with self.fallbacks.recorded():
@@ -140,7 +140,7 @@ class _Subject:
         captured = compilation.captured_graphs()
         found = [first, *(self._results(compiled, each) for each in inputs[1:])]
         if judged:
-            self.record["errors"]["forward"] = _worst(found, exact)
+            self.record["errors"]["forward"] = accuracy.worst_of_calls(found, exact)
         self.record["recompiles"] = compilation.captured_graphs() - captured
         self.record["graphs"] = captured
         self._add_compilation()
@@ -165,10 +165,12 @@ class _Subject:
             exact = self._in_float64(
                 lambda x=inputs: [self._results(self.exact, self._as_exact(each)) for each in x], of_eager
             )
-            if _shapes(exact) != _shapes(of_eager):
+            if accuracy.shapes(exact) != accuracy.shapes(of_eager):
                 exact = of_eager
-            eager.append({"forward": _worst(of_eager, exact)})
-            found.append({"forward": _worst([self._results(compiled, each) for each in inputs], exact)})
+            eager.append({"forward": accuracy.worst_of_calls(of_eager, exact)})
+            found.append(
+                {"forward": accuracy.worst_of_calls([self._results(compiled, each) for each in inputs], exact)}
+            )
         self.record["inference_inputs"] = len(found)
         self.record["errors"] = accuracy.medians(found)
         self.record["eager_errors"] = accuracy.medians(eager)
@@ -240,7 +242,7 @@ class _Subject:
 
     def _eager_training(
         self, inputs: Mapping[str, Any], state: Mapping[str, Tensor]
-    ) -> tuple[_Training, dict[str, float]]:
+    ) -> tuple[accuracy.Training, dict[str, float]]:
         """Return training in float64, and the largest errors of eager mode's runs, from this state, which the module has then."""
         self.module.load_state_dict(state)
         self.exact.load_state_dict(state)
@@ -282,7 +284,7 @@ class _Subject:
                 break
         return scale
 
-    def _train(self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any]) -> _Training:
+    def _train(self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any]) -> accuracy.Training:
         module.train()
         before = {name: each.detach().clone() for name, each in _floats(module)}
         optimizer, scaler = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE), self._scaler(module)
@@ -299,7 +301,7 @@ class _Subject:
             scaler.step(optimizer)
             scaler.update()
         changes = [self._kept(each.detach() - before[name], module) for name, each in _floats(module)]
-        return _Training(losses, gradients, changes, first_seconds)
+        return accuracy.Training(losses, gradients, changes, first_seconds)
 
     def _step(
         self, call: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], scaler: torch.amp.GradScaler
@@ -366,27 +368,6 @@ class _Subject:
             self.record[name] = {**measured, **dataclasses.asdict(timing.compared(eager, compiled, self.device))}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Training:
-    """The losses, the gradients of the first step, and how much the steps changed each floating-point parameter and buffer."""
-
-    losses: list[Tensor]
-    gradients: list[Tensor | None]
-    changes: list[Tensor]
-    first_seconds: float
-
-    def errors(self, exact: _Training) -> dict[str, float]:
-        return {
-            "loss": accuracy.joint_error(self.losses[:1], exact.losses[:1]),
-            "gradients": accuracy.joint_error(self.gradients, exact.gradients),
-            "steps": accuracy.joint_error([*self.losses, *self.changes], [*exact.losses, *exact.changes]),
-        }
-
-
-def _worst(found: Sequence[Sequence[Tensor]], exact: Sequence[Sequence[Tensor]]) -> float:
-    return max(accuracy.worst_error(a, b) for a, b in zip(found, exact, strict=True))
-
-
 def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, each) for name, each in module.state_dict().items() if each.is_floating_point())
 
@@ -396,10 +377,6 @@ def _perturbed(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor * (1 + (torch.rand_like(tensor) - 0.5) * torch.finfo(tensor.dtype).eps)
-
-
-def _shapes(results: Sequence[Sequence[Tensor]]) -> list[list[torch.Size]]:
-    return [[each.shape for each in result] for result in results]
 
 
 def main(request: str, result: str, lock: str) -> None:
