@@ -393,3 +393,18 @@ def test_saved_tensors_outlive_the_replay_of_another_graph(replays):
         found.backward()
         close(torch.stack([x.grad, w.grad]), torch.stack(torch.autograd.grad(loss(x, w), (x, w))))
     assert {name.split()[0] for name in replays} == {"inference", "forward", "backward"}
+
+
+def test_recordings_outlive_the_workspaces_of_cublas(replays):
+    """Inductor releases these workspaces around its own recordings; their memory is then anybody's."""
+    model = network().bfloat16().requires_grad_(False)
+    compiled = torch.compile(model, backend="opkit", options=ON_REQUEST)
+    x = r(32, 64, dtype=torch.bfloat16)
+    expected = [compiled(x) for _ in range(4)][-1]
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**20,), 7.0, device="cuda") for _ in range(64)]
+    count = len(replays)
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
+    assert len(replays) == count + 1
+    assert all((each == 7).all() for each in others)

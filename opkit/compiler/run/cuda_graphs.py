@@ -134,8 +134,7 @@ def _waits_for_kernels(calls: _Calls) -> str:
 
 
 def _nbytes(plan: ExecutionPlan, name: str) -> int:
-    buffer = plan.buffers[name]
-    return (product(buffer.shape).constant or 0) * DTYPES[buffer.dtype].bytes
+    return (product(plan.buffers[name].shape).constant or 0) * DTYPES[plan.buffers[name].dtype].bytes
 
 
 @dataclasses.dataclass
@@ -374,10 +373,9 @@ def _captured(
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         first = _first.get((device, stream))
+        torch.mm(ones := torch.ones(16, 16, device=device), ones)  # so that cuBLAS has a handle in this thread
         if first is None:
-            ones = torch.ones(16, 16, device=device)
-            product = ones @ ones  # so that cuBLAS allocates its workspace for this stream outside of the pool
-            first = _first[device, stream] = _capture(lambda: [product + 1], torch.cuda.graph_pool_handle())[0]
+            first = _first[device, stream] = _capture(lambda: [ones + 1], torch.cuda.graph_pool_handle())[0]
         try:
             return _capture(run, torch.cuda.graph_pool_handle() if lasting else first.pool())
         except Exception:
@@ -391,9 +389,11 @@ def _captured(
 
 def _capture(run: Callable[[], list[Any]], pool: Any) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     graph = torch.cuda.CUDAGraph()
+    private.release_cublas_workspaces()  # so that the graph's are of its pool, which nobody else gets
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         results = run()
     finally:
         graph.capture_end()
+        private.release_cublas_workspaces()
     return graph, results

@@ -38,6 +38,14 @@ def raw_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def release_cublas_workspaces() -> None:
+    """Give the workspaces of cuBLAS back to the pools that they are from (torch 2.11 to 2.14); its next calls allocate others.
+
+    Inductor does so around its recordings, and frees what another CUDA graph works in unless that is of the graph's own pool.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def is_observed() -> bool:
     """Return whether a profiler or a mode observes the operators that are called."""
     profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
