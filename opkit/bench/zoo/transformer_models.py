@@ -91,6 +91,7 @@ _REAL_MORE: dict[str, dict[str, Any]] = {
     "GPTNeoFor": {"attention_types": [[["global", "local"], 6]]},
     "Longformer": {"attention_window": [512] * 12, "max_position_embeddings": 514},  # behind that of padding, too
     "GptOss": {"num_local_experts": 8},
+    "Blenderbot": {"max_position_embeddings": 512},
     "Camembert": {"max_position_embeddings": 514},
     "Roberta": {"max_position_embeddings": 514},
     "GPT2ForSequenceClassification": {"pad_token_id": 0},

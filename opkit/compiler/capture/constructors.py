@@ -90,10 +90,10 @@ def _takes(user: fx.Node, node: fx.Node, device: torch.device) -> bool:
     value, packet = user.meta.get("val"), _packet(user)
     if packet is None or not isinstance(value, torch.Tensor) or value.device != device:
         return False
+    is_number = node.meta["val"].dim() == 0
     if packet in _INDEXING:  # the table and the values that are put into it are on the GPU, or numbers
-        return node not in (user.args[0], *user.args[2:])
-    is_number = node.meta["val"].dim() == 0 and torch.Tag.pointwise in _tags(user)
-    return is_number or packet in _COPIES
+        return node is not user.args[0] and (is_number or node not in user.args[2:])
+    return (is_number and torch.Tag.pointwise in _tags(user)) or packet in _COPIES
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -194,6 +194,7 @@ MADE_ON_THE_CPU = {
     "a matrix that is copied": (lambda x: x + (-torch.eye(4)).to(x.device), (4, 4)),
     "a number": (lambda x: torch.where(x > 0, x, torch.full((), 3.0)), (5,)),
     "places of values": (lambda x: torch.ops.aten.index_put(x, [torch.arange(2)], x.narrow(0, 0, 2) * 2), (5,)),
+    "a number that is put": (lambda x: torch.ops.aten.index_put(x, [torch.arange(2)], torch.full((), 3.0)), (5,)),
     "a constant": (lambda x: x / torch.sqrt(torch.tensor(64.0) * 2).to(x.dtype), (5,)),
     "tensors that are copied together": (lambda x: x + torch.cat([torch.ones(2), torch.zeros(3)]).to(x.device), (5,)),
 }
