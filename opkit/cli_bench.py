@@ -1,4 +1,4 @@
-"""``opkit bench``: benchmarks that are part of the package."""
+"""``opkit bench``: benchmarks that are part of the package: of topics, and of a zoo of models."""
 
 from __future__ import annotations
 
@@ -12,17 +12,111 @@ from rich.markup import escape
 from opkit import errors, terminal
 
 if TYPE_CHECKING:
+    from opkit.bench import figures
     from opkit.bench.jobs import Job
     from opkit.bench.results import Record
 
-bench_app = typer.Typer(help="Measure models.", no_args_is_help=True)
+bench_app = typer.Typer(help="Time opkit next to its peers, and measure models.", no_args_is_help=True)
 
 _STYLES = {"passed": "green", "skipped": "yellow"}
 
 
-@bench_app.callback()
-def options() -> None:
-    """Measure models."""
+# ---- topics ----------------------------------------------------------------------------------------------------------
+
+
+@bench_app.command("list")
+def list_topics() -> None:
+    """List the topics of ``opkit bench run``, with the peers, and what is not installed."""
+    from opkit.bench.topics import TOPICS
+
+    rows = [(each.name, each.about, each.peers, ", ".join(each.missing())) for each in TOPICS.values()]
+    terminal.console().print(terminal.table(("topic", "what is timed", "compared with", "not installed"), rows))
+
+
+@bench_app.command()
+def run(
+    topics: Annotated[list[str] | None, typer.Argument(help="Topics of `opkit bench list`; by default all.")] = None,
+    only: Annotated[str, typer.Option(help="Only the cases whose names contain this text.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; by default torch decides.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, whose times say little.")] = False,
+    out: Annotated[Path, typer.Option(help="The file of the run, for `opkit bench compare`.")] = Path(
+        "opkit-bench.json"
+    ),
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots and a filter to this file.")] = None,
+) -> None:
+    """Time opkit and its peers in turn, and print how many times as fast opkit is. The status is 1 if a case fails."""
+    terminal.check_device(device)
+    for option, path in (("--out", out), ("--markdown", markdown), ("--html", html)):
+        if path is not None:
+            _check_folder(option, path)
+    import torch
+
+    from opkit.bench import figures
+    from opkit.bench.topics import TOPICS, Setting
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    setting, console = Setting(device, quick), terminal.console()
+    with terminal.bad_input(errors.ArgumentError):
+        cases = figures.chosen(topics or [*TOPICS], setting, only)
+    found: list[figures.Figure] = []
+    with terminal.progress(console) as progress:
+        task = progress.add_task("", total=len(cases))
+        for topic, case in cases:
+            progress.update(task, description=escape(f"{topic}: {case.name}"))
+            found.append(figures.measured(topic, case, setting))
+            progress.advance(task)
+    finished = figures.Run(figures.setup_of(setting), found)
+    finished.write(out)
+    for topic, mine in figures.by_topic(found).items():
+        columns = figures.headings(mine)
+        rows = [tuple(map(escape, figures.row(each, columns))) for each in mine]
+        console.print(f"[bold]{topic}[/]", terminal.table(columns, rows), escape(figures.total(mine)), "", sep="\n")
+    if markdown is not None:
+        markdown.write_text(figures.markdown(finished), encoding="utf-8")
+    if html is not None:
+        from opkit.bench.figures_page import run_page
+
+        html.write_text(run_page(finished), encoding="utf-8")
+    raise typer.Exit(1 if any(each.error for each in found) else 0)
+
+
+@bench_app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="A file of `opkit bench run`.")],
+    new: Annotated[Path, typer.Argument(help="A later one.")],
+) -> None:
+    """Print what is slower or faster than in an earlier run by more than the noise. The status is 1 if a case is slower or fails.
+
+    Speeds relative to a peer that was timed in turn with opkit are compared, so that a slower machine does not count.
+    """
+    from opkit.bench import figures
+
+    with terminal.bad_input(errors.ArgumentError):
+        found = figures.changes(figures.Run.read(old), figures.Run.read(new))
+    marked = [each for each in found if each.verdict]
+    headings = ("topic", "case", "compared with", "old", "new", "change", "noise", "")
+    console = terminal.console()
+    if marked:
+        console.print(terminal.table(headings, [_change_row(each) for each in marked]))
+    counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in ("slower", "faster", "failed")}
+    console.print(f"{len(found)} cases: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}.")
+    raise typer.Exit(1 if counts["slower"] or counts["failed"] else 0)
+
+
+def _change_row(change: figures.Change) -> tuple[str, ...]:
+    style = {"slower": "bold red", "failed": "bold red", "faster": "green"}.get(change.verdict, "yellow")
+    verdict = f"[{style}]{change.verdict}[/]"
+    if change.old is None or change.new is None or change.change is None or change.noise is None:
+        return (change.topic, escape(change.case), "-", "-", "-", "-", "-", verdict)
+    unit = "x" if change.base else " s"
+    numbers = (f"{change.old:.3g}{unit}", f"{change.new:.3g}{unit}", f"{change.change:.2f}x", f"{change.noise:.0%}")
+    return (change.topic, escape(change.case), escape(change.base) or "-", *numbers, verdict)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 @bench_app.command()
@@ -61,7 +155,7 @@ def models(
 ) -> None:
     """Compile a zoo of models with random weights; print graph breaks, fallbacks, errors against float64, and times."""
     if compare is not None:
-        _compare(*compare)
+        _compare_models(*compare)
         return
     from opkit.bench.jobs import Job
     from opkit.bench.measurement import Request
@@ -77,7 +171,7 @@ def models(
     requested = [
         Job(each, Request(each.name, name, size, device, dtype, threads)) for each in chosen for name in backends
     ]
-    records = _run(requested, out, timeout, retry, jobs)
+    records = _run_models(requested, out, timeout, retry, jobs)
     _print(records)
     if html is not None:
         from opkit.bench.results_page import results_page
@@ -89,8 +183,7 @@ def models(
 def _check(backends: Sequence[str], device: str, out: Path) -> None:
     """Refuse what would make every process fail."""
     terminal.check_device(device)
-    if not out.absolute().parent.is_dir():
-        terminal.refuse(f"--out {out}: there is no folder {out.parent}.")
+    _check_folder("--out", out)
     import torch
 
     known = ["eager", *torch.compiler.list_backends()]
@@ -99,11 +192,16 @@ def _check(backends: Sequence[str], device: str, out: Path) -> None:
             terminal.refuse(f"--backend {name}: torch has no such backend. There are: {', '.join(known)}.")
 
 
+def _check_folder(option: str, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        terminal.refuse(f"{option} {path}: there is no folder {path.parent}.")
+
+
 def _split(texts: Sequence[str] | None) -> list[str]:
     return terminal.split_at_commas(",".join(texts or ()))
 
 
-def _run(jobs: Sequence[Job], out: Path, timeout: float, retry: bool, at_once: int) -> list[Record]:
+def _run_models(jobs: Sequence[Job], out: Path, timeout: float, retry: bool, at_once: int) -> list[Record]:
     """Run what is missing in the file, and return the records of all jobs."""
     from opkit.bench import jobs as processes
     from opkit.bench import results
@@ -147,7 +245,7 @@ def _print_list(chosen: Sequence[Any]) -> None:
     terminal.console().print(terminal.table(("model", "family", "packages", "stands for"), rows))
 
 
-def _compare(old: Path, new: Path) -> None:
+def _compare_models(old: Path, new: Path) -> None:
     from opkit.bench import results
 
     for path in (old, new):

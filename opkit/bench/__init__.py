@@ -3,6 +3,9 @@
 ==================  ===================================================================================================
 modules             contents
 ==================  ===================================================================================================
+``topics/``         what ``opkit bench run`` times, one file a topic; ``topics/__init__`` lists them
+``figures``         runs of topics: measuring, the file, tables, the differences between two
+``figures_page``    a run as an HTML page
 ``zoo/``            the architectures, one file a family; ``zoo/table.py`` lists them
 ``architecture``    what an architecture of the zoo is
 ``measurement``     one architecture and one backend, in a process of its own: ``python -m opkit.bench.measurement``
@@ -13,5 +16,6 @@ modules             contents
 ``results``         that file: reading it, totals, and the differences between two
 ``text``            results as text
 ``results_page``    results as an HTML page
+``plots``           plots of speeds, and the filter of a page
 ==================  ===================================================================================================
 """

@@ -39,15 +39,20 @@ def compared(eager: Callable[[], Any], compiled: Callable[[], Any], device: str)
 
 def in_turn(functions: Sequence[Callable[[], Any]], device: str) -> list[Comparison]:
     """Time functions in turn, and compare each with the first, itself included; all were called before."""
-    counts = [_count(each, device) for each in functions]
-    rounds: list[list[float]] = []
-    begin, seconds = time.perf_counter(), SECONDS * (len(functions) - 1)
-    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - begin < seconds):
-        rounds.append([_seconds(function, n, device) for function, n in zip(functions, counts, strict=True)])
-    times = [*zip(*rounds, strict=True)]
+    times = rounds(functions, device)
     medians = [statistics.median(each) for each in times]
     ratios = [statistics.median(a / b for a, b in zip(times[0], each, strict=True)) for each in times]
     return [Comparison(medians[0], median, ratio) for median, ratio in zip(medians, ratios, strict=True)]
+
+
+def rounds(functions: Sequence[Callable[[], Any]], device: str) -> list[tuple[float, ...]]:
+    """Time functions in turn, and return the seconds of each, round by round; all were called before."""
+    counts = [_count(each, device) for each in functions]
+    found: list[list[float]] = []
+    begin, seconds = time.perf_counter(), SECONDS * max(1, len(functions) - 1)
+    while len(found) < MIN_ROUNDS or (len(found) < MAX_ROUNDS and time.perf_counter() - begin < seconds):
+        found.append([_seconds(function, n, device) for function, n in zip(functions, counts, strict=True)])
+    return [*zip(*found, strict=True)]
 
 
 @contextlib.contextmanager
