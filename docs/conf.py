@@ -1,0 +1,80 @@
+"""Settings of the documentation site: ``sphinx-build -W -c docs . build/docs``, from the root of the repository.
+
+The root of the repository is the source folder, so that a link between pages, to a result or to an example means the same on
+the site and where Markdown is read as files. A linked program is a page, which shows its source.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers import Parser
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import charts  # noqa: E402  next to this file
+
+PAGES = (
+    "docs/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/**/*.md", "examples/**/*.md", "opkit/**/README.md",
+)  # fmt: skip
+LANGUAGES = {".py": "python", ".h": "c", ".hpp": "cpp", ".cpp": "cpp", ".yml": "yaml"}
+
+
+def pages() -> dict[str, Path]:
+    """Return the Markdown files of the site, by their paths from the root."""
+    return {path.relative_to(ROOT).as_posix(): path for each in PAGES for path in ROOT.glob(each)}
+
+
+def linked_programs() -> list[str]:
+    """Return the programs that pages link to, by their paths from the root."""
+    found = {
+        (path.parent / target).resolve()
+        for path in pages().values()
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    }
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.suffix in LANGUAGES and path.is_file())
+
+
+class ProgramParser(Parser):
+    """Makes a page of a program: its path, and its source."""
+
+    supported = ("program",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        path = Path(document["source"])
+        title = path.relative_to(ROOT).as_posix()
+        section = nodes.section("", nodes.title(title, title), ids=["program"])
+        section += nodes.literal_block(inputstring, inputstring, language=LANGUAGES[path.suffix])
+        document += section
+        document.settings.env.metadata[document.settings.env.docname]["orphan"] = ""  # links lead here, no menu does
+
+
+def setup(app: Sphinx) -> None:
+    app.add_source_parser(ProgramParser)
+
+
+project = "opkit"
+language = "en"
+extensions = ["charts", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", **dict.fromkeys(LANGUAGES, "program")}
+root_doc = "docs/index"
+include_patterns = [*pages(), *linked_programs()]
+exclude_patterns = [".git", ".venv", "build"]  # are not searched
+templates_path = ["_templates"]
+nitpicky = True
+
+myst_enable_extensions = ["substitution"]
+myst_substitutions = {"three_figures": charts.landing()}
+myst_heading_anchors = 4  # as forges make them, for links such as native.md#cuda
+
+html_theme = "furo"
+html_title = "opkit"
+html_additional_pages = {"index": "redirect.html"}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"light_css_variables": {"color-code-background": "#f4f5f7"}}
+html_copy_source = False
+html_show_copyright = False
