@@ -65,6 +65,14 @@ include_patterns = [*pages(), *linked_programs()]
 exclude_patterns = [".git", ".venv", "build"]  # are not searched
 templates_path = ["_templates"]
 nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|hypothesis|jaxtyping|pathlib|os|typing)\..*"),  # others' documentation
+    ("py:class", r"opkit\.compiler\..*"),  # types of fields of a Builder and an Index
+]
+
+autodoc_typehints = "none"  # docstrings give shapes and dtypes; types of masks and kernels would take a page
+autodoc_member_order = "bysource"
+
 
 myst_enable_extensions = ["substitution"]
 myst_substitutions = {"three_figures": charts.landing()}

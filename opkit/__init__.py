@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 # Names that few users need, or that take long to import, as torch._dynamo does: imported at their first use.
 _LAZY = {
+    "LoadedModel": ("opkit.ship.load", "LoadedModel"),
     "aoti_compile_and_package": ("opkit.op.aot.inductor", "aoti_compile_and_package"),
     "append_kv": ("opkit.attn.paged.api", "append_kv"),
     "attention": ("opkit.attn.api", "attention"),

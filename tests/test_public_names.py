@@ -2,17 +2,21 @@
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 import opkit
 
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NAMES = {
     "opkit": """
-        CustomOp append_kv attention batch_invariant c_kernel check checkpoint checkpoint_layers checkpoint_name
-        compile_layers cpp_kernel cuda_kernel custom_op errors explain from_library get masks merge_attention nn
-        operators optimize paged_attention register_transformers remove restore fit keep offload runtime_library scan
-        scan_layers sdpa_override set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
+        CustomOp LoadedModel aoti_compile_and_package append_kv attention batch_invariant c_kernel check checkpoint
+        checkpoint_layers checkpoint_name compile_layers context_parallel cpp_kernel cuda_kernel custom_op errors
+        explain export fit from_library get keep load masks merge_attention nn offload operators optimize
+        paged_attention register_transformers remove restore runtime_library scan scan_layers sdpa_override
+        set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
     """,
     "opkit.testing": """
         Call Case CompileReport FILLS History Interpreter LAYOUTS TensorCase calls compile_for compile_launches
@@ -29,13 +33,16 @@ NAMES = {
     "opkit.nn": """
         MultiheadAttention RMSNorm SwiGLU cross_entropy register_kernels rms_norm rotary_embedding swiglu
     """,
+    "opkit.runtime": """
+        Array Entry Kernel Model load load_kernel set_threads
+    """,
     "opkit.errors": """
-        AliasError ArgumentError ArgumentTypeError BuildCacheWarning CacheError CompileError CompilerError ConfigError
-        ContractError DeclarationError DefinitionError DemoError DeviceArgumentError DtypeError InterpreterError
-        KernelError KeywordTensorError MutationError MutationUnknownError NameClashError NoCompilerWarning
-        NoKernelError OpkitError OutputError PackageError RedefinitionWarning ResourceError RuleError SanitizerError
-        ShapeError StrideWarning ToolchainError TuningWarning UnknownOperatorError UnsupportedTorchError
-        UntestedTorchWarning
+        AliasError ArgumentError ArgumentTypeError BuildCacheWarning CacheError CheckpointError CompileError
+        CompilerError ConfigError ContractError DeclarationError DefinitionError DemoError DeviceArgumentError
+        DtypeError IndexOutOfRangeError InterpreterError KernelError KeywordTensorError ModelFileError MutationError
+        MutationUnknownError NameClashError NoCompilerWarning NoKernelError OpkitError OutputError PackageError
+        RedefinitionWarning ResourceError RuleError SanitizerError ShapeError StrideWarning ToolchainError
+        TuningWarning UnknownOperatorError UnsupportedTorchError UntestedTorchWarning
     """,
 }
 
@@ -88,6 +95,30 @@ PARAMETERS = {
 def test_public_names(module):
     found = importlib.import_module(module)
     assert not [name for name in NAMES[module].split() if not hasattr(found, name)]
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    documented = re.findall(r"^\.\. (?:auto\w+|data):: ([\w.]+)", text, re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    public = {f"{module}.{name}" for module, names in NAMES.items() for name in names.split()} - set(NAMES)
+    assert public - set(documented) == set()
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_public_name_has_a_docstring(module):
+    found = [(name, getattr(importlib.import_module(module), name)) for name in NAMES[module].split()]
+    assert [name for name, value in found if not isinstance(value, dict) and not inspect.getdoc(value)] == []
+
+
+@pytest.mark.parametrize("module", ["opkit", "opkit.errors"])
+def test_what_a_module_offers_is_listed(module):
+    """A name that type checkers see, and users, is public on purpose, exists at run time, and is in the reference."""
+    found = importlib.import_module(module)
+    source = Path(found.__file__).read_text(encoding="utf-8")
+    offered = set(re.findall(r"import \w+ as ([a-z]\w*|[A-Z]\w*)$|^class (\w+)", source, re.MULTILINE))
+    names = {name for pair in offered for name in pair if name and not name.startswith("_")}
+    assert names == set(NAMES[module].split())
 
 
 def test_methods_of_operators():

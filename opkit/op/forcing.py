@@ -19,6 +19,11 @@ def use_kernel(op: CustomOp[Any, Any], name: str) -> Generator[None]:
 
     Raises:
         KernelError: there is no such kernel, or a call's device is not the kernel's.
+
+    >>> import opkit, torch
+    >>> with opkit.use_kernel(opkit.nn.swiglu, "reference"):
+    ...     opkit.nn.swiglu(torch.zeros(2), torch.ones(2))
+    tensor([0., 0.])
     """
     if not isinstance(op, CustomOp):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KernelError(f"opkit.use_kernel takes an operator made by opkit.custom_op, got {type(op).__name__}")

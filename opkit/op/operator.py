@@ -42,6 +42,13 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     """A PyTorch operator, made by :func:`opkit.custom_op`; call it like the function it was made from.
 
     It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and torch accepts it as one.
+
+    >>> import opkit, torch
+    >>> @opkit.custom_op("operator_example::twice")
+    ... def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return x + x
+    >>> twice(torch.ones(2)), twice.name, twice.select(torch.ones(2)).kernel
+    (tensor([2., 2.]), 'operator_example::twice', 'reference')
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -313,7 +320,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
 
         ``func`` takes the operator's arguments and returns ``[([output placements], [input placements]), ...]`` of one mesh
         dimension, as for torch's ``register_sharding``; the tensors of a list have one placement each. Anything else is a
-        :class:`RuleError` at the call. Replicated arguments need not be listed.
+        :class:`opkit.errors.RuleError` at the call. Replicated arguments need not be listed.
 
         >>> import opkit, torch
         >>> import torch.distributed as dist

@@ -25,7 +25,14 @@ observers: list[Callable[[CustomOp[Any, Any]], None]] = []
 
 
 def operators() -> list[CustomOp[Any, Any]]:
-    """Return every operator that opkit defined in this process, sorted by name."""
+    """Return every operator that opkit defined in this process, sorted by name.
+
+    >>> import opkit, torch
+    >>> double = opkit.custom_op("registry_example::double", lambda x: x + x, mutates_args=(), schema="(Tensor x) -> Tensor")
+    >>> double in opkit.operators(), opkit.get("registry_example::double") is double
+    (True, True)
+    >>> opkit.remove("registry_example::double")
+    """
     with lock:
         return [_operators[name] for name in sorted(_operators)]
 

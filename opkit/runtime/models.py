@@ -26,8 +26,8 @@ def load(path: str | os.PathLike[str], *, verify: bool = True) -> Model:
         verify: compute the sha256 of the weights, which reads all of them.
 
     Returns:
-        The model: call it with NumPy arrays, or other tensors with DLPack, as the module that was exported. The leaves of its
-        result are :class:`Array`.
+        A :class:`Model`. Call it with NumPy arrays, or other tensors with DLPack, as the module that was exported. The leaves of
+        its result are :class:`Array`.
 
     Raises:
         ModelFileError: the file is damaged, made for another machine, or calls operators that only torch has; the message says

@@ -39,7 +39,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             weights are read when they are used.
 
     Returns:
-        The model: call it as the module, or ``model.entries[name]`` for an entry of a file with several.
+        A :class:`LoadedModel`. Call it as the module, or ``model.entries[name]`` for an entry of a file with several.
 
     Raises:
         ModelFileError: the file is damaged, or made for another machine, GPU, torch or opkit; the message says for which.

@@ -150,6 +150,12 @@ class Segments(Mask):
     Args:
         q_ids: integers, (batch, queries), or (queries,) for all batches; they are compared as int32.
         kv_ids: integers, (batch, keys) or (keys,); None: those of the queries.
+
+    >>> import opkit, torch
+    >>> from opkit.masks import Segments
+    >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
+    >>> opkit.attention(q, q, q, mask=Segments(torch.tensor([0, 0, 1, 1]))).shape
+    torch.Size([2, 1, 4, 8])
     """
 
     q_ids: Tensor
@@ -213,6 +219,12 @@ class KeyPadding(Mask):
 
     Args:
         lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
+
+    >>> import opkit, torch
+    >>> from opkit.masks import KeyPadding
+    >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
+    >>> opkit.attention(q, q, q, mask=KeyPadding(torch.tensor([4, 2]))).shape
+    torch.Size([2, 1, 4, 8])
     """
 
     lengths: Tensor

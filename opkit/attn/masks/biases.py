@@ -98,6 +98,12 @@ class RelativePosition(Bias):
 
     Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers for Classification and Detection", 2021,
     https://arxiv.org/abs/2112.01526; it is the ``add_decomposed_rel_pos`` of SAM, without its matrix in memory.
+
+    >>> import opkit, torch
+    >>> from opkit.masks import RelativePosition
+    >>> q = torch.ones(1, 2, 6, 8)  # six keys, a grid of 2 rows and 3 columns
+    >>> opkit.attention(q, q, q, bias=RelativePosition(torch.zeros(1, 2, 6, 2), torch.zeros(1, 2, 6, 3))).shape
+    torch.Size([1, 2, 6, 8])
     """
 
     rel_h: Tensor

@@ -30,6 +30,14 @@ class Blocks(Mask):
 
     Attributes:
         mask: the mask that it equals.
+
+    >>> import opkit, torch
+    >>> from opkit.masks import Blocks
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> q = torch.ones(1, 2, 256, 8)
+    >>> block_mask = create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu")
+    >>> opkit.attention(q, q, q, mask=Blocks(block_mask)).shape
+    torch.Size([1, 2, 256, 8])
     """
 
     block_mask: Any

@@ -113,6 +113,12 @@ class PrefixLM(Mask):
     Args:
         lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
+
+    >>> import opkit, torch
+    >>> from opkit.masks import PrefixLM
+    >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
+    >>> opkit.attention(q, q, q, mask=PrefixLM(torch.tensor([3, 2]))).shape
+    torch.Size([2, 1, 4, 8])
     """
 
     lengths: Tensor

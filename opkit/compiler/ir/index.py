@@ -78,7 +78,7 @@ IndexLike: TypeAlias = Union["Index", int]
 
 
 class Index:
-    """A polynomial, made with :func:`index`, :func:`axis`, :func:`size` and arithmetic.
+    """A polynomial, made with :func:`index`, ``axis``, ``size`` and arithmetic.
 
     Attributes:
         terms: the coefficient of each monomial; () is the constant one. No coefficient is 0.

@@ -147,6 +147,7 @@ def _like(args: Iterable[Operand]) -> Scalar:
 
 
 def cast(x: Scalar, dtype: str, asked: bool = False) -> Scalar:
+    """Return an element converted to another type, such as "f32"."""
     return Scalar(simplified(expr.cast(x.expr, dtype, asked)))
 
 
@@ -169,6 +170,7 @@ def function(op: str) -> Callable[..., Scalar]:
         return apply(op, *args)
 
     called.__name__ = op
+    called.__doc__ = f"Return the op ``{op}`` of elements and numbers, of which at least one is an element."
     return called
 
 

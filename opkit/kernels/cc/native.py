@@ -178,6 +178,16 @@ def cpp_kernel(
         include_dirs: folders to search for headers.
         library_dirs: folders to search for ``libraries``, when it is built and when it is loaded.
         dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
+
+    >>> import opkit
+    >>> source = '''
+    ... #include <algorithm>
+    ... extern "C" void sorted(const T* x, T* out, int64_t x_numel) {
+    ...     std::partial_sort_copy(x, x + x_numel, out, out + x_numel);
+    ... }
+    ... '''
+    >>> opkit.cpp_kernel(source).language
+    'c++'
     """
     return _kernel(
         "c++",

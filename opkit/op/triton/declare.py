@@ -50,12 +50,12 @@ def triton_kernel(
     the kernel takes may have any; any other is made contiguous.
 
     Grid, constexprs and options are constants, or functions that take the same things by their parameters' names: named
-    sizes, scalars, tensors (as :class:`~opkit.op.triton.evaluation.TensorInfo`), other constexprs, or ``meta``, all of
+    sizes, scalars, tensors (as ``TensorInfo``), other constexprs, or ``meta``, all of
     them in a dict. They are called once for each set of values that they take.
 
     Args:
         function: decorated with ``@triton.jit``, ``@triton.autotune``, ``@triton.heuristics`` or Gluon's ``@gluon.jit``; or
-            a :class:`~opkit.kernels.triton.named.Named` one, which is imported when it must be.
+            a ``Named`` one, which is imported when it must be.
         grid: the number of programs: an int, up to three of them, or a function.
         outputs: the names by which the kernel knows the operator's outputs.
         bind: other names for parameters: ``{"x_ptr": "input"}``.

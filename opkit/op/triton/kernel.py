@@ -120,7 +120,7 @@ def tensor_descriptor(
         block: the block's sizes: a tuple, or a function of named values that returns one.
         shape: describe the contiguous tensor as one of this shape: a tuple or a function; by default as it is.
         layout: for Gluon, the layout of a block in shared memory; one of Gluon's, or of opkit's
-            (:class:`~opkit.kernels.triton.named.Layout`), which needs no import of Gluon.
+            (``opkit.kernels.triton.named.Layout``), which needs no import of Gluon.
         padding: what is read outside of the tensor: "zero" or "nan".
 
     >>> import opkit
