@@ -9,6 +9,7 @@ A chart is a table that has a bar next to each number, so that it can be read al
 """
 
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ LANDING = [
     ("a first build of a C kernel, from source to call", "native/calls", "", "a first build",
      ("opkit", "{}"), ("compared with", "{}")),
     ("compiling a training step of BERT on a CPU, cold", "compiler/models", "Cold", "bert training float32",
-     ("opkit", "{} s"), ("inductor", "Inductor {} s")),
+     ("opkit", "{} s"), ("inductor", "Inductor: {} s")),
     ("attention with a causal mask as a function, on an H200", "attention_gpu/functions_h200", "2x16x8192x128", "causal",
-     ("opkit, ms", "{} ms"), ("flex, ms", "FlexAttention {} ms")),
+     ("opkit, ms", "{} ms"), ("flex, ms", "FlexAttention: {} ms")),
 ]  # fmt: skip
 
 
@@ -45,6 +46,7 @@ def landing() -> str:
         found = table(run, title)
         row = next(row for row in found["rows"] if row[0].startswith(start))
         cells = [text.format(row[found["columns"].index(column)]) for column, text in columns]
+        cells = [re.sub(r"(\d) (m?s)\b", "\\1\u00a0\\2", cell) for cell in cells]  # a number stays with its unit
         lines.append(f"| [{label}](../benchmarks/results/{run.partition('/')[0]}.md) | **{cells[0]}** | {cells[1]} |")
     return "\n".join(lines)
 
