@@ -20,7 +20,7 @@ import charts  # noqa: E402  next to this file
 PAGES = (
     "docs/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/**/*.md", "examples/**/*.md", "opkit/**/README.md",
 )  # fmt: skip
-LANGUAGES = {".py": "python", ".h": "c", ".hpp": "cpp", ".cpp": "cpp", ".yml": "yaml"}
+LANGUAGES = {".py": "python", ".h": "c", ".hpp": "cpp", ".cpp": "cpp"}
 
 
 def pages() -> dict[str, Path]:
@@ -58,7 +58,7 @@ def setup(app: Sphinx) -> None:
 
 project = "opkit"
 language = "en"
-extensions = ["charts", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["charts", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.githubpages"]
 source_suffix = {".md": "markdown", **dict.fromkeys(LANGUAGES, "program")}
 root_doc = "docs/index"
 include_patterns = [*pages(), *linked_programs()]

@@ -122,6 +122,10 @@ def sizes(largest: int = max(SIZES)) -> st.SearchStrategy[int]:
 
     Args:
         largest: the largest size, for functions that are slow; or above 2049, for more.
+
+    >>> from hypothesis import find
+    >>> find(sizes(), lambda size: size > 100)
+    127
     """
     return st.sampled_from([size for size in (*SIZES, LARGE) if size <= largest])
 
