@@ -65,6 +65,7 @@ include_patterns = [*pages(), *linked_programs()]
 exclude_patterns = [".git", ".venv", "build"]  # are not searched
 templates_path = ["_templates"]
 nitpicky = True
+smartquotes = False  # they would change the dashes of commands
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|hypothesis|jaxtyping|pathlib|os|typing)\..*"),  # others' documentation
     ("py:class", r"opkit\.compiler\..*"),  # types of fields of a Builder and an Index
@@ -72,7 +73,6 @@ nitpick_ignore_regex = [
 
 autodoc_typehints = "none"  # docstrings give shapes and dtypes; types of masks and kernels would take a page
 autodoc_member_order = "bysource"
-
 
 myst_enable_extensions = ["substitution"]
 myst_substitutions = {"three_figures": charts.landing()}
@@ -83,6 +83,6 @@ html_title = "opkit"
 html_additional_pages = {"index": "redirect.html"}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"light_css_variables": {"color-code-background": "#f4f5f7"}}
+pygments_dark_style = "a11y-high-contrast-dark"  # Furo's underlines modules as if they were links
 html_copy_source = False
 html_show_copyright = False
