@@ -46,6 +46,15 @@ NAMES = {
     """,
 }
 
+WITHOUT_EXAMPLE = {
+    "opkit.context_parallel": "needs several processes",
+    "opkit.nn.register_kernels": "needs the package kernels",
+    "opkit.register_transformers": "needs transformers",
+    "opkit.runtime.Kernel": "needs a package that was built",
+    "opkit.runtime.load_kernel": "needs a package that was built",
+    "opkit.testing.CompileReport": "is what compile_for returns, which has one",
+}
+
 METHODS = """
     describe lowering name reference register_autocast register_autograd register_effect
     register_fake register_kernel register_lowering register_torch_dispatch register_vmap schema select
@@ -109,6 +118,20 @@ def test_every_public_name_is_in_the_reference():
 def test_every_public_name_has_a_docstring(module):
     found = [(name, getattr(importlib.import_module(module), name)) for name in NAMES[module].split()]
     assert [name for name, value in found if not isinstance(value, dict) and not inspect.getdoc(value)] == []
+
+
+def test_every_public_name_has_an_example():
+    """In its docstring or in a Python block of the reference; errors, and what rules are made of, have one for all."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    shown = set(re.findall(r"\w+", "".join(re.findall(r"^```python$(.*?)^```$", pages, re.MULTILINE | re.DOTALL))))
+    missing = {
+        f"{module}.{name}"
+        for module in NAMES.keys() - {"opkit.errors", "opkit.lowering"}
+        for name in set(NAMES[module].split()) - shown
+        if f"{module}.{name}" not in NAMES
+        if ">>>" not in (inspect.getdoc(getattr(importlib.import_module(module), name)) or "")
+    }
+    assert missing - {"opkit.testing.FILLS", "opkit.testing.LAYOUTS"} == WITHOUT_EXAMPLE.keys()
 
 
 @pytest.mark.parametrize("module", ["opkit", "opkit.errors"])

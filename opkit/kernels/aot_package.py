@@ -136,6 +136,10 @@ def runtime_library() -> Path:
 
     Raises:
         PackageError: this opkit's installation is incomplete.
+
+    >>> import opkit
+    >>> opkit.runtime_library().stem
+    'libopkit'
     """
     found = importlib.util.find_spec("opkit._core")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(__file__).parents[1]
