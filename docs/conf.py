@@ -52,8 +52,15 @@ class ProgramParser(Parser):
         document.settings.env.metadata[document.settings.env.docname]["orphan"] = ""  # links lead here, no menu does
 
 
+def dash_after_parameters(app: Sphinx, doctree: nodes.document) -> None:
+    """Write a dash between a parameter and its text, which ``smartquotes`` would do for every pair of hyphens."""
+    for text in [text for text in doctree.findall(nodes.Text) if text == " -- "]:
+        text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
 def setup(app: Sphinx) -> None:
     app.add_source_parser(ProgramParser)
+    app.connect("doctree-read", dash_after_parameters)
 
 
 project = "opkit"
