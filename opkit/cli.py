@@ -1,5 +1,5 @@
 """The ``opkit`` command: ``demo``, ``doctor``, ``new``, ``list``, ``describe``, ``check``, ``build``, ``bridge``, ``tune``,
-``explain``, ``cache``, ``bench``."""
+``explain``, ``trace``, ``cache``, ``bench``."""
 
 from __future__ import annotations
 
@@ -84,6 +84,33 @@ def explain(
     terminal.console().print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         explanation.to_html(html)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def trace(
+    program: Annotated[str, typer.Argument(help="A Python program, or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="The program is a module, as after python -m.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write every event for ui.perfetto.dev, to a file.json or file.json.gz.")
+    ] = None,
+) -> None:
+    """Run a program, and print which kernels its operators got and why, what calls cost, and what was compiled, and again.
+
+    Options of trace stand before the program. The status is 1 if the program fails.
+    """
+    if not module and not Path(program).is_file():
+        terminal.refuse(f"there is no file {program}. Name a Python program, or a module after -m.")
+    from opkit import tracing
+
+    found = tracing.trace(program, arguments or (), module=module)
+    terminal.console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if html is not None:
+        found.to_html(html)
+    if perfetto is not None:
+        found.to_perfetto(perfetto)
+    raise typer.Exit(1 if found.error else 0)
 
 
 @app.command()

@@ -23,7 +23,7 @@ _ROWS = (
     ("testing", "masks"),
     ("nn",),
     ("opkit",),
-    ("bench", "demo", "doctor"),
+    ("bench", "demo", "doctor", "tracing"),
     ("terminal",),
     ("cli_bench", "cli_check", "cli_kernels", "cli_new", "cli_packages"),
     ("cli",),

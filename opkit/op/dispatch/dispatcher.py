@@ -30,6 +30,7 @@ from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.fastcall import FastCalls, GenericCall
+from opkit.op.dispatch.planning import observers
 from opkit.op.dispatch.selection import REFERENCE
 from opkit.op.dispatch.verification import check_arguments, refuse_aliases, schema_mutates
 from opkit.op.rules import transforms
@@ -128,11 +129,16 @@ class Dispatcher:
         """Run the planned kernel, below autograd; the dispatcher leaves out arguments that equal their defaults."""
         if len(args) + len(kwargs) < len(self.operator.signature.arguments):
             args, kwargs = private.library_utils.fill_defaults(self.operator.schema, args, kwargs)
-        plan = self.plain.plan(args, kwargs)
-        if private.profiling():
-            with torch.profiler.record_function(f"{self.operator.name}[{plan.kernel}]"):
-                return self._checked(plan.run(*args, **kwargs), args, kwargs)
-        return self._checked(plan.run(*args, **kwargs), args, kwargs)
+        run = self.plain.plan(args, kwargs).run
+        run = functools.partial(self._profiled, run) if private.profiling() else run
+        return self._checked(run(*args, **kwargs), args, kwargs)
+
+    def _profiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a call in a range of the profiler that is named after the operator and the kernel."""
+        for observer in observers:
+            observer(self.operator, args, kwargs)
+        with torch.profiler.record_function(f"{self.operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
+            return run(*args, **kwargs)
 
     def _checked(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``result`` if it keeps the promise of the operator's tags."""
@@ -198,10 +204,8 @@ class Dispatcher:
             return self._unit(keyset, args, kwargs)
         if any(value is None for value in args):
             args = self._without_missing(args)
-        if private.profiling():
-            with torch.profiler.record_function(f"{operator.name}[{self.plain.plan(args, kwargs).kernel}]"):
-                return self.fast.planned(*args, **kwargs)
-        return self.fast.planned(*args, **kwargs)
+        run = functools.partial(self._profiled, self.fast.planned) if private.profiling() else self.fast.planned
+        return run(*args, **kwargs)
 
     def _without_missing(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return arguments with empty lists in place of those that are None, as AOTInductor's archives pass empty lists.

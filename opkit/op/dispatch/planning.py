@@ -107,6 +107,10 @@ def _choose_built(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any
             return kernel
 
 
+observers: list[Callable[[Operator, Sequence[Any], dict[str, Any]], None]] = []
+"""Are called with each call of an operator that a profiler records, before it runs: the operator and its arguments."""
+
+
 def select(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Selection:
     """Return which kernel a call would run, and why each other one is refused."""
     kernel, refused = choose(operator, args, kwargs)
