@@ -73,6 +73,7 @@ def explain(
         str, typer.Option(help='Its arguments, in Python, where torch is known: "torch.randn(4, 8), dim=0".')
     ] = "",
     html: Annotated[Path | None, typer.Option(help="Write every form in full to this file, for a browser.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="Time each kernel and each call, with random inputs.")] = False,
 ) -> None:
     """Compile with backend="opkit", call it once, and print kernels, calls, what was not fused and why, and memory."""
     with terminal.bad_input(errors.ArgumentError):
@@ -81,6 +82,8 @@ def explain(
     from opkit.compiler.explain import explain
 
     explanation = explain(model, *positional, **named)
+    if time:
+        explanation.measure()
     terminal.console().print(str(explanation), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         explanation.to_html(html)

@@ -16,6 +16,6 @@ modules             contents
 ``results``         that file: reading it, totals, and the differences between two
 ``text``            results as text
 ``results_page``    results as an HTML page
-``plots``           plots of speeds, and the filter of a page
+``plots``           plots of speeds
 ==================  ===================================================================================================
 """

@@ -13,12 +13,16 @@ from opkit.bench.figures import Figure, Run
 
 def run_page(run: Run) -> str:
     """Return the page."""
-    body = ["<h1>Benchmarks</h1>", f"<p>{escape(figures.setup_line(run.setup))}</p>", plots.FILTER]
+    body = [
+        "<h1>Benchmarks</h1>",
+        f"<p>{escape(figures.setup_line(run.setup))}</p>",
+        page.filter_form("attention, custom_op, failed..."),
+    ]
     for topic, mine in figures.by_topic(run.figures).items():
         rows = [plots.Row(each.case, _text(each), _speeds(each)) for each in mine if each.base]
         body += [*plots.speeds(f"{topic}: times as fast as what opkit is compared with", rows)]
         body += [f"<p>{escape(figures.total(mine))}</p>", *_table(mine)]
-    return page.document("Benchmarks", [*body, plots.FILTER_SCRIPT])
+    return page.document("Benchmarks", body)
 
 
 def _speeds(figure: Figure) -> dict[str, float]:
@@ -29,8 +33,7 @@ def _speeds(figure: Figure) -> dict[str, float]:
 
 def _text(figure: Figure) -> str:
     """Return what the filter searches."""
-    words = [figure.topic, figure.case, *figure.seconds, "failed" if figure.error else ""]
-    return escape(" ".join(words).lower(), quote=True)
+    return escape(" ".join([figure.topic, figure.case, *figure.seconds, "failed" if figure.error else ""]))
 
 
 def _table(mine: Sequence[Figure]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Plots of speeds as SVG, and a filter of what a page shows."""
+"""Plots of speeds as SVG."""
 
 from __future__ import annotations
 
@@ -9,28 +9,6 @@ from html import escape
 
 _COLORS = ("var(--link)", "var(--bad)", "var(--good)", "var(--quiet)")
 _WIDTH, _LABEL, _LETTER, _LINE = 920, 260, 6.5, 16
-
-FILTER = """\
-<p><label>Filter <input id="filter" type="search" placeholder="timm, opkit, failed, aten..."></label> <span id="shown"></span></p>
-"""
-
-FILTER_SCRIPT = """\
-<script>
-const field = document.getElementById("filter");
-const parts = [...document.querySelectorAll("[data-text]")];
-field.oninput = () => {
-  const words = field.value.toLowerCase().split(/\\s+/).filter(Boolean);
-  let shown = 0;
-  for (const part of parts) {
-    const fits = words.every((word) => part.dataset.text.includes(word));
-    part.style.display = fits ? "" : "none";
-    if (part.tagName === "TR") shown += fits;
-  }
-  document.getElementById("shown").textContent = words.length ? `${shown} rows` : "";
-};
-</script>
-"""
-"""Hides the parts of a page whose attribute ``data-text`` lacks a word."""
 
 
 @dataclasses.dataclass(frozen=True)

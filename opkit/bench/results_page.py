@@ -19,10 +19,9 @@ def results_page(records: Sequence[Record]) -> str:
         "<ul>",
         *(f"<li>{escape(line)}</li>" for line in [*map(total_line, totals(records)), *peer_lines(records)]),
         "</ul>",
-        plots.FILTER,
+        page.filter_form("timm, opkit, failed, aten..."),
         *(line for what in ("inference", "training") for line in _speeds(records, what)),
         *_table(records),
-        plots.FILTER_SCRIPT,
     ]
     return page.document(title, body)
 
@@ -37,7 +36,7 @@ def _text(record: Record) -> str:
         record["dtype"],
         record["size"],
     )
-    return escape(" ".join([*words, *record.get("fallbacks", {}), *not_whole(record)]).lower(), quote=True)
+    return escape(" ".join([*words, *record.get("fallbacks", {}), *not_whole(record)]))
 
 
 def _speeds(records: Sequence[Record], what: str) -> Iterator[str]:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from opkit import page
+from opkit.compiler import explain_page, explain_report
 from opkit.compiler.backend import observer, opkit_backend, pattern_notes
 from opkit.compiler.capture import torch_private as private
 from opkit.compiler.diagnostics import CompiledGraph
-from opkit.compiler.explained_graph import BufferPlace, GraphExplanation, KernelText, explain_graph, with_resources
+from opkit.compiler.explained_graph import GraphExplanation, explain_graph, with_resources, with_seconds
 from opkit.compiler.run.gpu_kernels import GpuKernelsBuild, bandwidth
+from opkit.errors import OpkitError
+
+if TYPE_CHECKING:
+    from opkit.compiler.step_times import MachinePeaks
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
@@ -57,6 +60,8 @@ class Explanation:
         breaks: the reasons for graph breaks.
         patterns: what was written by hand and was replaced, or was kept and why.
         result: the result of the latest call.
+        peaks: what the machine can do at most, once :meth:`measure` was called.
+        not_measured: the graphs whose steps :meth:`measure` did not time, and why.
     """
 
     model: Callable[..., Any]
@@ -66,8 +71,11 @@ class Explanation:
     breaks: list[str] = dataclasses.field(default_factory=list[str])
     patterns: list[str] = dataclasses.field(default_factory=list[str])
     result: Any = None
+    peaks: MachinePeaks | None = None
+    not_measured: list[str] = dataclasses.field(default_factory=list[str])
 
     def __post_init__(self) -> None:
+        self._records: list[CompiledGraph] = []  # of ``graphs``
         self._compiled = private.watch_compilation(
             self.model, opkit_backend, self.guards.append, self.recompiles.append
         )
@@ -95,17 +103,39 @@ class Explanation:
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
         else:
             self.graphs.append(explain_graph(compiled))
+            self._records.append(compiled)
+
+    def measure(self) -> None:
+        """Time each launch and each call of the graphs, with random inputs of the sizes with which they were compiled.
+
+        The times are ``seconds`` of :attr:`GraphExplanation.steps`. Each graph is compiled again, with a function for each
+        launch, so that this takes a few seconds. Only graphs for CPUs are timed.
+
+        >>> import torch
+        >>> explanation = explain(torch.nn.Tanh(), torch.randn(8, 16))
+        >>> explanation.measure()
+        >>> [step.seconds > 0 for step in explanation.graphs[0].steps]
+        [True]
+        """
+        from opkit.compiler import step_times  # few explanations are timed
+
+        self.peaks, self.not_measured = step_times.measure_peaks(), []
+        for number, record in enumerate(self._records):
+            try:
+                seconds = step_times.step_times(record)
+            except (OpkitError, RuntimeError) as error:  # random inputs may be no valid ones
+                self.not_measured.append(f"{record.name}: {error}")
+            else:
+                self.graphs[number] = with_seconds(self.graphs[number], seconds)
 
     def __str__(self) -> str:
-        lines = _list_lines("patterns", self.patterns)
-        return "\n".join([report(self.graphs, self.guards, self.recompiles, self.breaks), *lines])
+        lines = explain_report.list_lines("patterns", self.patterns)
+        return "\n".join([explain_report.report(self.graphs, self.guards, self.recompiles, self.breaks), *lines])
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page: the report, and every graph's forms in full."""
-        body = page_body(self.graphs, self.guards, self.recompiles, self.breaks)
-        body += _list_html("Patterns", self.patterns)
         written = Path(path)
-        written.write_text(page.document(title(self.graphs), body), encoding="utf-8")
+        written.write_text(explain_page.page_of(self), encoding="utf-8")
         return written
 
     def _add_resources(self) -> None:
@@ -131,166 +161,3 @@ def _backward(result: Any, leaves: Sequence[torch.Tensor]) -> None:
     if outputs and leaves:
         ones = [torch.ones_like(t) for t in outputs]
         torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
-
-
-# ---- the report ------------------------------------------------------------------------------------------------------
-
-HEADINGS = ("graph", "operators", "kernels", "calls", "not fused", "arena")
-_MAX_LINES = 12  # lines of a kind; after them the report says how many more there are
-
-
-def title(graphs: Sequence[GraphExplanation]) -> str:
-    """Return the numbers of graphs, kernels and calls."""
-    kernels = sum(graph.launches * graph.count for graph in graphs)
-    calls = sum(len(graph.calls) * graph.count for graph in graphs)
-    return f"{_count(len(graphs), 'graph')}, {_count(kernels, 'kernel')}, {_count(calls, 'call')} of torch's operators"
-
-
-def row(graph: GraphExplanation) -> tuple[str, ...]:
-    """Return a graph's row of the table."""
-    numbers = (graph.nodes, graph.launches, len(graph.calls), len(graph.refusals))
-    return (graph.title, *map(str, numbers), f"{graph.arena:,} B")
-
-
-def report(
-    graphs: Sequence[GraphExplanation],
-    guards: Sequence[Sequence[str]],
-    recompiles: Sequence[str],
-    breaks: Sequence[str],
-) -> str:
-    """Return the whole report."""
-    lines = [title(graphs), "", *_table_lines(graphs)]
-    for graph in graphs:
-        lines += ["", graph.title, *(f"  {line}" for line in _graph_lines(graph))]
-    lines += ["", f"guards: {sum(map(len, guards))}"]
-    lines += _list_lines("compiled again", recompiles) + _list_lines("graph breaks", breaks)
-    return "\n".join(lines)
-
-
-def _table_lines(graphs: Sequence[GraphExplanation]) -> list[str]:
-    rows = [HEADINGS, *map(row, graphs)]
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADINGS))]
-    return ["  ".join([r[0].ljust(widths[0]), *map(str.rjust, r[1:], widths[1:])]) for r in rows]
-
-
-def _graph_lines(graph: GraphExplanation) -> Iterator[str]:
-    if graph.reason:
-        yield f"runs in eager mode: {graph.reason}"
-    texts = ["\n      ".join([_kernel_line(k), *figure_lines(k, graph.bandwidth)]) for k in graph.kernels]
-    yield from _shortened(texts, "kernels")
-    yield from _shortened([f"side by side: {batch}" for batch in graph.batches], "batches")
-    yield from _shortened([f"apart: {reason}" for reason in graph.apart], "kernels that are apart")
-    yield from _shortened([f"call {call}" for call in graph.calls], "calls")
-    yield from _shortened([f"not fused: {refusal}" for refusal in graph.refusals], "refusals")
-    yield from _shortened([place_text(place) for place in graph.places], "buffers")
-
-
-def _kernel_line(kernel: KernelText) -> str:
-    times = f" ({kernel.launches} times)" if kernel.launches > 1 else ""
-    return f"{kernel.name}{times}: {', '.join(dict.fromkeys(kernel.operators))}"
-
-
-def figure_lines(kernel: KernelText, bandwidth: float | None) -> Iterator[str]:
-    """Yield lines of what a launch moves and computes, what it waits for, and what it takes of the hardware."""
-    figures, resources = kernel.figures, kernel.resources
-    if figures is not None:
-        operations = "" if figures.operations is None else f", {figures.operations:,} floating-point operations"
-        yield f"reads {figures.read:,} B, writes {figures.written:,} B{operations}"
-    if figures is not None and bandwidth is not None:
-        least = f"{figures.seconds(bandwidth) * 1e6:.2f} us at {bandwidth / 1e9:,.0f} GB/s"
-        yield f"bound by {figures.bound(bandwidth)}: to move the bytes takes {least}"
-    if resources is not None:
-        yield (
-            f"{_count(resources.threads, 'thread')} of {_count(resources.registers, 'register')}, "
-            f"{resources.shared:,} B of shared memory, {resources.spills:,} B spilled"
-        )
-
-
-def place_text(place: BufferPlace) -> str:
-    """Return a line that says where a buffer lies."""
-    reuses = f", where {', '.join(place.reuses)} was" if place.reuses else ""
-    end = place.begin + place.nbytes
-    return f"memory {place.begin:,} to {end:,}: {place.buffer}, steps {place.first} to {place.last}{reuses}"
-
-
-def _shortened(lines: Sequence[str], kind: str) -> list[str]:
-    more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], *([f"... and {more} more {kind}"] if more > 0 else [])]
-
-
-def _list_lines(heading: str, lines: Sequence[str]) -> list[str]:
-    return [f"{heading}:", *(f"  {line}" for line in lines)] if lines else []
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-# ---- the HTML page ---------------------------------------------------------------------------------------------------
-
-
-def page_body(
-    graphs: Sequence[GraphExplanation],
-    guards: Sequence[Sequence[str]],
-    recompiles: Sequence[str],
-    breaks: Sequence[str],
-) -> list[str]:
-    """Return the lines of the page's body."""
-    lines = [f"<h1>{escape(title(graphs))}</h1>", *_table_html(graphs)]
-    lines += [line for number, graph in enumerate(graphs) for line in _graph_html(number, graph)]
-    for number, each in enumerate(guards):
-        lines += _folded(f"Guards of capture {number}", "\n".join(each))
-    return [*lines, *_list_html("Compiled again", recompiles), *_list_html("Graph breaks", breaks)]
-
-
-def _table_html(graphs: Sequence[GraphExplanation]) -> Iterator[str]:
-    headings = "".join(f'<th scope="col">{heading}</th>' for heading in HEADINGS)
-    yield f'<div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>'
-    for number, graph in enumerate(graphs):
-        name, *cells = map(escape, row(graph))
-        numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        yield f'<tr><th scope="row"><a href="#graph-{number}">{name}</a></th>{numbers}</tr>'
-    yield "</tbody></table></div>"
-
-
-def _graph_html(number: int, graph: GraphExplanation) -> Iterator[str]:
-    anchor = f"graph-{number}"
-    yield f'<section aria-labelledby="{anchor}">\n<h2 id="{anchor}">{escape(graph.title)}</h2>'
-    if graph.reason:
-        yield f'<p><span class="bad">runs in eager mode</span> {escape(graph.reason)}</p>'
-    for kernel in graph.kernels:
-        yield from _kernel_html(kernel, graph)
-    yield from _list_html("Kernels side by side", graph.batches)
-    yield from _list_html("Kernels that are apart", graph.apart)
-    yield from _list_html("Calls of torch's operators", graph.calls)
-    yield from _list_html("Not fused", graph.refusals)
-    yield from _list_html(f"Memory: {graph.arena:,} bytes", map(place_text, graph.places))
-    for heading, text in (
-        ("Captured graph", graph.captured),
-        ("Program", graph.program),
-        (f"{graph.language} source", graph.source),
-    ):
-        yield from _folded(heading, text)
-    yield "</section>"
-
-
-def _kernel_html(kernel: KernelText, graph: GraphExplanation) -> Iterator[str]:
-    times = f' <small class="quiet">{kernel.launches} times</small>' if kernel.launches > 1 else ""
-    yield f"<h3>{escape(kernel.name)}{times}</h3>"
-    items = "".join(f"<li><code>{escape(origin)}</code></li>" for origin in kernel.origins)
-    yield f"<ul>{items}</ul>"
-    yield from (f"<p>{escape(line)}</p>" for line in figure_lines(kernel, graph.bandwidth))
-    yield from _folded("Loop nest", kernel.text)
-    yield from _folded(f"{graph.language} function", kernel.source)
-
-
-def _folded(heading: str, text: str) -> Iterator[str]:
-    if text:
-        yield f"<details><summary>{escape(heading)}</summary>"
-        yield f'<div class="copied"><pre tabindex="0"><code>{escape(text)}</code></pre></div></details>'
-
-
-def _list_html(heading: str, texts: Iterable[str]) -> Iterator[str]:
-    items = "".join(f"<li><code>{escape(text)}</code></li>" for text in texts)
-    if items:
-        yield f"<h3>{escape(heading)}</h3>\n<ul>{items}</ul>"

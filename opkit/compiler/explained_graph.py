@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opkit.compiler.diagnostics import CompiledGraph, batch_texts
 from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.index import Index
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel, moments
 from opkit.compiler.ir.printer import kernel_text, program_text
-from opkit.compiler.ir.program import Extern, reads, writes
-from opkit.compiler.kernel_figures import KernelFigures, figures
+from opkit.compiler.ir.program import Buffer, Extern, reads, writes
+from opkit.compiler.kernel_figures import KernelFigures, call_figures, figures
 from opkit.compiler.lower.scheduling import nbytes
 from opkit.kernels.triton.binaries import Binary, Resources, resources_of
 
@@ -26,8 +26,8 @@ class KernelText:
         origins: the same with the user's lines.
         text: its loop nest.
         launches: the number of its launches in a call of the graph.
-        source: its function, if it is of Triton.
-        figures: what its first launch must do at least, for the sizes with which the graph was compiled; of Triton's.
+        source: its function, in C or Triton.
+        figures: what its first launch must do at least, for the sizes with which the graph was compiled.
         resources: what the compiled function takes of the hardware; of Triton's.
     """
 
@@ -39,6 +39,30 @@ class KernelText:
     source: str = ""
     figures: KernelFigures | None = None
     resources: Resources | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepText:
+    """A step of a graph: a launch of a kernel, or a call of one of torch's operators.
+
+    Attributes:
+        name: the name of the kernel, or of the operator.
+        kernel: the number of the kernel in ``GraphExplanation.kernels``; None if it is a call.
+        origins: the operators that it computes, with the user's lines.
+        reads, writes: the buffers, with dtypes and sizes, by name.
+        figures: what it must do at least, for the sizes with which the graph was compiled.
+        reason: why the operator is called and not compiled, if there is more to say than that torch computes it best.
+        seconds: its measured time; None if it was not measured.
+    """
+
+    name: str
+    kernel: int | None
+    origins: tuple[str, ...]
+    reads: Mapping[str, str]
+    writes: Mapping[str, str]
+    figures: KernelFigures
+    reason: str = ""
+    seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +95,7 @@ class GraphExplanation:
         captured: the graph, as text.
         program: the lowered program: a step for each operation, none fused.
         kernels: each kernel once.
+        steps: the launches and calls, in order.
         batches: the kernels of each batch, which share a parallel region.
         apart: the kernels that are not in a batch with those before them, and why.
         calls: the operators that torch computes, with the reason if there is one.
@@ -90,6 +115,7 @@ class GraphExplanation:
     captured: str = ""
     program: str = ""
     kernels: tuple[KernelText, ...] = ()
+    steps: tuple[StepText, ...] = ()
     batches: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
@@ -113,6 +139,12 @@ class GraphExplanation:
         return sum(kernel.launches for kernel in self.kernels)
 
     @property
+    def seconds(self) -> float | None:
+        """The measured time of all steps together; None if they were not measured."""
+        found = [step.seconds for step in self.steps if step.seconds is not None]
+        return sum(found) if found else None
+
+    @property
     def language(self) -> str:
         """The language of ``source``: "C" or "Triton"."""
         return "C" if self.device == "cpu" else "Triton"
@@ -130,7 +162,8 @@ def explain_graph(compiled: CompiledGraph) -> GraphExplanation:
         sum(node.target not in ("input", "constant", "getitem") for node in nodes),
         str(captured.graph),
         program_text(program),
-        _kernels(schedule, compiled.kernels),
+        _kernels(schedule, compiled.kernels, compiled.texts),
+        _steps(schedule),
         batch_texts(schedule),
         schedule.apart,
         tuple(_call(step) for step in schedule.steps if isinstance(step, Extern)),
@@ -151,18 +184,52 @@ def with_resources(graph: GraphExplanation, binaries: Sequence[Binary], bandwidt
     return dataclasses.replace(graph, kernels=kernels, bandwidth=bandwidth)
 
 
-def _kernels(schedule: Schedule, triton: Sequence[TritonKernel]) -> tuple[KernelText, ...]:
+def with_seconds(graph: GraphExplanation, seconds: Sequence[float]) -> GraphExplanation:
+    """Return a graph with the measured times of its steps."""
+    pairs = zip(graph.steps, seconds, strict=True)
+    return dataclasses.replace(graph, steps=tuple(dataclasses.replace(step, seconds=each) for step, each in pairs))
+
+
+def _kernels(schedule: Schedule, triton: Sequence[TritonKernel], texts: Sequence[str]) -> tuple[KernelText, ...]:
     launches: dict[Kernel, list[KernelLaunch]] = {}
     for step in schedule.steps:
         if isinstance(step, KernelLaunch):
             launches.setdefault(step.kernel, []).append(step)
-    found = [_kernel(kernel, len(each)) for kernel, each in launches.items()]
-    if triton:
-        buffers = {**schedule.program.buffers, **schedule.buffers}
-        counted = [figures(each[0], buffers, schedule.program.sizes) for each in launches.values()]
-        parts = zip(found, triton, counted, strict=True)
-        found = [dataclasses.replace(text, source=made.text, figures=each) for text, made, each in parts]
+    sources = [each.text for each in triton] or [_c_function(kernel.name, texts) for kernel in launches]
+    buffers = {**schedule.program.buffers, **schedule.buffers}
+    return tuple(
+        dataclasses.replace(
+            _kernel(kernel, len(each)), source=text, figures=figures(each[0], buffers, schedule.program.sizes)
+        )
+        for (kernel, each), text in zip(launches.items(), sources, strict=True)
+    )
+
+
+def _c_function(name: str, texts: Sequence[str]) -> str:
+    """Return the function of a kernel in the units of C, where an empty line separates functions."""
+    begin = f"void k_{name}_range(const struct opkit_call *call, int64_t begin, int64_t end) {{"
+    return next((part for text in texts for part in text.split("\n\n") if begin in part), "").strip()
+
+
+def _steps(schedule: Schedule) -> tuple[StepText, ...]:
+    buffers, sizes = {**schedule.program.buffers, **schedule.buffers}, schedule.program.sizes
+    numbers: dict[Kernel, int] = {}
+    found: list[StepText] = []
+    for step in schedule.steps:
+        if isinstance(step, KernelLaunch):
+            kernel, pairs = step.kernel, list(zip(step.kernel.arguments, step.buffers, strict=True))
+            number, origins = numbers.setdefault(kernel, len(numbers)), kernel.origins
+            used, written = ([name for a, name in pairs if a.written is each] for each in (False, True))
+            name, counted, reason = kernel.name, figures(step, buffers, sizes), ""
+        else:
+            number, origins, reason = None, (step.origin,) if step.origin else (), step.reason
+            name, used, written, counted = step.target, reads(step), writes(step), call_figures(step, buffers, sizes)
+        found.append(StepText(name, number, origins, _types(used, buffers), _types(written, buffers), counted, reason))
     return tuple(found)
+
+
+def _types(names: Sequence[str], buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    return {name: f"{buffers[name].dtype}[{', '.join(map(str, buffers[name].shape))}]" for name in names}
 
 
 def _kernel(kernel: Kernel, launches: int) -> KernelText:

@@ -1,4 +1,4 @@
-"""This module counts what a launch of a kernel must do at least: the bytes that it moves, and its floating-point operations."""
+"""This module counts what a step must do at least: the bytes that it moves, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opkit.compiler.ir.expr import indices
 from opkit.compiler.ir.index import Axis, Index, lower, product, upper
 from opkit.compiler.ir.kernel import KernelLaunch, Loop, Statement, Store, Update, walk
 from opkit.compiler.ir.ops import OPS
-from opkit.compiler.ir.program import Buffer
+from opkit.compiler.ir.program import Buffer, Extern, Strided, reads, writes
 
 LAUNCH_SECONDS = 2e-6  # what a launch takes, however little it does
 _FREE = frozenset({"where", "cast", "bitcast"})  # scalar ops that are not counted as operations
@@ -21,7 +21,7 @@ _FREE = frozenset({"where", "cast", "bitcast"})  # scalar ops that are not count
 
 @dataclasses.dataclass(frozen=True)
 class KernelFigures:
-    """What a launch does at least.
+    """What a launch or a call does at least.
 
     Attributes:
         read, written: the bytes, of each element once.
@@ -58,6 +58,33 @@ def figures(launch: KernelLaunch, buffers: Mapping[str, Buffer], sizes: Mapping[
         read += min(whole, size * _elements((at for p, at in loaded if p == argument.buffer), known))
         written += min(whole, size * _elements((s.at for s in stores if s.buffer == argument.buffer), known))
     return KernelFigures(read, written, _operations(kernel.body, known))
+
+
+def call_figures(call: Extern, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> KernelFigures:
+    """Return the figures of a call: whole buffers, and the operations of products of matrices and of convolutions."""
+
+    def whole(name: str) -> int:
+        return int(estimate(product(buffers[name].shape), sizes)) * DTYPES[buffers[name].dtype].bytes
+
+    read, written = (sum(map(whole, each(call))) for each in (reads, writes))
+    return KernelFigures(read, written, _call_operations(call, buffers, sizes))
+
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
+
+
+def _call_operations(call: Extern, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> int | None:
+    """Return two operations for each product of elements; None if the operator has no known number."""
+    tensors = [each for each in call.args if isinstance(each, Strided)]
+    if not call.outputs or not isinstance(call.outputs[0], str):
+        return None
+    if call.target in _PRODUCTS:
+        inner = tensors[-1].shape[-2]
+    elif call.target == "aten.convolution.default" and call.args[6] is False:
+        inner = product(tensors[1].shape[1:])
+    else:
+        return None
+    return 2 * int(estimate(product(buffers[call.outputs[0]].shape) * inner, sizes))
 
 
 def _elements(accesses: Iterable[Index], sizes: Mapping[str, int]) -> int:

@@ -34,6 +34,43 @@ def test_inference():
     assert any("L['x']" in guard for guard in found.guards[0])
 
 
+def test_steps():
+    with torch.no_grad():
+        (graph,) = opkit.explain(Block(), torch.randn(4, 16)).graphs
+    assert [step.name for step in graph.steps] == ["k0", "aten.mm.default", "k1", "aten.mm.default", "k2"]
+    first, product = graph.steps[:2]
+    assert sorted(first.reads.values()) == ["f32[16]", "f32[16]", "f32[4, 16]"]
+    assert product.reads.keys() & first.writes.keys()
+    assert (product.figures.read, product.figures.written) == (4 * (4 * 16 + 16 * 32), 4 * 4 * 32)
+    assert product.figures.operations == 2 * 4 * 16 * 32
+    assert [step.kernel for step in graph.steps] == [0, None, 1, None, 2]
+    assert all(f" k_{kernel.name}(" in kernel.source for kernel in graph.kernels)
+
+
+def test_a_convolution_counts_its_operations():
+    with torch.no_grad():
+        (graph,) = opkit.explain(torch.nn.Conv2d(8, 6, 3, groups=2), torch.randn(2, 8, 7, 5)).graphs
+    (step,) = (step for step in graph.steps if step.name.startswith("aten.convolution"))
+    assert step.figures.operations == 2 * (2 * 6 * 5 * 3) * (4 * 3 * 3)
+
+
+def test_times_are_measured_on_request():
+    found = opkit.explain(Block(), torch.randn(4, 16))
+    assert found.graphs[0].seconds is None
+    found.measure()
+    assert not found.not_measured
+    assert all(step.seconds > 0 for graph in found.graphs for step in graph.steps)
+    assert found.peaks.bandwidth > 0
+    assert "  time " in str(found)
+
+
+def test_graphs_that_are_not_timed_say_why():
+    found = opkit.explain(lambda x: x.view(torch.uint8) + 1, torch.ones(4).view(torch.float4_e2m1fn_x2))
+    found.measure()
+    (reason,) = found.not_measured
+    assert "runs in eager mode" in reason
+
+
 def test_memory():
     with torch.no_grad():
         (graph,) = opkit.explain(Block(), torch.randn(4, 16)).graphs
@@ -94,12 +131,13 @@ def test_what_runs_in_eager_mode_says_why():
 
 def test_the_page_loads_nothing_and_escapes(tmp_path):
     x = torch.randn(4, 16)
-    found = opkit.explain(lambda x: torch.where(x < 0, x * 2, x), x)
+    found = opkit.explain(lambda x: torch.where(x < 0, x * 2, x), x)  # <script>alert("&")</script>
     path = found.to_html(tmp_path / "page.html")
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
     assert "http" not in text.replace("http-equiv", "")
-    assert "for (int64_t" not in text or "&lt;" in text
+    assert "for (int64_t a0 = begin; a0 &lt; end;" in text
+    assert text.count("<script>") == 1
     assert "Loop nest" in text
     assert "C source" in text
 

@@ -110,16 +110,17 @@ def test_the_report_shows_what_a_launch_moves_and_takes(graph):
     assert kernel.figures.read == kernel.figures.written == 64 * 300 * 4
     assert kernel.resources.registers > 0
     assert kernel.resources.threads % 32 == 0
-    text = explain.report([graph], [], [], [])
+    text = str(explain.Explanation(torch.relu, [graph]))
     assert "reads 76,800 B, writes 76,800 B, " in text
     assert "bound by latency: to move the bytes takes 0.05 us at 3,000 GB/s" in text
     assert " registers, " in text
-    assert "bound by" not in explain.report([dataclasses.replace(graph, bandwidth=None)], [], [], [])
+    assert "bound by" not in str(explain.Explanation(torch.relu, [dataclasses.replace(graph, bandwidth=None)]))
 
 
-def test_the_page_has_each_function_in_triton(graph):
-    text = "\n".join(explain.page_body([graph], [], [], []))
-    assert "<summary>Triton function</summary>" in text
+def test_the_page_has_each_function_in_triton(graph, tmp_path):
+    text = explain.Explanation(torch.relu, [graph]).to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<code>@triton.jit\ndef kernel_" in text
+    assert " registers, " in text
     assert "<summary>Triton source</summary>" in text
     assert "C source" not in text
     assert graph.kernels[0].source.startswith("@triton.jit\ndef kernel_")

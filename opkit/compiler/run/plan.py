@@ -186,6 +186,21 @@ def _segment(number: int, launches: list[KernelLaunch]) -> Segment:
     return Segment(number, tuple(names), tuple("; ".join(launch.kernel.origins) for launch in launches))
 
 
+def one_launch_each(
+    plan: ExecutionPlan, launches: Sequence[Sequence[KernelLaunch]]
+) -> tuple[ExecutionPlan, list[list[KernelLaunch]]]:
+    """Return a plan of :func:`plan` and its launches with a segment for each launch."""
+    steps: list[PlanStep] = []
+    found: list[list[KernelLaunch]] = []
+    for step in plan.steps:
+        for launch in launches[step.number] if isinstance(step, Segment) else ():
+            found.append([dataclasses.replace(launch, joined=False)])
+            steps.append(_segment(len(found) - 1, found[-1]))
+        if not isinstance(step, Segment):
+            steps.append(step)
+    return dataclasses.replace(plan, steps=tuple(steps)), found
+
+
 def indices(of: Any) -> Iterator[Index]:
     """Yield every index in a plan, or in a part of one."""
     if isinstance(of, Index):
