@@ -1,4 +1,4 @@
-"""This module writes reports as an HTML page: one file, which loads nothing."""
+"""This module writes reports as an HTML page: one file, which loads nothing, with a filter of properties."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from opkit.page import document
+from opkit.page import code, document, filter_form
 
 Data = Mapping[str, Any]
 _HEADINGS = ("operator", "", "failed", "held", "skipped", "examples", "seconds")
@@ -31,6 +31,7 @@ def page(operators: Sequence[Data], not_checked: Mapping[str, str]) -> str:
         f"<h1>{escape(title)}</h1>",
         *_summary(operators),
         *_not_checked(not_checked),
+        filter_form("numbers, strides...", ("fails", "holds", "skipped")) if operators else "",
         *(line for number, each in enumerate(operators) for line in _operator(number, each)),
     ]
     return document(title, body)
@@ -47,7 +48,7 @@ def _summary(operators: Sequence[Data]) -> Iterator[str]:
         counts = (*(len(_of_status(each, status)) for status in ("failed", "passed", "skipped")), each["examples"])
         cells = "".join(f'<td class="number">{count:,}</td>' for count in counts)
         yield (
-            f'<tr><th scope="row"><a href="#op-{number}">{escape(each["name"])}</a></th><td>{_verdict(each)}</td>'
+            f'<tr><th scope="row"><a href="#op-{number}">{escape(each["name"])}</a></th><td>{_outcome(each)}</td>'
             f'{cells}<td class="number">{each["seconds"]:.1f}</td></tr>'
         )
     yield "</tbody></table></div>"
@@ -58,9 +59,13 @@ def _of_status(operator: Data, status: str) -> list[Data]:
 
 
 def _verdict(operator: Data) -> str:
-    found, _, count = operator["verdict"].partition(":")
+    count = operator["verdict"].partition(":")[2].strip()
+    return f'{_outcome(operator)} <span class="quiet">{count}</span>'
+
+
+def _outcome(operator: Data) -> str:
     style = "bad" if _of_status(operator, "failed") else "good" if _of_status(operator, "passed") else "quiet"
-    return f'<span class="{style}">{found}</span> <span class="quiet">{count.strip()}</span>'
+    return f'<span class="{style}">{operator["verdict"].partition(":")[0]}</span>'
 
 
 def _not_checked(reasons: Mapping[str, str]) -> Iterator[str]:
@@ -76,18 +81,22 @@ def _not_checked(reasons: Mapping[str, str]) -> Iterator[str]:
 
 def _operator(number: int, operator: Data) -> Iterator[str]:
     anchor = f"op-{number}"
-    yield f'<section aria-labelledby="{anchor}">\n<h2 id="{anchor}">{escape(operator["name"])} {_verdict(operator)}</h2>'
+    yield f'<section aria-labelledby="{anchor}" data-group>'
+    yield f'<h2 id="{anchor}">{escape(operator["name"])} {_verdict(operator)}</h2>'
     seconds = f"{operator['seconds']:.1f}"
     yield f"<p>{operator['examples']:,} distinct examples in {seconds} s, seed {operator['seed']}.</p>"
     for place, failure in enumerate(_of_status(operator, "failed")):
         yield from _failure(f"{anchor}-failure-{place}", failure)
-    yield from _held(_of_status(operator, "passed"))
-    yield from _skipped(_of_status(operator, "skipped"))
+    for heading, status, key in (
+        ("Held", "passed", lambda each: each["property"].split(".")[0]),
+        ("Skipped", "skipped", lambda each: each["message"]),
+    ):
+        yield from _groups(heading, _grouped(_of_status(operator, status), key))
     yield "</section>"
 
 
 def _failure(anchor: str, failure: Data) -> Iterator[str]:
-    yield f'<article class="failure" aria-labelledby="{anchor}">'
+    yield f'<article class="failure" aria-labelledby="{anchor}" {_searched(failure, "fails")}>'
     yield f'<h3 id="{anchor}"><span class="bad">fails</span> {escape(failure["property"])}</h3>'
     yield f"<p>{escape(failure['rule'])}</p>"
     yield f'<p class="label">The smallest example</p>\n<pre><code>{escape(failure["example"])}</code></pre>'
@@ -96,48 +105,49 @@ def _failure(anchor: str, failure: Data) -> Iterator[str]:
     found = f"Found in {_examples(failure['tried'])}, {failure['seconds']:.2f} s{short}."
     yield f'<p class="quiet">{found} {_defect(failure)}</p>'
     yield "<details><summary>A script that shows it</summary>"
-    yield f'<div class="copied"><pre tabindex="0"><code>{escape(failure["repro"])}</code></pre></div></details>\n</article>'
+    yield f"{code(failure['repro'])}</details>\n</article>"
 
 
-def _held(passed: Sequence[Data]) -> Iterator[str]:
-    if passed:
-        yield f"<h3>Held: {len(passed)}</h3>"
-    for group, members in _grouped(passed, lambda each: each["property"].split(".")[0]).items():
-        seconds = sum(each["seconds"] for each in members)
-        yield f"<h4>{escape(group)} <small>{len(members)} in {seconds:.1f} s</small></h4>"
-        for each in members:
-            yield from _one_held(each)
+def _groups(heading: str, groups: Mapping[str, Sequence[Data]]) -> Iterator[str]:
+    if groups:
+        yield f"<div data-group><h3>{heading}: {sum(map(len, groups.values()))}</h3>"
+        for group, members in groups.items():
+            seconds = sum(each["seconds"] for each in members)
+            yield f"<div data-group><h4>{escape(group)} <small>{len(members)} in {seconds:.1f} s</small></h4>"
+            for each in members:
+                yield from _property(each)
+            yield "</div>"
+        yield "</div>"
 
 
-def _one_held(passed: Data) -> Iterator[str]:
-    remarks = len(passed["remarks"])
-    marks = [f"{passed['refused']:,} refused"] if passed["refused"] else []
-    marks += ["out of time"] if passed["cut_short"] else []
-    marks += [f"{remarks} {'remark' if remarks == 1 else 'remarks'}"] if remarks else []
-    facts = ", ".join([_examples(passed["tried"]), *marks, f"{passed['seconds']:.2f} s"])
-    yield (
-        f'<details class="held"><summary title="{escape(passed["rule"])}"><span class="good">holds</span> '
-        f'{escape(passed["property"])} <span class="quiet">{escape(facts)}</span></summary>'
+def _property(entry: Data) -> Iterator[str]:
+    """Yield a property that held or was skipped: a line, which unfolds what is known of it."""
+    style, status, marks = (
+        ("quiet", "skipped", []) if entry["status"] == "skipped" else ("good", "holds", _marks(entry))
     )
-    yield f"<p>{escape(passed['rule'])} {_defect(passed)}</p>"
-    yield from _listed("Some of what was tried", passed["examples"])
-    yield from _listed("Some of what the operator refused, and why", passed["refusals"])
-    yield from _listed("Remarks", passed["remarks"])
+    facts = ", ".join([_examples(entry["tried"]), *marks, f"{entry['seconds']:.2f} s"])
+    yield (
+        f'<details class="held" {_searched(entry, status)}><summary title="{escape(entry["rule"])}"><span class="{style}">'
+        f'{status}</span> {escape(entry["property"])} <span class="quiet">{escape(facts)}</span></summary>'
+    )
+    yield f"<p>{escape(entry['rule'])} {_defect(entry)}</p>"
+    yield from _listed("Some of what was tried", entry.get("examples", ()))
+    yield from _listed("Some of what the operator refused, and why", entry["refusals"])
+    yield from _listed("Remarks", entry.get("remarks", ()))
     yield "</details>"
 
 
-def _skipped(skipped: Sequence[Data]) -> Iterator[str]:
-    if not skipped:
-        return
-    yield f"<h3>Skipped: {len(skipped)}</h3>\n<dl>"
-    for reason, members in _grouped(skipped, lambda each: each["message"]).items():
-        names = ", ".join(f'<span title="{escape(each["rule"])}">{escape(each["property"])}</span>' for each in members)
-        yield f"<dt>{escape(reason)}</dt>\n<dd>{names}</dd>"
-    yield "</dl>"
-    yield "<details><summary>What the skipped properties are</summary>\n<dl>"
-    for each in skipped:
-        yield f"<dt>{escape(each['property'])}</dt>\n<dd>{escape(each['rule'])} {_defect(each)}</dd>"
-    yield "</dl></details>"
+def _marks(passed: Data) -> list[str]:
+    remarks = len(passed["remarks"])
+    marks = [f"{passed['refused']:,} refused"] if passed["refused"] else []
+    marks += ["out of time"] if passed["cut_short"] else []
+    return marks + ([f"{remarks} {'remark' if remarks == 1 else 'remarks'}"] if remarks else [])
+
+
+def _searched(entry: Data, status: str) -> str:
+    """Return the attributes that the filter reads."""
+    words = " ".join([entry["property"], entry["rule"], entry.get("message", ""), status])
+    return f'data-text="{escape(words)}" data-status="{status}"'
 
 
 def _grouped(entries: Sequence[Data], key: Callable[[Data], str]) -> dict[str, list[Data]]:
