@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from opkit.layers.scan import scan as scan
     from opkit.nn.optimize import optimize as optimize
     from opkit.nn.optimize import restore as restore
+    from opkit.notebook import load_ipython_extension as load_ipython_extension
     from opkit.op.aot.inductor import aoti_compile_and_package as aoti_compile_and_package
     from opkit.ship.export import export as export
     from opkit.ship.load import LoadedModel as LoadedModel
@@ -76,6 +77,7 @@ _LAZY = {
     "fit": ("opkit.layers.fitting", "fit"),
     "keep": ("opkit.layers.policies", "keep"),
     "load": ("opkit.ship.load", "load"),
+    "load_ipython_extension": ("opkit.notebook", "load_ipython_extension"),
     "masks": ("opkit.masks", None),
     "merge_attention": ("opkit.attn.merging", "merge_attention"),
     "nn": ("opkit.nn", None),

@@ -83,6 +83,12 @@ for (const box of document.querySelectorAll(".copied")) {
   if (navigator.clipboard) box.prepend(button);
 }
 
+for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", (event) => {
+  if (location.protocol !== "about:") return;
+  event.preventDefault();  // in a notebook's frame, the address would be the notebook's
+  document.getElementById(link.hash.slice(1)).scrollIntoView();
+});
+
 for (const form of document.querySelectorAll(".filter")) {
   const scope = document.getElementById(form.dataset.scope) ?? document.querySelector("main");
   const parts = [...scope.querySelectorAll("[data-text]")];
@@ -167,3 +173,33 @@ def document(title: str, body: Iterable[str], broad: bool = False) -> str:
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{main}\n"
     )
     return head + "\n".join(body) + f"\n</main>\n<script>\n{SCRIPT}</script>\n</body>\n</html>\n"
+
+
+# ---- parts of notebooks ------------------------------------------------------------------------------------------------
+
+_MAX_FRAME = 2**21  # characters of a page that a notebook stores
+
+
+def fragment(*parts: str) -> str:
+    """Return parts of HTML as what a notebook shows below a cell, in its own colors."""
+    return f'<div style="overflow-x: auto">{"".join(parts)}</div>'
+
+
+def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of texts; the first cell of a row is its heading."""
+    style = 'style="text-align: left; padding: .2em .8em .2em 0"'
+    lines = ["".join(f'<th scope="col" {style}>{escape(each)}</th>' for each in headings)]
+    for first, *cells in rows:
+        others = "".join(f"<td {style}>{escape(each)}</td>" for each in cells)
+        lines.append(f'<th scope="row" {style}>{escape(first)}</th>{others}')
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def frame(content: str, title: str, text: str) -> str:
+    """Return a page in a frame for a notebook, in which it has its own style and script; the text in place of a very long one."""
+    if len(content) > _MAX_FRAME:
+        return fragment(f"<pre>{escape(text)}</pre>")
+    return (
+        f'<iframe title="{escape(title)}" srcdoc="{escape(content)}" sandbox="allow-scripts" allow="clipboard-write" '
+        'style="width: 100%; height: 40rem; border: 1px solid"></iframe>'
+    )

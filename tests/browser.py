@@ -62,6 +62,9 @@ class Browser:
         move = {"type": "pointerMove", "duration": 0, "origin": self.element(selector), "x": 0, "y": 0}
         self.command("POST", "/actions", actions=[{"type": "pointer", "id": "mouse", "actions": [move]}])
 
+    def click(self, selector: str) -> None:
+        self.command("POST", f"/element/{self.element(selector)[_ELEMENT]}/click")
+
     def type(self, selector: str, text: str) -> None:
         self.command("POST", f"/element/{self.element(selector)[_ELEMENT]}/value", text=text)
 

@@ -19,7 +19,7 @@ _ROWS = (
     ("op",),
     ("sharding",),
     ("compiler", "contract"),
-    ("attn", "jax", "lowering", "layers", "ship"),
+    ("attn", "jax", "lowering", "layers", "notebook", "ship"),
     ("testing", "masks"),
     ("nn",),
     ("opkit",),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from opkit import page
 from opkit.compiler import explain_page, explain_report
 from opkit.compiler.backend import observer, opkit_backend, pattern_notes
 from opkit.compiler.capture import torch_private as private
@@ -137,6 +138,10 @@ class Explanation:
         written = Path(path)
         written.write_text(explain_page.page_of(self), encoding="utf-8")
         return written
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page of :meth:`to_html` in a frame."""
+        return page.frame(explain_page.page_of(self), "opkit explain", str(self))
 
     def _add_resources(self) -> None:
         """Add the resources of kernels for GPUs; the call has compiled them, so that the binaries are on the disk."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from html import escape
 
+from opkit import page
 from opkit.op.core import Operator
 from opkit.op.rules.transforms import fold_refusal
 
@@ -52,6 +54,27 @@ class Description:
     rules: tuple[RuleInfo, ...]
     tags: tuple[str, ...]
     contract_hash: str
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        kernels = [
+            (
+                k.name,
+                k.device,
+                ", ".join(k.dtypes) or "any",
+                str(k.priority),
+                k.condition or "always",
+                "yes" if k.enabled else "no",
+            )
+            for k in self.kernels
+        ]
+        mutates = f"writes to {', '.join(self.mutates) or 'nothing'} ({self.mutation_origin})"
+        parts = [f"<p><strong>{escape(self.name)}</strong> <code>{escape(self.schema)}</code></p>"]
+        parts += [f"<p>{escape(line)}</p>" for line in self.doc.splitlines()[:1]]
+        parts.append(f"<p>Reference: {escape(self.reference)}; {escape(mutates)}.</p>")
+        if kernels:
+            parts.append(page.table(("kernel", "device", "dtypes", "priority", "when", "enabled"), kernels))
+        return page.fragment(*parts, page.table(("rule", "origin", ""), map(dataclasses.astuple, self.rules)))
 
 
 def describe(operator: Operator) -> Description:

@@ -388,6 +388,9 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Return the schema, the arguments written to, the kernels, and where each rule comes from."""
         return describe(self._operator)
 
+    def _repr_html_(self) -> str:
+        return self.describe()._repr_html_()
+
     def contract_parts(self) -> list[tuple[str, Any]]:
         """Return what the contract hash covers; see ``opkit.op.trace.contract_hash``."""
         return self._operator.contract_parts()

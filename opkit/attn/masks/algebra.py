@@ -19,6 +19,7 @@ from opkit.attn.functions import known
 from opkit.attn.functions.trace import describe, trace
 from opkit.attn.masks import program
 from opkit.attn.masks.logit_index import LogitIndex, sequences_before
+from opkit.attn.masks.picture import picture, sizes_of
 from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 
@@ -74,6 +75,9 @@ class Mask:
         """
         return SizedMask(self, queries, keys)
 
+    def _repr_html_(self) -> str | None:
+        return picture(self, *sizes_of(self))
+
 
 @dataclasses.dataclass(frozen=True)
 class SizedMask:
@@ -86,6 +90,9 @@ class SizedMask:
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return whether query ``q_idx`` sees key ``kv_idx``."""
         return self.mask.at(LogitIndex(b, h, q_idx, kv_idx, self.keys - self.queries))
+
+    def _repr_html_(self) -> str | None:
+        return picture(self.mask, self.queries, self.keys)
 
 
 def as_mask(value: object) -> Mask:

@@ -18,6 +18,7 @@ import torch
 from opkit.contract.calls.cases import Case
 from opkit.contract.report.page import page
 from opkit.errors import ContractError
+from opkit.page import frame
 
 Progress = Callable[[str, float], None]
 
@@ -179,6 +180,10 @@ class Report:
         for each in self.skipped:
             groups.setdefault(each.reason, []).append(each)
         return groups
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page of :meth:`to_html` in a frame."""
+        return frame(as_html([self]), f"The contract of {self.name}", str(self))
 
     def __str__(self) -> str:
         examples = _count(self.examples, "example", "examples")

@@ -20,11 +20,13 @@ import statistics
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from opkit import page
 from opkit.errors import KernelError
 from opkit.kernels.tuning import tuning
 from opkit.kernels.tuning.configs import Config
@@ -102,6 +104,14 @@ class Selection:
         lines = [f"{self.operator}: {self.kernel}", *(f"  {note}" for note in self.notes)]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        rows = [(self.kernel, "chosen", "; ".join(self.notes))]
+        rows += [(name, "refused", reason) for name, reason in self.refused.items()]
+        return page.fragment(
+            f"<p><strong>{escape(self.operator)}</strong></p>", page.table(("kernel", "", "why"), rows)
+        )
 
 
 def predicate_names(when: Callable[..., Any] | None, parameters: Sequence[str], op: str) -> tuple[str, ...]:
