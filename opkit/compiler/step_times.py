@@ -63,11 +63,11 @@ def step_times(compiled: CompiledGraph) -> tuple[float, ...]:
     """
     captured, schedule = compiled.captured, compiled.schedule
     if captured is None or schedule is None:
-        raise CompileError(f"{compiled.name} runs in eager mode: {compiled.reason}")
+        raise CompileError(f"it runs in eager mode: {compiled.reason}")
     if captured.device.type != "cpu":
-        raise CompileError(f"{compiled.name} runs on {captured.device}: use torch.profiler, which names each kernel")
+        raise CompileError(f"it runs on {captured.device}: use torch.profiler, which names each kernel")
     if captured.bodies:
-        raise CompileError(f"{compiled.name} calls other graphs, whose steps are not its own")
+        raise CompileError("it calls other graphs, whose steps are not its own")
     execution_plan, launches = one_launch_each(*plan(schedule))
     texts = source(launches, execution_plan.table, execution_plan.sizes, _UNITS)
     segments = SegmentsBuild(texts, len(launches), f"the steps of {compiled.name}", library.flags()).wait()
@@ -126,7 +126,7 @@ def _random_inputs(program: Program) -> list[Any]:
         if isinstance(each, Index):
             return number(each)
         if not isinstance(each, str) or each not in program.buffers:
-            raise CompileError(f"{program.name} takes {each}, which is no tensor and no number")
+            raise CompileError(f"it takes {each}, which is no tensor and no number")
         buffer = program.buffers[each]
         dtype = getattr(torch, DTYPES[buffer.dtype].torch)
         shape, strides = (tuple(map(number, of)) for of in (buffer.shape, buffer.strides))
