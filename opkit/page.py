@@ -67,7 +67,7 @@ PANES_STYLE = """\
 .dots { display: flex; gap: 2px; min-width: 1.2rem; flex-wrap: wrap; align-content: center; }
 .dots i { width: 8px; height: 14px; background: var(--own); }
 a.marked, .kernel.marked { background: var(--mark); }
-.memory { min-width: 40rem; width: 100%; height: auto; } .memory rect { stroke: var(--ground); } .memory text { fill: #000; }
+.memory { min-width: 60rem; width: 100%; height: auto; } .memory rect { stroke: var(--ground); } .memory text { fill: #000; }
 @media (max-width: 60rem) { .panes { grid-template-columns: minmax(0, 1fr); } .pane { max-height: 70vh; } }
 """
 

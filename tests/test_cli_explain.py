@@ -1,6 +1,7 @@
 """``opkit explain``: the report of a module's function, and what it refuses."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -35,10 +36,11 @@ def run(*arguments):
 
 
 def test_a_model(module, tmp_path):
-    done = run(f"{module}:block", "--args", "torch.randn(4, 8)", "--html", tmp_path / "block.html")
+    done = run(f"{module}:block", "--args", "torch.randn(4, 8)", "--time", "--html", tmp_path / "block.html")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("1 graph, 1 kernel, 0 calls of torch's operators\n")
     assert "aten.native_layer_norm.default, aten.gelu.default" in done.output
+    assert re.search(r"  time \S+ us: k0\n", done.output)
     assert "Loop nest" in (tmp_path / "block.html").read_text(encoding="utf-8")
 
 

@@ -132,11 +132,12 @@ def _edges(steps: Sequence[StepText], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _dependencies(steps: Sequence[StepText]) -> list[tuple[int, int]]:
-    """Return the pairs of a step and a later one that reads what it wrote."""
+    """Return the pairs of a step and a later one that reads what it wrote, or writes to the same buffer."""
     writer: dict[str, int] = {}
     found: dict[tuple[int, int], None] = {}
     for number, step in enumerate(steps):
-        found |= {(writer[name], number): None for name in step.reads if name in writer}
+        used = (*step.reads, *step.writes)
+        found |= {(writer[name], number): None for name in used if name in writer}
         writer |= dict.fromkeys(step.writes, number)
     return list(found)
 
@@ -158,12 +159,11 @@ def _short(operator: str) -> str:
 
 
 def _kernels(graph: GraphExplanation, keys: Sequence[str], peaks: MachinePeaks | None) -> Iterator[str]:
-    done: set[str] = set()
+    groups: dict[str, list[StepText]] = {}
     for key, step in zip(keys, graph.steps, strict=True):
-        if key in done:
-            continue
-        done.add(key)
-        same = [each for other, each in zip(keys, graph.steps, strict=True) if other == key]
+        groups.setdefault(key, []).append(step)
+    for key, same in groups.items():
+        step = same[0]
         yield f'<article class="kernel" id="{key}" data-key="{key}" style="{_color(key)}">'
         times = f' <small class="quiet">{len(same)} times</small>' if len(same) > 1 else ""
         yield f'<h4><a href="#{key}">{escape(step.name)}</a>{times}</h4>'
@@ -219,19 +219,19 @@ def _texts(kernel: KernelText, graph: GraphExplanation) -> Iterator[str]:
 
 def _lines(graph: GraphExplanation, keys: Sequence[str]) -> Iterator[str]:
     """Yield the lines that operators come from, file by file, each with the kernels and calls that compute it."""
-    files: dict[str, dict[tuple[int, str], dict[str, None]]] = {}
+    files: dict[str, dict[tuple[int, str], dict[str, str]]] = {}
     for key, step in zip(keys, graph.steps, strict=True):
         for found in filter(None, map(_LINE.fullmatch, step.origins)):
             line = (int(found["number"]), found["code"])
-            files.setdefault(found["file"], {}).setdefault(line, {})[key] = None
+            files.setdefault(found["file"], {}).setdefault(line, {})[key] = step.name
     for file, lines in files.items():
         yield f"<h4>{escape(file)}</h4><ol>"
         for (number, code), of in sorted(lines.items()):
+            names = escape(f"computed by {', '.join(map(_short, of.values()))}")
             dots = "".join(f'<i style="{_color(key)}"></i>' for key in [*of][:8])
-            yield (
-                f'<li><a class="line" href="#{next(iter(of))}" data-key="{" ".join(of)}"><span class="quiet">{number}</span>'
-                f'<code>{escape(code)}</code><span class="dots" aria-hidden="true">{dots}</span></a></li>'
-            )
+            yield f'<li><a class="line" href="#{next(iter(of))}" data-key="{" ".join(of)}" title="{names}">'
+            yield f'<span class="quiet">{number}</span><code>{escape(code)}</code>'
+            yield f'<span class="dots" aria-hidden="true">{dots}</span></a></li>'
         yield "</ol>"
     if not files:
         yield '<p class="quiet">No line is known.</p>'
