@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +144,15 @@ def test_the_page_of_results(window, results):
     assert window.log() == []
     window.type(".filter input", "beta")
     assert [text[:4] for text in shown(window, "tbody tr")] == ["beta"]
+
+
+@in_browser
+@pytest.mark.exhaustive
+def test_screenshots(tmp_path):
+    run = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "screenshots.py"))
+    shots = run["take"](tmp_path / "shots")
+    assert len(shots) == 6
+    assert all(shot.read_bytes().startswith(b"\x89PNG") for shot in shots)
 
 
 def test_texts_have_contrast():

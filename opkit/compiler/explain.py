@@ -22,7 +22,6 @@ from opkit.compiler.capture import torch_private as private
 from opkit.compiler.diagnostics import CompiledGraph
 from opkit.compiler.explained_graph import GraphExplanation, explain_graph, with_resources, with_seconds
 from opkit.compiler.run.gpu_kernels import GpuKernelsBuild, bandwidth
-from opkit.errors import OpkitError
 
 if TYPE_CHECKING:
     from opkit.compiler.step_times import MachinePeaks
@@ -102,6 +101,7 @@ class Explanation:
     def _add_graph(self, compiled: CompiledGraph) -> None:
         if compiled.reason and self.graphs and self.graphs[-1].name == compiled.name:  # it failed after planning
             self.graphs[-1] = dataclasses.replace(self.graphs[-1], reason=compiled.reason)
+            self._records[-1] = compiled
         else:
             self.graphs.append(explain_graph(compiled))
             self._records.append(compiled)
@@ -124,7 +124,7 @@ class Explanation:
         for number, record in enumerate(self._records):
             try:
                 seconds = step_times.step_times(record)
-            except (OpkitError, RuntimeError) as error:  # random inputs may be no valid ones
+            except Exception as error:  # an operator may refuse random inputs, by any error
                 self.not_measured.append(f"{record.name}: {error}")
             else:
                 self.graphs[number] = with_seconds(self.graphs[number], seconds)
