@@ -41,7 +41,9 @@ def test_a_model(module, tmp_path):
     assert done.stdout.startswith("1 graph, 1 kernel, 0 calls of torch's operators\n")
     assert "aten.native_layer_norm.default, aten.gelu.default" in done.output
     assert re.search(r"  time \S+ us: k0\n", done.output)
-    assert "Loop nest" in (tmp_path / "block.html").read_text(encoding="utf-8")
+    page = (tmp_path / "block.html").read_text(encoding="utf-8")
+    assert "Loop nest" in page
+    assert "Each step was timed alone" in page
 
 
 def test_a_function_with_named_arguments(module):

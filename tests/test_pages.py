@@ -37,9 +37,7 @@ def window():
 
 @pytest.fixture(scope="module")
 def explained(tmp_path_factory):
-    found = opkit.explain(Block(), torch.randn(4, 16))
-    found.measure()
-    return found.to_html(tmp_path_factory.mktemp("explained") / "page.html")
+    return opkit.explain(Block(), torch.randn(4, 16)).to_html(tmp_path_factory.mktemp("explained") / "page.html")
 
 
 @pytest.fixture(scope="module")
