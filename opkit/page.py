@@ -85,7 +85,7 @@ for (const box of document.querySelectorAll(".copied")) {
 
 for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", (event) => {
   if (location.protocol !== "about:") return;
-  event.preventDefault();  // in a notebook's frame, the address would be the notebook's
+  event.preventDefault(); /* in a notebook's frame, the address would be the notebook's */
   document.getElementById(link.hash.slice(1)).scrollIntoView();
 });
 

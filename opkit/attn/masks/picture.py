@@ -79,9 +79,8 @@ def picture(mask: Any, queries: int, keys: int) -> str | None:
     share = f"{'about ' if max(queries, keys) > _SAMPLES else ''}{seen.mean():.0%}"
     caption = f"{queries:,} queries (rows), {keys:,} keys (columns): {share} of the pairs are visible"
     caption += "; a cell's shade is the share of its pairs" if sampled else ""
-    return page.fragment(
-        f"<figure>{_svg(cells, caption)}<figcaption>{escape(repr(mask)[:200])}<br>{caption}</figcaption></figure>"
-    )
+    name = escape(" ".join(repr(mask).split())[:200])
+    return page.fragment(f"<figure>{_svg(cells, caption)}<figcaption>{name}<br>{caption}</figcaption></figure>")
 
 
 def _samples(count: int) -> Tensor:
