@@ -123,8 +123,9 @@ def test_a_mask_is_a_picture(mask, expected):
     assert torch.equal(shares(mask._repr_html_()), expected)
 
 
-def test_a_padded_batch_has_as_many_keys_as_its_longest():
-    assert torch.equal(shares(masks.KeyPadding(torch.tensor([2, 4]))._repr_html_()), torch.tensor([[1.0, 1, 0, 0]] * 4))
+def test_lengths_leave_room_for_the_keys_beyond_them():
+    cells = shares(masks.KeyPadding(torch.tensor([4, 20]))._repr_html_())
+    assert torch.equal(cells, (torch.arange(40) < 4).float().expand(40, 40))
 
 
 def test_a_large_mask_is_sampled():
@@ -142,6 +143,7 @@ def test_a_mask_that_cannot_be_evaluated_is_shown_as_text():
 
     assert masks.MaskFunction(fails)._repr_html_() is None
     assert masks.Causal().sized(0, 3)._repr_html_() is None
+    assert masks.KeyPadding(torch.empty(0, dtype=torch.int64))._repr_html_() is None
     html = masks.MaskFunction(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)._repr_html_()
     assert "&lt;lambda&gt;" in html
 

@@ -19,7 +19,7 @@ from opkit.attn.functions import known
 from opkit.attn.functions.trace import describe, trace
 from opkit.attn.masks import program
 from opkit.attn.masks.logit_index import LogitIndex, sequences_before
-from opkit.attn.masks.picture import picture, sizes_of
+from opkit.attn.masks.picture import picture
 from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
 
@@ -76,7 +76,7 @@ class Mask:
         return SizedMask(self, queries, keys)
 
     def _repr_html_(self) -> str | None:
-        return picture(self, *sizes_of(self))
+        return picture(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SizedMask:
         return self.mask.at(LogitIndex(b, h, q_idx, kv_idx, self.keys - self.queries))
 
     def _repr_html_(self) -> str | None:
-        return picture(self.mask, self.queries, self.keys)
+        return picture(self.mask, (self.queries, self.keys))
 
 
 def as_mask(value: object) -> Mask:

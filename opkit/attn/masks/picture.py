@@ -32,7 +32,7 @@ _KEYS: dict[str, Callable[[Any], int]] = {
     "block_mask": lambda mask: mask.seq_lengths[1],
     "q_ids": _QUERIES["q_ids"],
     "cu_seqlens_q": _QUERIES["cu_seqlens_q"],
-    "lengths": lambda t: int(t.max()),
+    "lengths": lambda t: max(_DEFAULT, 2 * int(t.max())),  # so that keys beyond the longest are in the picture
 }
 
 
@@ -57,19 +57,20 @@ def _fields(mask: Any) -> Iterator[tuple[str, Any]]:
                 yield from _fields(each)
 
 
-def picture(mask: Any, queries: int, keys: int) -> str | None:
+def picture(mask: Any, sizes: tuple[int, int] | None = None) -> str | None:
     """Return a picture of the first batch and head as HTML; None if there is no pair, or the mask cannot be evaluated.
 
     Args:
         mask: a mask, whose ``at`` is called with a grid of indices.
-        queries, keys: the numbers of rows and columns.
+        sizes: the numbers of queries and keys; by default those of :func:`sizes_of`.
     """
-    if not queries or not keys:
-        return None
-    device = next((value.device for _, value in _fields(mask) if isinstance(value, Tensor)), torch.device("cpu"))
-    rows, columns = (_samples(n).to(device) for n in (queries, keys))
-    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
     try:
+        queries, keys = sizes or sizes_of(mask)
+        if not queries or not keys:
+            return None
+        device = next((value.device for _, value in _fields(mask) if isinstance(value, Tensor)), torch.device("cpu"))
+        rows, columns = (_samples(n).to(device) for n in (queries, keys))
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
         seen = _visible(mask, LogitIndex(zero, zero, rows[:, None], columns[None], keys - queries))
         seen = seen.expand(len(rows), len(columns)).float().cpu()
     except Exception:  # a function of the user's can raise anything; the notebook shows the text
