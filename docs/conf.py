@@ -10,12 +10,15 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers import Parser
+from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import charts  # noqa: E402  next to this file
+import screenshots  # noqa: E402
 
 PAGES = (
     "docs/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/**/*.md", "examples/**/*.md", "opkit/**/README.md",
@@ -52,6 +55,23 @@ class ProgramParser(Parser):
         document.settings.env.metadata[document.settings.env.docname]["orphan"] = ""  # links lead here, no menu does
 
 
+class Screenshot(SphinxDirective):
+    """``{screenshot} explain``: a picture of one of opkit's pages, taken while the site is built; nothing without Chromium."""
+
+    required_arguments = 1
+    option_spec = {"alt": directives.unchanged_required}  # noqa: RUF012
+
+    def run(self) -> list[nodes.Node]:
+        taken = screenshots.taken(ROOT / "build" / "screenshots")
+        if not taken:
+            return []
+        return [
+            nodes.image(
+                uri=f"/build/screenshots/{self.arguments[0]}.png", alt=self.options["alt"], classes=["screenshot"]
+            )
+        ]
+
+
 def dash_after_parameters(app: Sphinx, doctree: nodes.document) -> None:
     """Write a dash between a parameter and its text, which ``smartquotes`` would do for every pair of hyphens."""
     for text in [text for text in doctree.findall(nodes.Text) if text == " -- "]:
@@ -60,6 +80,7 @@ def dash_after_parameters(app: Sphinx, doctree: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     app.add_source_parser(ProgramParser)
+    app.add_directive("screenshot", Screenshot)
     app.connect("doctree-read", dash_after_parameters)
 
 

@@ -5,6 +5,7 @@ The pages are of :func:`opkit.explain`, of :func:`opkit.check`, and of what note
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -69,6 +70,12 @@ def pictures(folder: Path) -> Path:
     grid = '<main style="display: grid; grid-template-columns: repeat(3, 1fr)">'
     path.write_text(f'<!DOCTYPE html><html lang="en"><title>Masks</title>{grid}{parts}</main>', encoding="utf-8")
     return path
+
+
+@functools.cache
+def taken(folder: Path) -> list[Path]:
+    """Take the screenshots, once in a process; return none where there is no Chromium."""
+    return [] if MISSING else take(folder)
 
 
 def take(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ NAMES = {
     "opkit": """
         CustomOp LoadedModel aoti_compile_and_package append_kv attention batch_invariant c_kernel check checkpoint
         checkpoint_layers checkpoint_name compile_layers context_parallel cpp_kernel cuda_kernel custom_op errors
-        explain export fit from_library get keep load masks merge_attention nn offload operators optimize
+        explain export fit from_library get keep load load_ipython_extension masks merge_attention nn offload operators optimize
         paged_attention register_transformers remove restore runtime_library scan scan_layers sdpa_override
         set_sdpa_override tensor_descriptor to_jax triton_kernel use_kernel
     """,
@@ -48,6 +48,7 @@ NAMES = {
 
 WITHOUT_EXAMPLE = {
     "opkit.context_parallel": "needs several processes",
+    "opkit.load_ipython_extension": "needs a shell of IPython",
     "opkit.nn.register_kernels": "needs the package kernels",
     "opkit.register_transformers": "needs transformers",
     "opkit.runtime.Kernel": "needs a package that was built",

@@ -44,9 +44,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and torch accepts it as one.
 
     >>> import opkit, torch
-    >>> @opkit.custom_op("operator_example::twice")
-    ... def twice(x: torch.Tensor) -> torch.Tensor:
-    ...     return x + x
+    >>> twice = opkit.custom_op("operator_example::twice", lambda x: x + x, mutates_args=(), schema="(Tensor x) -> Tensor")
     >>> twice(torch.ones(2)), twice.name, twice.select(torch.ones(2)).kernel
     (tensor([2., 2.]), 'operator_example::twice', 'reference')
     """
@@ -374,8 +372,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     @property
     def _abstract_fn(self) -> Callable[..., Any] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # torch reads this name to find out whether an operator has a fake implementation, and which
-        operator = self._operator
-        trace = operator.last_trace()
+        operator, trace = self._operator, self._operator.last_trace()
         opaque = operator.declared_opaque if trace is None else trace.opaque is not None
         return operator.registered.fake or (None if opaque and operator.explicit_reference is None else self.reference)
 

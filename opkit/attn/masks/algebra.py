@@ -159,9 +159,8 @@ class Segments(Mask):
         kv_ids: integers, (batch, keys) or (keys,); None: those of the queries.
 
     >>> import opkit, torch
-    >>> from opkit.masks import Segments
     >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
-    >>> opkit.attention(q, q, q, mask=Segments(torch.tensor([0, 0, 1, 1]))).shape
+    >>> opkit.attention(q, q, q, mask=opkit.masks.Segments(torch.tensor([0, 0, 1, 1]))).shape
     torch.Size([2, 1, 4, 8])
     """
 
@@ -228,9 +227,8 @@ class KeyPadding(Mask):
         lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
 
     >>> import opkit, torch
-    >>> from opkit.masks import KeyPadding
     >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
-    >>> opkit.attention(q, q, q, mask=KeyPadding(torch.tensor([4, 2]))).shape
+    >>> opkit.attention(q, q, q, mask=opkit.masks.KeyPadding(torch.tensor([4, 2]))).shape
     torch.Size([2, 1, 4, 8])
     """
 
