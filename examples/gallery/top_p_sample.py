@@ -102,8 +102,13 @@ static int64_t draw(const T* logits, int64_t vocab, double uniform, double p, in
     for (double depth = 2;; depth *= 2) {  // most often, few tokens are within depth of the largest logit, and enough
         tokens.clear();
         const T least = largest - (T)depth;
-        for (int64_t i = 0; i < vocab; i++)
-            if (logits[i] > least) tokens.push_back({logits[i], i});
+        for (int64_t first = 0; first < vocab; first += WIDE) {
+            const int64_t end = std::min<int64_t>(first + WIDE, vocab);
+            int found = 0;
+            for (int64_t i = first; i < end; i++) found |= logits[i] > least;
+            for (int64_t i = first; found && i < end; i++)
+                if (logits[i] > least) tokens.push_back({logits[i], i});
+        }
         kept = 0;
         for (const Token& token : tokens) kept += exponential(token.logit - largest);
         if (kept >= p * total || (int64_t)tokens.size() >= k || depth > 1000) break;
@@ -132,7 +137,7 @@ extern "C" void top_p_sample(const T* logits, const T* uniform, double p, int64_
     }
 }
 """
-top_p_sample.register_kernel("cpu", opkit.cpp_kernel(SOURCE))
+top_p_sample.register_kernel("cpu", opkit.cpp_kernel(SOURCE, flags=["-fno-trapping-math"]))  # else GCC vectorises no floor
 
 _DTYPES = (torch.float32, torch.float64)
 OPKIT_CHECKS = {

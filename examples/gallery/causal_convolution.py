@@ -1,0 +1,101 @@
+"""Causal depthwise convolution with a SiLU, as before the scan in Mamba: ``y = silu(bias + sum_s weight[s] * x[t - k + 1 + s])``.
+
+Each channel has a filter of a few taps, and ``x`` has its channels last, as the linear layer before it leaves them (Gu and Dao,
+https://arxiv.org/abs/2312.00752). torch's ``conv1d`` wants time last, and goes over memory again for the activation; the kernel
+does all in one pass. The gradient is derived from the reference.
+
+    python examples/gallery/causal_convolution.py
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import opkit
+from opkit.testing import tensor
+
+
+@opkit.custom_op("gallery::causal_convolution")
+def causal_convolution(
+    x: Float[Tensor, "batch time d"], weight: Float[Tensor, "taps d"], bias: Float[Tensor, "d"]
+) -> Float[Tensor, "batch time d"]:
+    """Return the activations; the last tap is that of the element itself, and zeros come before the first element."""
+    taps, time = weight.shape[0], x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, 0, taps, 0))[:, 1:]
+    y = bias.expand(x.shape)
+    for s in range(taps):
+        y = y + weight[s] * padded[:, s : s + time]
+    return (y * torch.sigmoid(y)).contiguous()
+
+
+SOURCE = """
+enum { PART = 128 };
+
+#if T_is_float32
+static inline float exponential(float x) { /* a polynomial without a call, so that the loop over channels is vectorised */
+    const float scaled = x * 1.44269504f, power = scaled < -126 ? -126 : scaled > 127 ? 127 : scaled;
+    const float whole = floorf(power + 0.5f), part = power - whole;
+    const float y = 1 + part * (0.69314718f + part * (0.24022651f + part * (0.05550411f + part * (0.009618129f +
+                    part * (0.0013333558f + part * 0.00015403530f)))));
+    union { int32_t bits; float value; } scale = {((int32_t)whole + 127) << 23};
+    return y * scale.value;
+}
+#else
+static inline double exponential(double x) { return exp(x); }
+#endif
+
+void causal_convolution(const T* x, const T* weight, const T* bias, T* out, int64_t batch, int64_t time, int64_t d,
+                        int64_t taps) {
+    #pragma omp parallel for collapse(2) if (batch * time * d > 1 << 15)
+    for (int64_t i = 0; i < batch; i++)
+        for (int64_t t = 0; t < time; t++)
+            for (int64_t first = 0; first < d; first += PART) {
+                const int64_t count = d - first < PART ? d - first : PART, at = (i * time + t) * d + first;
+                T y[PART];
+                for (int64_t j = 0; j < count; j++) y[j] = bias[first + j];
+                for (int64_t s = t < taps - 1 ? taps - 1 - t : 0; s < taps; s++) {
+                    const T *tap = weight + s * d + first, *source = x + at + (s - taps + 1) * d;
+                    for (int64_t j = 0; j < count; j++) y[j] += tap[j] * source[j];
+                }
+                for (int64_t j = 0; j < count; j++) out[at + j] = y[j] / (1 + exponential(-y[j]));
+            }
+}
+"""
+KERNEL = opkit.c_kernel(SOURCE, flags=["-fno-trapping-math"])  # else GCC vectorises no floorf
+causal_convolution.register_kernel("cpu", KERNEL)
+
+_DTYPES, _NUMBERS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros")
+OPKIT_CHECKS = {
+    "gallery::causal_convolution": {
+        "args": tuple(tensor(shape, _DTYPES, fills=_NUMBERS) for shape in ("batch time d", "3 d", "d"))
+    }
+}
+SIZES = [(1, 1024, 1024), (4, 256, 512)]
+
+
+def arguments(batch: int, time: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer with 4 taps."""
+    return torch.randn(batch, time, d), torch.randn(4, d), torch.randn(d)
+
+
+@torch.compile
+def alternative(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The sum over taps and the activation, compiled by Inductor."""
+    padded = torch.nn.functional.pad(x, (0, 0, weight.shape[0] - 1, 0))
+    y = bias + sum(weight[s] * padded[:, s : s + x.shape[1]] for s in range(weight.shape[0]))
+    return torch.nn.functional.silu(y)
+
+
+def main() -> None:
+    """Compare with conv1d, gradients too."""
+    x, weight, bias = (each.requires_grad_() for each in arguments(2, 10, 300))
+    filters = weight.t().unsqueeze(1)
+    expected = torch.nn.functional.conv1d(torch.nn.functional.pad(x.mT, (3, 0)), filters, bias, groups=300).mT
+    results = causal_convolution(x, weight, bias), torch.nn.functional.silu(expected)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    ours, expected = (torch.autograd.grad(each.square().sum(), (x, weight, bias)) for each in results)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+if __name__ == "__main__":
+    main()

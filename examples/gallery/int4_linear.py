@@ -1,0 +1,115 @@
+"""Linear layer with weights of 4 bits: ``y = x W^T``, where ``W`` has two numbers in a byte and a scale for each group of inputs.
+
+``W[o, i] = (q[o, i] - 8) * scale[o, i // group]``, as GPTQ and AWQ have it (https://arxiv.org/abs/2210.17323); input ``2j`` is in the low half of byte ``j``.
+Generation with one token at a time is bound by reading weights: the kernel reads 4 bits of each, and never writes the weights
+out in floats. For many rows of ``x`` the product itself takes the time, and the reference's matrix product is better.
+
+    python examples/gallery/int4_linear.py
+"""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+import opkit
+from opkit.testing import tensor
+
+
+@opkit.custom_op("gallery::int4_linear")
+def int4_linear(
+    x: Float[Tensor, "*batch 2*half"], packed: UInt8[Tensor, "outputs half"], scale: Float[Tensor, "outputs groups"]
+) -> Float[Tensor, "*batch outputs"]:
+    """Return the product; ``groups`` must divide ``half``."""
+    half, groups = packed.shape[1], scale.shape[1]
+    if groups < 1 or half % groups:
+        raise ValueError(f"gallery::int4_linear: scale has {groups} groups, and a divisor of {half} bytes is expected.")
+    numbers = torch.stack((packed & 15, packed >> 4), -1).view(packed.shape[0], groups, 2 * half // groups)
+    weight = (numbers.to(scale.dtype) - 8) * scale.unsqueeze(-1)
+    return x @ weight.view(packed.shape[0], 2 * half).t()
+
+
+# Even and odd inputs are stored apart, so that a byte's two numbers meet two vectors; sums stay vectors until a row's end.
+SOURCE = """
+enum { WIDE = 32 };
+
+static T dot(const T* even, const T* odd, const uint8_t* packed, const T* scale, int64_t groups, int64_t group) {
+    T sums[WIDE] = {0}, y = 0;
+    for (int64_t g = 0; g < groups; g++, even += group, odd += group, packed += group) {
+        T part[WIDE] = {0};
+        int64_t j = 0;
+        for (; j + WIDE <= group; j += WIDE)
+            for (int k = 0; k < WIDE; k++) {
+                const int32_t both = packed[j + k];
+                part[k] += even[j + k] * (T)((both & 15) - 8) + odd[j + k] * (T)((both >> 4) - 8);
+            }
+        for (; j < group; j++) part[0] += even[j] * (T)((packed[j] & 15) - 8) + odd[j] * (T)((packed[j] >> 4) - 8);
+        for (int k = 0; k < WIDE; k++) sums[k] += part[k] * scale[g];
+    }
+    for (int k = 0; k < WIDE; k++) y += sums[k];
+    return y;
+}
+
+void int4_linear(const T* x, const uint8_t* packed, const T* scale, T* y, int64_t batch, int64_t half, int64_t outputs,
+                 int64_t groups) {
+    if (groups < 1 || half % groups) {
+        opk_fail("scale has %lld groups, and a divisor of %lld bytes is expected", (long long)groups, (long long)half);
+        return;
+    }
+    T* apart = (T*)malloc((2 * batch * half + 1) * sizeof(T));
+    for (int64_t i = 0; i < batch; i++)
+        for (int64_t j = 0; j < half; j++)
+            for (int64_t k = 0; k < 2; k++) apart[(2 * i + k) * half + j] = x[(i * half + j) * 2 + k];
+    #pragma omp parallel for if (batch * outputs * half > 1 << 16)
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t i = 0; i < batch; i++) {
+            const T* even = apart + 2 * i * half;
+            y[i * outputs + o] = dot(even, even + half, packed + o * half, scale + o * groups, groups, half / groups);
+        }
+    free(apart);
+}
+"""
+KERNEL = opkit.c_kernel(SOURCE, bind={"y": "out"})
+int4_linear.register_kernel("cpu", KERNEL, when=lambda x: x.numel() <= 4 * x.shape[-1])
+
+_FLOAT = (torch.float32, torch.float64)
+OPKIT_CHECKS = {
+    "gallery::int4_linear": {
+        "args": (
+            tensor("*batch 2*half", _FLOAT),
+            tensor("outputs half", torch.uint8, differentiable=False),
+            tensor("outputs 1", _FLOAT),
+        )
+    }
+}
+SIZES = [(1, 4096, 4096), (4, 2048, 2048)]
+
+
+def arguments(batch: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer with groups of 128 inputs."""
+    packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return torch.randn(batch, inputs), packed, torch.rand(outputs, inputs // 128)
+
+
+def alternative(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """``torch.nn.functional.linear`` with the weights in float32, which take 8 times the memory."""
+    key = packed.data_ptr(), packed.shape
+    if key not in _weights:
+        _weights[key] = int4_linear.reference(torch.eye(x.shape[-1]), packed, scale).t().contiguous()
+    return torch.nn.functional.linear(x, _weights[key])
+
+
+_weights: dict = {}
+
+
+def main() -> None:
+    """Compare with the product of floats, and the gradient of inputs."""
+    x, packed, scale = arguments(2, 256, 30)
+    torch.testing.assert_close(int4_linear(x, packed, scale), alternative(x, packed, scale), rtol=1e-4, atol=1e-3)
+    x.requires_grad_()
+    results = int4_linear(x, packed, scale), alternative(x, packed, scale)
+    ours, expected = (torch.autograd.grad(each.sum(), x)[0] for each in results)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
+
+
+if __name__ == "__main__":
+    main()
