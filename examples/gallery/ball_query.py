@@ -1,7 +1,8 @@
 """Ball query: for each centre, the first ``k`` points within a radius, by index.
 
-Point networks group their points so (PointNet++, https://arxiv.org/abs/1706.02413); ``points[index]`` gathers the groups. In torch it takes
-all distances and a sort of every row; the kernel reads points 64 at a time, and stops at the ``k``-th that it finds.
+Point networks group their points so (PointNet++, https://arxiv.org/abs/1706.02413); ``points[index]`` gathers the groups. In
+torch it takes all distances and a sort of every row; the kernel reads points 64 at a time, and stops at the ``k``-th that it
+finds::
 
     python examples/gallery/ball_query.py
 """

@@ -1,8 +1,9 @@
-"""Causal depthwise convolution with a SiLU, as before the scan in Mamba: ``y = silu(bias + sum_s weight[s] * x[t - k + 1 + s])``.
+"""Causal depthwise convolution with a SiLU, as before the scan in Mamba: ``y = silu(bias + sum_s weight[s] * x[t - k + 1 +
+s])``.
 
-Each channel has a filter of a few taps, and ``x`` has its channels last, as the linear layer before it leaves them (Gu and Dao,
-https://arxiv.org/abs/2312.00752). torch's ``conv1d`` wants time last, and goes over memory again for the activation; the kernel
-does all in one pass. The gradient is derived from the reference.
+Each channel has a filter of a few taps, and ``x`` has its channels last, as the linear layer before it leaves them (Gu and
+Dao, https://arxiv.org/abs/2312.00752). torch's ``conv1d`` wants time last, and goes over memory again for the activation; the
+kernel does all in one pass. The gradient is derived from the reference::
 
     python examples/gallery/causal_convolution.py
 """

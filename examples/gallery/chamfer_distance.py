@@ -1,8 +1,8 @@
 """Chamfer distance of point clouds: the mean squared distance to the nearest point of the other cloud, both ways.
 
-``mean_i min_j |x_i - y_j|^2 + mean_j min_i |x_i - y_j|^2``, a loss between shapes (Fan et al., https://arxiv.org/abs/1612.00603). The
-operator ``nearest_point`` finds the nearest points; its gradient flows through those alone, and needs no distances again.
-``chamfer_distance`` is made of it, and has no kernel of its own.
+``mean_i min_j |x_i - y_j|^2 + mean_j min_i |x_i - y_j|^2``, a loss between shapes (Fan et al.,
+https://arxiv.org/abs/1612.00603). The operator ``nearest_point`` finds the nearest points; its gradient flows through those
+alone, and needs no distances again. ``chamfer_distance`` is made of it, and has no kernel of its own::
 
     python examples/gallery/chamfer_distance.py
 """

@@ -2,7 +2,7 @@
 
 A component's label is 1 plus the row-major index of its first pixel, so labels need no second numbering, and equal masks have
 equal labels. Neighbours share an edge, or with ``diagonal=True`` a corner. The reference spreads least labels until nothing
-changes; the kernel joins runs of pixels that touch in a forest (He, Chao and Suzuki, 2008), in two passes.
+changes; the kernel joins runs of pixels that touch in a forest (He, Chao and Suzuki, 2008), in two passes::
 
     python examples/gallery/connected_components.py
 """
@@ -17,9 +17,7 @@ from opkit.testing import tensor
 
 
 @opkit.custom_op("gallery::connected_components")
-def connected_components(
-    mask: Bool[Tensor, "*batch h w"], diagonal: bool = False
-) -> Int64[Tensor, "*batch h w"]:
+def connected_components(mask: Bool[Tensor, "*batch h w"], diagonal: bool = False) -> Int64[Tensor, "*batch h w"]:
     """Return the label of each pixel; ``mask`` is true for the foreground."""
     h, w = mask.shape[-2:]
     if mask.numel() == 0:

@@ -1,8 +1,9 @@
 """Deformable attention: each query samples a few places of a feature map, between its pixels, and adds them up by weights.
 
-``out[q, head] = sum_p weights[q, head, p] * bilinear(value[head], locations[q, head, p])``, with zeros outside of the map (Deformable
-DETR, https://arxiv.org/abs/2010.04159); with several maps, add the results. In torch it is ``grid_sample`` on maps with channels first,
-and a product; the kernel reads the channels of a head, which lie together, for each of the four pixels around a place.
+``out[q, head] = sum_p weights[q, head, p] * bilinear(value[head], locations[q, head, p])``, with zeros outside of the map
+(Deformable DETR, https://arxiv.org/abs/2010.04159); with several maps, add the results. In torch it is ``grid_sample`` on
+maps with channels first, and a product; the kernel reads the channels of a head, which lie together, for each of the four
+pixels around a place::
 
     python examples/gallery/deformable_attention.py
 """
@@ -45,7 +46,7 @@ void deformable_attention(const T* value, const T* locations, const T* weights, 
         for (int64_t at = 0; at < queries * heads; at++) {
             const int64_t i = b * queries * heads + at;
             const T* map = value + (b * h * w * heads + at % heads) * d;
-            T* sum = out + i * d;
+            T* restrict sum = out + i * d;
             memset(sum, 0, d * sizeof(T));
             for (int64_t p = i * points; p < (i + 1) * points; p++) {
                 const T x = locations[2 * p] * w - (T)0.5, y = locations[2 * p + 1] * h - (T)0.5;
@@ -56,7 +57,7 @@ void deformable_attention(const T* value, const T* locations, const T* weights, 
                     if (column < 0 || column >= w || row < 0 || row >= h) continue;
                     const T share_x = corner % 2 ? x - left : left + 1 - x, share_y = corner / 2 ? y - top : top + 1 - y;
                     const T share = share_x * share_y * weights[p];
-                    const T* pixel = map + (row * w + column) * heads * d;
+                    const T* restrict pixel = map + (row * w + column) * heads * d;
                     for (int64_t j = 0; j < d; j++) sum[j] += share * pixel[j];
                 }
             }
@@ -70,7 +71,9 @@ OPKIT_CHECKS = {
     "gallery::deformable_attention": {
         "args": (
             tensor("batch h w heads d", _DTYPES),
-            tensor("batch queries heads points 2", _DTYPES, low=-0.2, high=1.2, fills=("normal", "distinct", "positive")),
+            tensor(
+                "batch queries heads points 2", _DTYPES, low=-0.2, high=1.2, fills=("normal", "distinct", "positive")
+            ),
             tensor("batch queries heads points", _DTYPES),
         )
     }

@@ -1,8 +1,8 @@
 """Levenshtein distance of pairs of sequences: the least number of insertions, deletions and substitutions.
 
-``D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] + (a[i] != b[j]))``, by Wagner and Fischer (1974). Word error rates are
-computed from it. The reference goes through ``a`` in a loop; within a row, insertions are a cumulative minimum. The kernel
-stores three antidiagonals, and takes a pair for each thread at a time.
+``D[i, j] = min(D[i-1, j] + 1, D[i, j-1] + 1, D[i-1, j-1] + (a[i] != b[j]))``, by Wagner and Fischer (1974). Word error rates
+are computed from it. The reference goes through ``a`` in a loop; within a row, insertions are a cumulative minimum. The
+kernel stores three antidiagonals, and takes a pair for each thread at a time::
 
     python examples/gallery/edit_distance.py
 """

@@ -1,7 +1,7 @@
 """Farthest point sampling: ``k`` points, each the farthest from those chosen before it, from the first point on.
 
-Point networks thin out their clouds so (PointNet++, https://arxiv.org/abs/1706.02413). The steps depend on one another: in torch each is a
-few operators over all points; in the kernel it is one pass that updates distances and finds the largest.
+Point networks thin out their clouds so (PointNet++, https://arxiv.org/abs/1706.02413). The steps depend on one another: in
+torch each is a few operators over all points; in the kernel it is one pass that updates distances and finds the largest::
 
     python examples/gallery/farthest_points.py
 """
@@ -96,9 +96,7 @@ void farthest_points(const T* points, int64_t* out, int64_t batch, int64_t n, in
 farthest_points.register_kernel("cpu", opkit.c_kernel(SOURCE, flags=["-ffp-contract=off"]))
 
 OPKIT_CHECKS = {
-    "gallery::farthest_points": {
-        "args": (tensor("*batch n 3", (torch.float32, torch.float64)), st.integers(0, 5))
-    }
+    "gallery::farthest_points": {"args": (tensor("*batch n 3", (torch.float32, torch.float64)), st.integers(0, 5))}
 }
 SIZES = [(1, 4096, 256), (8, 2048, 128)]
 

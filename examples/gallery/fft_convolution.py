@@ -1,8 +1,8 @@
 """Causal convolution with filters as long as the sequence, by FFT: ``y[t] = sum_s filter[s] * x[t - s]``.
 
-Long convolutions replace attention in Hyena (https://arxiv.org/abs/2302.10866) and state-space models. By the convolution theorem they
-take ``n log n`` steps in place of ``n ** 2``. There is no kernel: torch's FFTs are as good as they get, and opkit's part is the rest:
-a schema with named sizes, gradients, and the check.
+Long convolutions replace attention in Hyena (https://arxiv.org/abs/2302.10866) and state-space models. By the convolution
+theorem they take ``n log n`` steps in place of ``n ** 2``. There is no kernel: torch's FFTs are as good as they get, and
+opkit's part is the rest: a schema with named sizes, gradients, and the check::
 
     python examples/gallery/fft_convolution.py
 """
@@ -16,9 +16,7 @@ from opkit.testing import tensor
 
 
 @opkit.custom_op("gallery::fft_convolution")
-def fft_convolution(
-    x: Float[Tensor, "*batch d n"], filters: Float[Tensor, "d k"]
-) -> Float[Tensor, "*batch d n"]:
+def fft_convolution(x: Float[Tensor, "*batch d n"], filters: Float[Tensor, "d k"]) -> Float[Tensor, "*batch d n"]:
     """Return the first ``n`` elements of the convolution of each channel with its filter."""
     n, k = x.shape[-1], filters.shape[-1]
     if n == 0 or k == 0:

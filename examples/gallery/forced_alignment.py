@@ -1,8 +1,8 @@
 """Forced alignment by CTC: the most probable frame-by-frame path that spells a target, by Viterbi's algorithm.
 
-The path goes through ``blank, target[0], blank, target[1], ..., blank``; each frame stays, moves on by one, or skips a blank between
-two different tokens (Kurzinger et al., https://arxiv.org/abs/2007.09127). It says when each token is spoken, for subtitles and
-training data. In torch each frame takes a dozen small operators.
+The path goes through ``blank, target[0], blank, target[1], ..., blank``; each frame stays, moves on by one, or skips a blank
+between two different tokens (Kurzinger et al., https://arxiv.org/abs/2007.09127). It says when each token is spoken, for
+subtitles and training data. In torch each frame takes a dozen small operators::
 
     python examples/gallery/forced_alignment.py
 """
@@ -25,7 +25,8 @@ def forced_alignment(
         scores: log probabilities; token 0 is the blank.
         targets: tokens above 0.
 
-    Of equal scores, a path that stays is preferred, then one that moves by one. A path that does not fit has a score of -1e30 or less.
+    Of equal scores, a path that stays is preferred, then one that moves by one. A path that does not fit has a score of -1e30
+    or less.
     """
     scores = scores.detach()
     batch, frames, vocab = scores.shape

@@ -1,8 +1,9 @@
 """Walsh-Hadamard transform of the last dimension: ``y = x H / sqrt(d)``, in ``d log2(d)`` additions for each row.
 
-``H`` is the Hadamard matrix of order ``d``, a power of two, with elements 1 and -1 (Sylvester's order). Rotations by it spread
-outliers over all features, so that activations and weights can be quantised (QuaRot, https://arxiv.org/abs/2404.00456). The
-transform is its own inverse and its own transpose, so the gradient is the operator again.
+``H`` is the Hadamard matrix of order ``d``, a power of two, with elements 1 and -1 (Sylvester's order). Rotations by it
+spread outliers over all features, so that activations and weights can be quantised (QuaRot,
+https://arxiv.org/abs/2404.00456). The transform is its own inverse and its own transpose, so the gradient is the operator
+again::
 
     python examples/gallery/hadamard.py
 """

@@ -1,8 +1,8 @@
 """Gated linear recurrence along time: ``h[t] = a[t] * h[t - 1] + b[t]``, from ``h = 0``.
 
-It is the core of linear recurrent networks (RG-LRU in Griffin, https://arxiv.org/abs/2402.19427; minGRU). In torch it is a loop
-over time, or ``log2(time)`` passes over all of memory (Hillis and Steele, 1986); the kernel makes one pass. The gradient
-is the recurrence again, backwards in time, so it has derivatives of every order.
+It is the core of linear recurrent networks (RG-LRU in Griffin, https://arxiv.org/abs/2402.19427; minGRU). In torch it is a
+loop over time, or ``log2(time)`` passes over all of memory (Hillis and Steele, 1986); the kernel makes one pass. The gradient
+is the recurrence again, backwards in time, so it has derivatives of every order::
 
     python examples/gallery/linear_scan.py
 """
@@ -36,7 +36,9 @@ def _save(ctx, inputs, output):
 
 def _gradient(ctx, grad):
     a, h = ctx.saved_tensors
-    following = torch.cat((a[:, 1:], torch.zeros_like(a[:, :1])), 1)  # a[t + 1] carries the gradient of h[t + 1] to h[t]
+    following = torch.cat(
+        (a[:, 1:], torch.zeros_like(a[:, :1])), 1
+    )  # a[t + 1] carries the gradient of h[t + 1] to h[t]
     grad_b = linear_scan(following.flip(1), grad.flip(1)).flip(1)
     return grad_b * torch.cat((torch.zeros_like(h[:, :1]), h[:, :-1]), 1), grad_b
 

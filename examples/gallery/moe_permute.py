@@ -1,8 +1,9 @@
 """Sorting of tokens by expert, for a mixture of experts: which token goes to which row of which expert's batch.
 
-After routing, each token has ``k`` experts. The rows of all experts, one after another, are ``x[order // k]``, and those of expert ``e``
-are ``offsets[e] .. offsets[e + 1]``, as grouped matrix products take them (MegaBlocks, https://arxiv.org/abs/2211.15841). Pairs
-of one expert stay in the order of tokens. torch sorts; the kernel counts. (A router: examples/kernels/router.py.)
+After routing, each token has ``k`` experts. The rows of all experts, one after another, are ``x[order // k]``, and those of
+expert ``e`` are ``offsets[e] .. offsets[e + 1]``, as grouped matrix products take them (MegaBlocks,
+https://arxiv.org/abs/2211.15841). Pairs of one expert stay in the order of tokens. torch sorts; the kernel counts. A router
+is in examples/kernels/router.py::
 
     python examples/gallery/moe_permute.py
 """
@@ -44,9 +45,7 @@ void moe_permute(const int64_t* experts, int64_t count, int64_t* out0, int64_t* 
 """
 moe_permute.register_kernel("cpu", opkit.c_kernel(SOURCE))
 
-OPKIT_CHECKS = {
-    "gallery::moe_permute": {"args": (tensor("tokens k", torch.int64, low=0, high=3), st.integers(4, 6))}
-}
+OPKIT_CHECKS = {"gallery::moe_permute": {"args": (tensor("tokens k", torch.int64, low=0, high=3), st.integers(4, 6))}}
 SIZES = [(4096, 2, 8), (4096, 8, 256)]
 
 

@@ -1,9 +1,9 @@
 """Non-maximum suppression of boxes: of boxes that overlap, the one with the best score stays.
 
 Boxes are visited in the order of falling scores (equal ones in their own order); each that is still there removes all later
-ones whose intersection over union with it exceeds the threshold (as in R-CNN, https://arxiv.org/abs/1311.2524). torchvision's ``nms``
-returns indices, whose number depends on the data; here the result is a mask, so that images can be batched, and the
-operator compiled without a graph break: ``keep.nonzero()`` gives the indices.
+ones whose intersection over union with it exceeds the threshold (as in R-CNN, https://arxiv.org/abs/1311.2524). torchvision's
+``nms`` returns indices, whose number depends on the data; here the result is a mask, so that images can be batched, and the
+operator compiled without a graph break: ``keep.nonzero()`` gives the indices::
 
     python examples/gallery/nms.py
 """
@@ -34,7 +34,9 @@ def nms(
     return torch.zeros_like(keep).scatter(-1, order, keep).contiguous()
 
 
-nms.register_fake(lambda boxes, scores, threshold=0.5: torch.empty(scores.shape, dtype=torch.bool, device=scores.device))
+nms.register_fake(
+    lambda boxes, scores, threshold=0.5: torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
+)
 
 # The sorted boxes are stored by coordinate, so that one box is compared with many at a time.
 SOURCE = """

@@ -1,10 +1,10 @@
 """Transducer loss (RNN-T): minus the log probability of a target sequence, summed over all its alignments with the frames.
 
-From frame ``t`` with ``u`` tokens emitted, the model emits a blank, which moves to frame ``t + 1``, or the next token. With the log
-probabilities of both, ``alpha[t, u] = logaddexp(alpha[t-1, u] + blank[t-1, u], alpha[t, u-1] + emit[t, u-1])`` (Graves,
-https://arxiv.org/abs/1211.3711). The operators take the two log probabilities, ``(frames, tokens + 1)`` each, and not the whole vocabulary,
-which ``log_softmax`` and ``gather`` reduce before. The reference goes along antidiagonals; the kernel along rows. The gradient
-needs the probabilities from the end as well, and has an operator and a kernel of its own.
+From frame ``t`` with ``u`` tokens emitted, the model emits a blank, which moves to frame ``t + 1``, or the next token. With
+the log probabilities of both, ``alpha[t, u] = logaddexp(alpha[t-1, u] + blank[t-1, u], alpha[t, u-1] + emit[t, u-1])``
+(Graves, https://arxiv.org/abs/1211.3711). The operators take the two log probabilities, ``(frames, tokens + 1)`` each, and
+not the whole vocabulary, which ``log_softmax`` and ``gather`` reduce before. The reference goes along antidiagonals; the
+kernel along rows. The gradient needs the probabilities from the end as well, and has an operator and a kernel of its own::
 
     python examples/gallery/rnnt_loss.py
 """
@@ -35,7 +35,8 @@ def rnnt_loss(
     """Return the loss of each sequence.
 
     Args:
-        blank: log probabilities of the blank, at each frame and number of emitted tokens; ``tokens`` is the longest target's length and 1.
+        blank: log probabilities of the blank, at each frame and number of emitted tokens; ``tokens`` is 1 more than the length
+            of the longest target.
         emit: log probabilities of the next token, likewise; those after all tokens do not count.
         frame_len: numbers of frames; those out of ``1 .. frames`` count as the nearest.
         token_len: lengths of targets; those out of ``0 .. tokens - 1`` count as the nearest.
@@ -59,7 +60,11 @@ def rnnt_loss(
 
 @opkit.custom_op("gallery::rnnt_loss_backward")
 def rnnt_loss_backward(
-    grad: Float[Tensor, "batch"], blank: LogProbabilities, emit: LogProbabilities, frame_len: Lengths, token_len: Lengths
+    grad: Float[Tensor, "batch"],
+    blank: LogProbabilities,
+    emit: LogProbabilities,
+    frame_len: Lengths,
+    token_len: Lengths,
 ) -> tuple[LogProbabilities, LogProbabilities]:
     """Return the gradients of ``blank`` and ``emit`` from that of the loss."""
     with torch.enable_grad():
@@ -164,7 +169,9 @@ void rnnt_loss_backward(const T* grad, const T* blank, const T* emit, const int6
 rnnt_loss.register_kernel("cpu", opkit.c_kernel(COMMON + FORWARD))
 rnnt_loss_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD))
 
-_LOGS = tensor("batch frames tokens", (torch.float32, torch.float64), low=-9, high=0, fills=("normal", "integers", "ones"))
+_LOGS = tensor(
+    "batch frames tokens", (torch.float32, torch.float64), low=-9, high=0, fills=("normal", "integers", "ones")
+)
 _LENGTHS = tensor("batch", torch.int64, low=0, high=12)
 OPKIT_CHECKS = {
     "gallery::rnnt_loss": {"args": (_LOGS, _LOGS, _LENGTHS, _LENGTHS)},

@@ -1,8 +1,8 @@
 """Run-length encoding of rows: the value and the length of each run of equal elements.
 
-Masks are stored so (COCO), and CTC's best path is the values of the runs, without blanks. ``torch.unique_consecutive`` takes one row,
-and its result has a size that depends on the data; here results are as long as a row, zeros follow the last run, and the
-number of runs is returned, so that rows are batched and nothing waits for a size.
+Masks are stored so (COCO), and CTC's best path is the values of the runs, without blanks. ``torch.unique_consecutive`` takes
+one row, and its result has a size that depends on the data; here results are as long as a row, zeros follow the last run, and
+the number of runs is returned, so that rows are batched and nothing waits for a size::
 
     python examples/gallery/run_length.py
 """

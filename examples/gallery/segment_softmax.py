@@ -1,7 +1,8 @@
 """Softmax over segments of rows: of each column, the rows that have one segment number sum to 1.
 
-Attention on graphs (GAT, https://arxiv.org/abs/1710.10903) takes it over the edges of each node, in any order. In torch it is two scattered
-reductions and two gathers; the kernel keeps the maxima and sums of a segment in the cache and passes over the rows three times.
+Attention on graphs (GAT, https://arxiv.org/abs/1710.10903) takes it over the edges of each node, in any order. In torch it is
+two scattered reductions and two gathers; the kernel keeps the maxima and sums of a segment in the cache and passes over the
+rows three times::
 
     python examples/gallery/segment_softmax.py
 """

@@ -1,8 +1,8 @@
 """Selective scan, the recurrence of Mamba: a state of ``n`` numbers for each channel, whose decay depends on the input.
 
 ``h[t] = exp(delta[t] * a) * h[t-1] + delta[t] * b[t] * x[t]`` and ``y[t] = <c[t], h[t]>`` (Gu and Dao,
-https://arxiv.org/abs/2312.00752). ``h`` has ``d * n`` numbers at each time, which torch writes to memory; the kernel goes through time with 16
-channels, whose states stay in the cache. The gradient computes these again, and goes backwards in time.
+https://arxiv.org/abs/2312.00752). ``h`` has ``d * n`` numbers at each time, which torch writes to memory; the kernel goes
+through time with 16 channels, whose states stay in the cache. The gradient computes these again, and goes backwards in time::
 
     python examples/gallery/selective_scan.py
 """

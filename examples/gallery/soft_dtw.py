@@ -1,8 +1,8 @@
 """Soft dynamic time warping: a differentiable cost of aligning two sequences, from the costs of pairs of their elements.
 
-``R[i, j] = cost[i, j] + softmin(R[i-1, j], R[i, j-1], R[i-1, j-1])`` with ``softmin(a) = -gamma * log(sum(exp(-a / gamma)))`` (Cuturi and
-Blondel, https://arxiv.org/abs/1703.01541). The reference goes along antidiagonals; the kernel along rows. The gradient is the
-expected alignment, by a recurrence from the end, and has an operator and a kernel of its own.
+``R[i, j] = cost[i, j] + softmin(R[i-1, j], R[i, j-1], R[i-1, j-1])`` with ``softmin(a) = -gamma * log(sum(exp(-a / gamma)))``
+(Cuturi and Blondel, https://arxiv.org/abs/1703.01541). The reference goes along antidiagonals; the kernel along rows. The
+gradient is the expected alignment, by a recurrence from the end, and has an operator and a kernel of its own::
 
     python examples/gallery/soft_dtw.py
 """

@@ -1,8 +1,8 @@
 """Sparsemax: the nearest point of the probability simplex, a softmax whose small results are exactly 0.
 
-``y = max(x - tau, 0)``, where ``tau`` makes the sum 1 (Martins and Astudillo, https://arxiv.org/abs/1602.02068). The reference sorts rows; the
-kernel raises ``tau`` from a lower bound until it does not change, in a few passes over the elements that are above it (Michelot,
-1986). The gradient is ``grad`` minus its mean, over the elements that are not 0.
+``y = max(x - tau, 0)``, where ``tau`` makes the sum 1 (Martins and Astudillo, https://arxiv.org/abs/1602.02068). The
+reference sorts rows; the kernel raises ``tau`` from a lower bound until it does not change, in a few passes over the elements
+that are above it (Michelot, 1986). The gradient is ``grad`` minus its mean, over the elements that are not 0::
 
     python examples/gallery/sparsemax.py
 """
@@ -17,7 +17,7 @@ from opkit.testing import tensor
 
 @opkit.custom_op("gallery::sparsemax")
 def sparsemax(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-    """Return the point for each row; of infinities or NaN in a row, NaN."""
+    """Return the point for each row; a row with NaN, with infinity or of -inf alone gives NaN."""
     if x.shape[-1] == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x - x.amax(-1, keepdim=True)
@@ -51,13 +51,14 @@ static void row(const T* x, T* out, T* near, int64_t d) {
     bool finite = true;
     for (int64_t j = 0; j < d; j++) {
         largest = x[j] > largest ? x[j] : largest;
-        finite &= fabs((double)x[j]) < INFINITY;
+        finite &= x[j] == x[j];
     }
+    finite &= largest < INFINITY && largest > -INFINITY;
     int64_t count = 0;
-    opk_acc sum = -1, tau = finite ? -1 : NAN;
+    opk_acc sum = -1, tau = NAN;
     for (int64_t j = 0; finite && j < d; j++)
         if (x[j] - largest > -1) sum += near[count++] = x[j] - largest;
-    for (int64_t before = count + 1; count < before;) {
+    for (int64_t before = count + 1; finite && count < before;) {
         tau = sum / count;
         before = count;
         count = 0;

@@ -1,8 +1,8 @@
 """Bilinear splat: points add their values to the four grid cells around them, in proportion to nearness.
 
-It is the transpose of bilinear sampling: rasterising particles (particle-in-cell), forward warping of images by an optical flow,
-bird's-eye-view pooling. In torch it is four scattered additions with temporaries as large as all values; the kernel reads
-each value once. The gradients, with respect to positions too, are derived from the reference.
+It is the transpose of bilinear sampling: rasterising particles (particle-in-cell), forward warping of images by an optical
+flow, bird's-eye-view pooling. In torch it is four scattered additions with temporaries as large as all values; the kernel
+reads each value once. The gradients, with respect to positions too, are derived from the reference::
 
     python examples/gallery/splat.py
 """
@@ -21,7 +21,7 @@ def splat(
     positions: Float[Tensor, "batch n 2"], values: Float[Tensor, "batch n channels"], h: int, w: int
 ) -> Float[Tensor, "batch h w channels"]:
     """Return the grid; ``positions`` are ``(x, y)`` in cells, whose centres have whole numbers. Cells outside are left out."""
-    batch, n, channels = values.shape
+    batch, _, channels = values.shape
     x, y = positions.unbind(-1)
     left, top = x.detach().floor(), y.detach().floor()
     grid = values.new_zeros(batch, h * w, channels)
@@ -53,8 +53,8 @@ void splat(const T* positions, const T* values, int64_t h, int64_t w, T* out, in
                 const int64_t column = left + corner % 2, row = top + corner / 2;
                 if (column < 0 || column >= w || row < 0 || row >= h) continue;
                 const T share_x = corner % 2 ? x - left : left + 1 - x, share_y = corner / 2 ? y - top : top + 1 - y;
-                T* cell = out + ((b * h + row) * w + column) * channels;
-                const T* value = values + i * channels;
+                T* restrict cell = out + ((b * h + row) * w + column) * channels;
+                const T* restrict value = values + i * channels;
                 for (int64_t j = 0; j < channels; j++) cell[j] += share_x * share_y * value[j];
             }
         }
@@ -68,7 +68,7 @@ OPKIT_CHECKS = {
         "args": (
             tensor("batch n 2", _DTYPES, low=-1.5, high=6, fills=("normal", "distinct", "positive")),
             tensor("batch n channels", _DTYPES),
-            st.integers(0, 5),
+            st.integers(1, 5),
             st.integers(1, 5),
         )
     }
@@ -84,7 +84,7 @@ def arguments(batch: int, n: int, channels: int) -> tuple[Tensor, Tensor, int, i
 @torch.compile
 def alternative(positions: Tensor, values: Tensor, h: int, w: int) -> Tensor:
     """One ``index_add`` with the four corners of all points, compiled by Inductor."""
-    batch, n, channels = values.shape
+    batch, _, channels = values.shape
     corner = positions.floor().unsqueeze(-2) + torch.tensor([[0.0, 0], [1, 0], [0, 1], [1, 1]])
     share = (1 - (positions.unsqueeze(-2) - corner).abs()).prod(-1)
     x, y = corner.unbind(-1)

@@ -1,8 +1,8 @@
 """Sampling of tokens among the ``k`` most probable ones that make up probability ``p`` (nucleus sampling).
 
-Of each row of logits, tokens in the order of falling probability are taken until their sum reaches ``p``, at most ``k``, and one
-is drawn in proportion (Holtzman et al., https://arxiv.org/abs/1904.09751). The random numbers are an argument, so that a draw can be
-repeated. torch sorts the vocabulary; the kernel sorts only the tokens near the largest logit.
+Of each row of logits, tokens in the order of falling probability are taken until their sum reaches ``p``, at most ``k``, and
+one is drawn in proportion (Holtzman et al., https://arxiv.org/abs/1904.09751). The random numbers are an argument, so that a
+draw can be repeated. torch sorts the vocabulary; the kernel sorts only the tokens near the largest logit::
 
     python examples/gallery/top_p_sample.py
 """
@@ -137,7 +137,9 @@ extern "C" void top_p_sample(const T* logits, const T* uniform, double p, int64_
     }
 }
 """
-top_p_sample.register_kernel("cpu", opkit.cpp_kernel(SOURCE, flags=["-fno-trapping-math"]))  # else GCC vectorises no floor
+top_p_sample.register_kernel(
+    "cpu", opkit.cpp_kernel(SOURCE, flags=["-fno-trapping-math"])
+)  # else GCC vectorises no floor
 
 _DTYPES = (torch.float32, torch.float64)
 OPKIT_CHECKS = {
@@ -174,7 +176,9 @@ def main() -> None:
     assert torch.equal(top_p_sample(logits, uniform, p, k), top_p_sample.reference(logits, uniform, p, k))
     probability = torch.tensor([0.5, 0.1, 0.3, 0.1])
     drawn = top_p_sample(probability.log().expand(10_000, 4), torch.rand(10_000), 0.75, 4)
-    torch.testing.assert_close(drawn.bincount(minlength=4) / 10_000, torch.tensor([0.625, 0, 0.375, 0]), atol=0.03, rtol=0)
+    torch.testing.assert_close(
+        drawn.bincount(minlength=4) / 10_000, torch.tensor([0.625, 0, 0.375, 0]), atol=0.03, rtol=0
+    )
 
 
 if __name__ == "__main__":

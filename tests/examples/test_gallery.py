@@ -1,0 +1,159 @@
+"""examples/gallery: results against loops in Python, every file's main(), the contract, and the generated pages.
+
+The default run has three operators of each test; ``--exhaustive`` has all.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import gallery_oracles
+import pytest
+import torch
+
+import opkit
+
+FOLDER = Path(__file__).parents[2] / "examples" / "gallery"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SAMPLE = ["linear_scan", "run_length", "segment_softmax"]
+if str(FOLDER) not in sys.path:
+    sys.path.insert(0, str(FOLDER))
+
+
+def ints(*rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def blobs(text: str) -> torch.Tensor:
+    return torch.tensor([[c == "#" for c in row] for row in text.split()])
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+IMAGES = [blobs("#"), blobs("."), blobs("##.#. #...# ###.# ....#"), blobs("#.#.# .#.#. #.#.#"), torch.ones(0, 3).bool()]
+SQUARES = torch.tensor([[0.0, 0, 2, 2], [1, 1, 3, 3], [0, 0, 2, 2], [5, 5, 6, 6], [0, 0, 2, 1], [4, 4, 4, 4]]).double()
+CUBE = torch.tensor([[x, y, z] for x in (0.0, 1) for y in (0.0, 1) for z in (0.0, 1)]).double()
+LOGS = normal(2, 3, 4, 3).log_softmax(-1)
+
+CASES: dict[str, list[tuple[Any, ...]]] = {
+    "hadamard": [(1, 1), (3, 2), (2, 16), (1, 32), (0, 8)],
+    "linear_scan": [(2, 5, 3), (1, 1, 300), (1, 0, 2), (0, 2, 2)],
+    "edit_distance": [
+        (ints([1, 2, 3, 1], [1, 1, 1, 1]), ints([2, 3, 1, 4, 4], [2, 1, 2, 1, 2]), ints(4, 9), ints(5, 3)[:2]),
+        (ints([1, 2]), ints([]), ints(2), ints(0)),
+        (ints([1, 2], [1, 2]), ints([1, 2], [2, 1]), ints(0, 2), ints(-1, 2)),
+    ],
+    "connected_components": [(image, diagonal) for image in IMAGES for diagonal in (False, True)],
+    "nms": [(SQUARES, torch.tensor([0.5, 0.9, 0.5, 0.1, 0.7, 0.2]).double(), t) for t in (0.0, 0.15, 0.5, 0.99)]
+    + [(SQUARES[:0], torch.zeros(0).double(), 0.5)],
+    "ball_query": [(CUBE[:3], CUBE, r, k) for r, k in ((0.5, 2), (1.0, 3), (1.2, 9))] + [(CUBE, CUBE[:0], 1.0, 2)],
+    "chamfer_distance": [(CUBE, CUBE[3:4]), (CUBE, CUBE), (normal(70, 2), normal(300, 2))],
+    "farthest_points": [(CUBE, 1), (CUBE, 8), (CUBE[:1], 3), (CUBE, 0), (normal(35, 3), 12)],
+    "rnnt_loss": [(LOGS[0], LOGS[1], frames, tokens) for frames, tokens in ((ints(4, 3, 2), ints(2, 1, 0)),)],
+    "segment_softmax": [(7, 3, 4), (0, 2, 3), (5, 0, 2)],
+    "top_p_sample": [
+        (torch.tensor([[1.0, 3, 3, 2, -9]]).double().expand(9, 5), torch.linspace(0, 0.999, 9).double(), p, k)
+        for p, k in ((0.9, 5), (0.3, 5), (1.0, 3), (0.6, 1))
+    ],
+    "deformable_attention": [(1, 4, 5, 3)],
+    "selective_scan": [(2, 6, 3), (1, 1, 17), (1, 0, 2)],
+    "splat": [(normal(2, 9, 2), normal(2, 9, 3), h, w) for h, w in ((1, 1), (2, 3))],
+    "moe_permute": [(9, 2, 3), (4, 1, 5), (0, 2, 2)],
+    "run_length": [(ints(*row),) for row in ([1, 1, 2, 2, 2, 1], [5], [], [0, 0, 0])],
+    "fft_convolution": [(normal(2, 9), normal(2, k)) for k in (1, 4, 12)],
+    "int4_linear": [(1, 256, 3), (3, 256, 2)],
+    "sparsemax": [(3, 7), (1, 1), (2, 300), (0, 4)],
+    "soft_dtw": [(normal(2, n, m), g) for n, m, g in ((1, 1, 1.0), (3, 4, 0.5), (4, 2, 2.0))],
+    "causal_convolution": [(2, 5, 3), (1, 1, 130), (1, 0, 2)],
+    "forced_alignment": [(normal(2, 4, 4), ints([1, 1], [2, 3])), (normal(1, 3, 3), ints([]))],
+    "color_lookup": [(3, 2, 3), (1, 1, 2), (1, 4, 1)],
+    "sparse_convolution": [(5, 3, 2), (1, 5, 4)],
+    "distance_transform": [(image,) for image in IMAGES],
+}
+
+
+def arguments(name: str, case: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A case's arguments in float64; plain numbers are the size for the file's own ``arguments``."""
+    made = (
+        case if any(isinstance(each, torch.Tensor) for each in case) else importlib.import_module(name).arguments(*case)
+    )
+    return tuple(
+        each.double() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in made
+    )
+
+
+def operators(name: str) -> dict[str, Any]:
+    """The operators that a file declares checks for, by name."""
+    module = importlib.import_module(name)
+    named = {op.describe().name: op for op in vars(module).values() if hasattr(op, "describe")}
+    return {each: named[each] for each in module.OPKIT_CHECKS}
+
+
+def test_every_file_has_cases_and_an_oracle():
+    assert sorted(CASES) == NAMES
+    assert all(hasattr(gallery_oracles, name) for name in NAMES)
+
+
+@pytest.mark.sweep(keep=SAMPLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_those_of_loops(name):
+    op = getattr(importlib.import_module(name), name)
+    for case in CASES[name]:
+        torch.manual_seed(1)
+        inputs = arguments(name, case)
+        expected = getattr(gallery_oracles, name)(*inputs)
+        torch.testing.assert_close(op(*inputs), expected)
+        torch.testing.assert_close(op.reference(*inputs), expected)
+
+
+@pytest.mark.sweep(keep=SAMPLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_runs(name):
+    torch.manual_seed(0)
+    importlib.import_module(name).main()
+
+
+@pytest.mark.sweep(keep=SAMPLE)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_and_memory(name):
+    checks = importlib.import_module(name).OPKIT_CHECKS
+    for each, op in operators(name).items():
+        report = opkit.check(
+            op, max_examples=6, properties=["numbers", "memory.guard", "fake"], database=False, **checks[each]
+        )
+        report.raise_for_failures()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract_holds(name):
+    checks = importlib.import_module(name).OPKIT_CHECKS
+    for each, op in operators(name).items():
+        opkit.check(op, max_examples=8, database=False, **checks[each]).raise_for_failures()
+
+
+def test_pages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1]))
+    pages = importlib.import_module("benchmarks.gallery_pages")
+    index, *written = pages.write(tmp_path / "pages")
+    assert {path.stem for path in written} == set(NAMES)
+    assert all(f"[{name}]({name}.md)" in index.read_text(encoding="utf-8") for name in NAMES)
+    for name in NAMES:
+        text = (tmp_path / "pages" / f"{name}.md").read_text(encoding="utf-8")
+        source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        assert source in text
+        assert "Passport of gallery::" in text
+        assert f"{name}.svg" not in text or (tmp_path / "pages" / f"{name}.svg").exists()
+
+
+def test_a_chart_has_a_bar_for_each_time(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1]))
+    pages = importlib.import_module("benchmarks.gallery_pages")
+    svg = pages.chart([["nms", "10 <", "0.5 ms", "2 ms", "4"], ["nms", "20", "", "needs torchvision", ""]])
+    bars = ElementTree.fromstring(svg).findall("{http://www.w3.org/2000/svg}rect")
+    assert [float(bar.get("width")) for bar in bars[1:]] == [75.0, 300.0]
