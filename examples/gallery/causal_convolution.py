@@ -9,6 +9,8 @@ kernel does all in one pass. The gradient is derived from the reference::
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -64,6 +66,32 @@ void causal_convolution(const T* x, const T* weight, const T* bias, T* out, int6
 """
 KERNEL = opkit.c_kernel(SOURCE, flags=["-fno-trapping-math"])  # else GCC vectorises no floorf
 causal_convolution.register_kernel("cpu", KERNEL)
+
+
+# A program has a tile of times and channels, and computes in float32. Rows that tiles share come from the cache.
+@triton.jit
+def _causal_convolution(
+    x, weight, bias, out, time, d, taps: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    t = tl.program_id(1) * TIMES + tl.arange(0, TIMES)[:, None]
+    column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    first, inside = tl.program_id(0).to(tl.int64) * time * d, column < d
+    y = tl.zeros([TIMES, CHANNELS], tl.float32) + tl.load(bias + column, inside, other=0.0).to(tl.float32)
+    for s in tl.static_range(taps):
+        source = t - (taps - 1) + s
+        value = tl.load(x + first + source * d + column, inside & (source >= 0) & (t < time), other=0.0)
+        y += value.to(tl.float32) * tl.load(weight + s * d + column, inside, other=0.0).to(tl.float32)
+    tl.store(out + first + t * d + column, y * tl.sigmoid(y), inside & (t < time))
+
+
+TRITON = opkit.triton_kernel(
+    _causal_convolution,
+    grid=lambda batch, time, d, TIMES, CHANNELS: (batch, triton.cdiv(time, TIMES), triton.cdiv(d, CHANNELS)),
+    TIMES=16,
+    CHANNELS=128,
+    examples=[{"x": "bf16[8, 4096, 5120]", "weight": "bf16[4, 5120]", "bias": "bf16[5120]"}],
+)
+causal_convolution.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat16, torch.float16])
 
 _DTYPES, _NUMBERS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros")
 OPKIT_CHECKS = {

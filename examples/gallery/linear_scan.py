@@ -8,6 +8,8 @@ is the recurrence again, backwards in time, so it has derivatives of every order
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -65,6 +67,28 @@ void linear_scan(const T* a, const T* b, T* out, int64_t batch, int64_t time, in
 }
 """
 linear_scan.register_kernel("cpu", opkit.c_kernel(SOURCE, flags=["-ffp-contract=off"]))
+
+
+# A program goes through time with BLOCK features of one sequence, and computes in float32.
+@triton.jit
+def _linear_scan(a, b, out, time, d, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = tl.program_id(0).to(tl.int64) * time * d + column, column < d
+    h = tl.zeros([BLOCK], tl.float32)
+    for _ in range(time):
+        h = tl.load(a + at, inside, other=0.0).to(tl.float32) * h + tl.load(b + at, inside, other=0.0).to(tl.float32)
+        tl.store(out + at, h, inside)
+        at += d
+
+
+TRITON = opkit.triton_kernel(
+    _linear_scan,
+    grid=lambda batch, d, BLOCK: (batch, triton.cdiv(d, BLOCK)),
+    BLOCK=64,
+    num_warps=2,
+    examples=[{"a": "bf16[8, 4096, 2560]", "b": "bf16[8, 4096, 2560]"}],
+)
+linear_scan.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat16, torch.float16])
 
 _SPEC = tensor("batch time d", (torch.float32, torch.float64))
 OPKIT_CHECKS = {"gallery::linear_scan": {"args": (_SPEC, _SPEC)}}

@@ -12,6 +12,7 @@ kernel along rows. The gradient needs the probabilities from the end as well, an
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import opkit
 from opkit.testing import tensor
@@ -53,9 +54,11 @@ def rnnt_loss(
         inside = (u <= k) & (k - u < frames)
         alpha = torch.where(inside, torch.logaddexp(moved, emitted), _NEVER)
         diagonals.append(alpha)
-    pair = torch.arange(batch, device=blank.device)
-    last = torch.stack(diagonals)[last_frame + last_token, pair, last_token]
-    return -(last + blank[pair, last_frame, last_token])
+    after = (
+        torch.stack(diagonals, 1).flatten(1).gather(1, ((last_frame + last_token) * tokens + last_token).unsqueeze(1))
+    )
+    end = blank.flatten(1).gather(1, (last_frame * tokens + last_token).unsqueeze(1))
+    return -(after + end).squeeze(1)
 
 
 @opkit.custom_op("gallery::rnnt_loss_backward")
@@ -78,6 +81,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _gradient(ctx, grad):
     return *rnnt_loss_backward(grad, *ctx.saved_tensors), None, None
 

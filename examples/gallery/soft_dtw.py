@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import opkit
 from opkit.testing import tensor
@@ -52,11 +53,14 @@ def _save(ctx, inputs, output):
     ctx.gamma = inputs[1]
 
 
+@once_differentiable
+def _gradient(ctx, grad):
+    return soft_dtw_backward(grad, *ctx.saved_tensors, ctx.gamma), None
+
+
 soft_dtw.register_fake(lambda cost, gamma=1.0: cost.new_empty(cost.shape[0]))
 soft_dtw_backward.register_fake(lambda grad, cost, gamma=1.0: cost.new_empty(cost.shape))
-soft_dtw.register_autograd(
-    lambda ctx, grad: (soft_dtw_backward(grad, *ctx.saved_tensors, ctx.gamma), None), setup_context=_save
-)
+soft_dtw.register_autograd(_gradient, setup_context=_save)
 
 # The table has a border, row 0 and column 0, so that all elements are computed alike.
 COMMON = """

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import opkit
+from opkit.testing import compile_for, interpret
+
+pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "gallery"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -135,6 +138,33 @@ def test_the_contract_holds(name):
     checks = importlib.import_module(name).OPKIT_CHECKS
     for each, op in operators(name).items():
         opkit.check(op, max_examples=8, database=False, **checks[each]).raise_for_failures()
+
+
+TRITON = {"causal_convolution": (2, 19, 130), "linear_scan": (2, 5, 130)}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_in_the_interpreter(name):
+    module = importlib.import_module(name)
+    torch.manual_seed(0)
+    inputs = module.arguments(*TRITON[name])
+    run = interpret(getattr(module, name))
+    wide = [each.double() for each in inputs]
+    torch.testing.assert_close(run(*inputs).double(), getattr(gallery_oracles, name)(*wide), rtol=1e-5, atol=1e-5)
+    apart = [each.repeat_interleave(2, -1)[..., ::2] for each in inputs]
+    torch.testing.assert_close(run(*apart), run(*inputs))
+    low = [each.bfloat16() for each in inputs]
+    expected = getattr(gallery_oracles, name)(*[each.double() for each in low])
+    torch.testing.assert_close(run(*low).double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.sweep(keep=["linear_scan"])
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_compile_without_spills(name):
+    report = compile_for(getattr(importlib.import_module(name), name), ["sm_80", "sm_90", "gfx942"])
+    report.raise_for_failures()
+    assert all(row.spills == 0 for row in report.rows)
 
 
 def test_pages(tmp_path, monkeypatch):
