@@ -41,6 +41,13 @@ def _(positions, values, h, w):
 
 
 SOURCE = """
+static inline void add(T* restrict cell, const T* restrict value, T share, int64_t channels) {
+    int64_t j = 0;
+    for (; j + 8 <= channels; j += 8) /* a vector without a remainder */
+        for (int64_t k = j; k < j + 8; k++) cell[k] += share * value[k];
+    for (; j < channels; j++) cell[j] += share * value[j];
+}
+
 void splat(const T* positions, const T* values, int64_t h, int64_t w, T* out, int64_t batch, int64_t n, int64_t channels) {
     memset(out, 0, batch * h * w * channels * sizeof(T));
     #pragma omp parallel for if (batch > 1)
@@ -53,9 +60,7 @@ void splat(const T* positions, const T* values, int64_t h, int64_t w, T* out, in
                 const int64_t column = left + corner % 2, row = top + corner / 2;
                 if (column < 0 || column >= w || row < 0 || row >= h) continue;
                 const T share_x = corner % 2 ? x - left : left + 1 - x, share_y = corner / 2 ? y - top : top + 1 - y;
-                T* restrict cell = out + ((b * h + row) * w + column) * channels;
-                const T* restrict value = values + i * channels;
-                for (int64_t j = 0; j < channels; j++) cell[j] += share_x * share_y * value[j];
+                add(out + ((b * h + row) * w + column) * channels, values + i * channels, share_x * share_y, channels);
             }
         }
 }

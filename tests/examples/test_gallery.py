@@ -120,6 +120,24 @@ def test_the_example_runs(name):
     importlib.import_module(name).main()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_the_alternative_computes_the_same(name):
+    module = importlib.import_module(name)
+    torch.manual_seed(0)
+    inputs = module.arguments(*module.SIZES[-1])
+    result = getattr(module, name)(*inputs)
+    try:
+        other = module.alternative(*inputs)
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}")
+    if name == "connected_components":  # other numbers for the same components
+        other, result = (torch.stack([each.unique(return_inverse=True)[1] for each in both]) for both in (other, result))
+    if name == "run_length":
+        result = [(result[0][i, :n], result[1][i, :n]) for i, n in enumerate(result[2].tolist())]
+    torch.testing.assert_close(result, other, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.sweep(keep=SAMPLE)
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_and_memory(name):
