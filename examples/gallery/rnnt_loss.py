@@ -12,7 +12,6 @@ kernel along rows. The gradient needs the probabilities from the end as well, an
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import opkit
 from opkit.testing import tensor
@@ -81,7 +80,6 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
 def _gradient(ctx, grad):
     return *rnnt_loss_backward(grad, *ctx.saved_tensors), None, None
 

@@ -10,7 +10,6 @@ through time with 16 channels, whose states stay in the cache. The gradient comp
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import opkit
 from opkit.testing import tensor
@@ -39,7 +38,6 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
 def _gradient(ctx, grad):
     return selective_scan_backward(grad, *ctx.saved_tensors)
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import opkit
 from opkit.testing import tensor
@@ -53,7 +52,6 @@ def _save(ctx, inputs, output):
     ctx.gamma = inputs[1]
 
 
-@once_differentiable
 def _gradient(ctx, grad):
     return soft_dtw_backward(grad, *ctx.saved_tensors, ctx.gamma), None
 
