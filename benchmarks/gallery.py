@@ -72,7 +72,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         size,
         _milliseconds(row["opkit"]),
         _milliseconds(row["alternative"]),
-        f"{row['ratio']:.2g}",
+        _ratio(row["ratio"]),
     ]
 
 

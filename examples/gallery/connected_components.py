@@ -1,7 +1,7 @@
 """Connected components of binary images: each foreground pixel gets the label of its component, the background 0.
 
 A component's label is 1 plus the row-major index of its first pixel, so labels need no second numbering, and equal masks have
-equal labels. Neighbours share an edge, or with ``diagonal=True`` a corner. The reference spreads least labels until nothing
+equal labels. Neighbours share an edge, or with ``diagonal=True`` a corner. The reference passes least labels on until nothing
 changes; the kernel joins runs of pixels that touch in a forest (He, Chao and Suzuki, 2008), in two passes::
 
     python examples/gallery/connected_components.py

@@ -3,7 +3,7 @@ inputs.
 
 ``W[o, i] = (q[o, i] - 8) * scale[o, i // group]``, as GPTQ and AWQ have it (https://arxiv.org/abs/2210.17323); input ``2j``
 is in the low half of byte ``j``. Generation with one token at a time is bound by reading weights: the kernel reads 4 bits of
-each, and never writes the weights out in floats. For many rows of ``x`` the product itself takes the time, and the
+each, and never writes the weights out in floats. For more than two rows of ``x`` the product itself takes the time, and the
 reference's matrix product is better::
 
     python examples/gallery/int4_linear.py
@@ -71,7 +71,7 @@ void int4_linear(const T* x, const uint8_t* packed, const T* scale, T* y, int64_
 }
 """
 KERNEL = opkit.c_kernel(SOURCE, bind={"y": "out"})
-int4_linear.register_kernel("cpu", KERNEL, when=lambda x: x.numel() <= 4 * x.shape[-1])
+int4_linear.register_kernel("cpu", KERNEL, when=lambda x: x.numel() <= 2 * x.shape[-1])
 
 _FLOAT, _FILLS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros", "small")
 OPKIT_CHECKS = {
@@ -83,7 +83,7 @@ OPKIT_CHECKS = {
         )
     }
 }
-SIZES = [(1, 4096, 4096), (4, 2048, 2048)]
+SIZES = [(1, 4096, 4096), (2, 2048, 2048)]
 
 
 def arguments(batch: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
