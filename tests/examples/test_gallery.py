@@ -132,7 +132,9 @@ def test_the_alternative_computes_the_same(name):
     except ImportError as error:
         pytest.skip(f"needs {error.name}")
     if name == "connected_components":  # other numbers for the same components
-        other, result = (torch.stack([each.unique(return_inverse=True)[1] for each in both]) for both in (other, result))
+        other, result = (
+            torch.stack([each.unique(return_inverse=True)[1] for each in both]) for both in (other, result)
+        )
     if name == "run_length":
         result = [(result[0][i, :n], result[1][i, :n]) for i, n in enumerate(result[2].tolist())]
     torch.testing.assert_close(result, other, rtol=1e-3, atol=1e-3)
@@ -204,4 +206,4 @@ def test_a_chart_has_a_bar_for_each_time(monkeypatch):
     pages = importlib.import_module("benchmarks.gallery_pages")
     svg = pages.chart([["nms", "10 <", "0.5 ms", "2 ms", "4"], ["nms", "20", "", "needs torchvision", ""]])
     bars = ElementTree.fromstring(svg).findall("{http://www.w3.org/2000/svg}rect")
-    assert [float(bar.get("width")) for bar in bars[1:]] == [75.0, 300.0]
+    assert [float(bar.attrib["width"]) for bar in bars[1:]] == [75.0, 300.0]
