@@ -52,7 +52,9 @@ def write(folder: Path, results: Path = RESULTS, examples: int = 0) -> list[Path
     heading = (
         "# Gallery of operators\n\nEach is one file to copy: a reference, kernels where they pay, and its tests.\n\n"
     )
-    written[0].write_text(heading + table(("operator", "", "times as fast"), lines) + "\n", encoding="utf-8")
+    menu = "\n".join(["```{toctree}", ":hidden:", "", *gallery.names(), "```"])
+    rows = table(("operator", "", "times as fast"), lines)
+    written[0].write_text(f"{heading}{rows}\n\n{menu}\n", encoding="utf-8")
     return written
 
 

@@ -16,12 +16,18 @@ from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.append(str(ROOT))  # behind the installed opkit
 
 import charts  # noqa: E402  next to this file
 import screenshots  # noqa: E402
 
+from benchmarks import gallery_pages  # noqa: E402
+
+gallery_pages.write(ROOT / "build" / "gallery")
+
 PAGES = (
-    "docs/**/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/**/*.md", "examples/**/*.md", "opkit/**/README.md",
+    "docs/**/*.md", "build/gallery/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/**/*.md", "examples/**/*.md",
+    "opkit/**/README.md",
 )  # fmt: skip
 LANGUAGES = {".py": "python", ".h": "c", ".hpp": "cpp", ".cpp": "cpp"}
 
@@ -90,7 +96,7 @@ extensions = ["charts", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleo
 source_suffix = {".md": "markdown", **dict.fromkeys(LANGUAGES, "program")}
 root_doc = "docs/index"
 include_patterns = [*pages(), *linked_programs()]
-exclude_patterns = [".git", ".venv", "build"]  # are not searched
+exclude_patterns = [".git", ".venv", "build/[!g]*"]  # are not searched
 templates_path = ["_templates"]
 nitpicky = True
 smartquotes = False  # they would change the dashes of commands
