@@ -87,6 +87,16 @@ def test_forward_mode_needs_a_registered_backward_that_can_be_differentiated() -
         op(forward_ad.make_dual(torch.ones(3), torch.ones(3)))
 
 
+def test_forward_mode_is_refused_by_a_backward_that_can_be_differentiated_once() -> None:
+    op = opkit.custom_op("registered::forward_once", lambda x: x * 2, schema="(Tensor x) -> Tensor")
+    op.register_autograd(torch.autograd.function.once_differentiable(lambda ctx, grad: grad * 2))
+    x = torch.ones(3)
+    with forward_ad.dual_level(), pytest.raises(RuleError, match="marked with once_differentiable"):
+        op(forward_ad.make_dual(x, x))
+    with pytest.raises(RuleError, match="marked with once_differentiable"):
+        torch.func.jvp(op, (x,), (x,))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks it of every tensor that it makes a fake of
 @pytest.mark.parametrize("registered", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_compiled_autograd(registered: bool) -> None:

@@ -17,6 +17,7 @@ from opkit.contract.properties.gradients import gradient_property
 from opkit.contract.subject import CallRefused, Subject
 from opkit.contract.traced import derivatives as d
 from opkit.contract.traced.derivatives import AutogradGraph, Gradients
+from opkit.op.rules.derived import is_differentiable_once
 
 _FACTOR = 20.0  # how much more rounding a second derivative may have than a first
 _STEPS = (2e-6, 8e-6, 3.2e-5)
@@ -81,7 +82,7 @@ def _is_own_body(subject: Subject) -> bool:
 def _second_gradients(graph: AutogradGraph, grads: Sequence[torch.Tensor]) -> tuple[Gradients, Gradients] | None:
     """Return gradients, and gradients of their weighted sum; None if they have no graph."""
     first = graph.vjp(grads, create_graph=True)
-    if any(g is not None and type(g.grad_fn).__name__ == "Error" for g in first):
+    if any(g is not None and is_differentiable_once(g) for g in first):
         raise NotImplementedError("it is marked with once_differentiable")
     parts = [(g, direction(g, n + 50)) for n, g in enumerate(first) if g is not None and g.requires_grad]
     if not parts:

@@ -274,11 +274,21 @@ def forward_from_backward(name: str, call: Callable[..., Any], args: Sequence[An
     return pytree.tree_unflatten(results, structure)
 
 
+def is_differentiable_once(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is of a function with ``once_differentiable``: a node that raises, and leads to no input."""
+    return type(gradient.grad_fn).__name__ == "Error"
+
+
 def _transposed(name: str, outputs: list[Any], inputs: list[Any], seeds: list[Any], tangents: list[Any]) -> list[Any]:
     if not outputs:
         return []
     pulled: Any = torch.autograd.grad(outputs, inputs, seeds, create_graph=True, allow_unused=True)
     pairs = [(gradient, tangent) for gradient, tangent in zip(pulled, tangents, strict=True) if gradient is not None]
+    if any(is_differentiable_once(gradient) for gradient, _ in pairs):
+        raise RuleError(
+            f"{name}: forward-mode derivatives are derived from the registered backward by differentiating it, and it is marked "
+            "with once_differentiable. Remove the mark if the backward is made of torch operations, or use reverse mode."
+        )
     if not all(gradient.requires_grad or private.known_zero(gradient) for gradient, _ in pairs):
         raise RuleError(
             f"{name}: forward-mode derivatives are derived from the registered backward, which leaves torch or detaches the "
