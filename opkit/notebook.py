@@ -86,7 +86,7 @@ def register_cell(line: str, cell: str, variables: Mapping[str, Any]) -> CustomO
     native = dataclasses.replace(
         declared, file=f"<cell of {options.operator}>", line=2
     )  # the first line is the magic's
-    op.register_kernel("cpu", native)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    op.register_kernel("cpu", native)
     for kernel in op._operator.kernels.kernels:  # pyright: ignore[reportPrivateUsage]
         if isinstance(kernel.function, NativeFunction) and kernel.function.native is native:
             kernel.function.build()

@@ -23,6 +23,9 @@ def scaled_cpu(x: Tensor, k: float = 1.0) -> Tensor:
     return x * k
 
 
+in_c = scaled.register_kernel("cpu", opkit.c_kernel("void scaled(const T* x, double k, T* out, int64_t x_numel) {}"))
+assert_type(in_c.name, str)
+scaled.register_kernel("cpu", 3)  # pyright: ignore[reportCallIssue, reportArgumentType]
 assert_type(scaled(torch.ones(1), k=2.0), Tensor)
 assert_type(scaled.select(torch.ones(1)), Selection)
 assert_type(scaled_cpu(torch.ones(1)), Tensor)

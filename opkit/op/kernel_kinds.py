@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from opkit.errors import KernelError
 from opkit.kernels.tuning.record_format import Identity
@@ -16,6 +16,15 @@ from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch.selection import RegisteredKernel
 
+
+class DeclaredKernel(Protocol):
+    """What ``c_kernel``, ``triton_kernel`` and others return."""
+
+    @property
+    def name(self) -> str: ...
+
+
+K = TypeVar("K", bound=Callable[..., Any] | DeclaredKernel)
 Maker = Callable[[Operator, Any, str | None, str], RegisteredKernel]
 _makers: dict[type, Maker] = {}
 

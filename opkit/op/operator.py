@@ -145,7 +145,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     def register_kernel(
         self,
         device_types: Devices,
-        fn: F,
+        fn: kernel_kinds.K,
         /,
         *,
         when: Callable[..., Any] | None = None,
@@ -155,12 +155,12 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         autotune: bool = False,
         traceable: bool = False,
         trusted: bool = False,
-    ) -> F: ...
+    ) -> kernel_kinds.K: ...
 
     def register_kernel(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         device_types: Devices,
-        fn: Callable[..., Any] | None = None,
+        fn: Any = None,
         /,
         *,
         when: Callable[..., Any] | None = None,

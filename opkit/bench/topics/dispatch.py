@@ -82,7 +82,7 @@ def _operators(name: str) -> tuple[Any, Any]:
 
 @functools.cache
 def _in_c() -> Any:
-    op: Any = opkit.custom_op("opkit_bench::in_c", one, mutates_args=())
+    op = opkit.custom_op("opkit_bench::in_c", one, mutates_args=())
     op.register_kernel("cpu", opkit.c_kernel(_IN_C, name="sine", dtypes=["float32"]))
     return op
 
