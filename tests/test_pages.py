@@ -3,6 +3,7 @@
 import itertools
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from browser import MISSING, browser
 
 import opkit
 from opkit import page
+from opkit.bench.figures import Figure, Run
+from opkit.bench.figures_page import run_page
 from opkit.bench.results_page import results_page
 from opkit.contract.report.report import Failure, Passed, Report, Skipped, as_html
+from opkit.tracing import OperatorTrace, Trace
 
 in_browser = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 WIDTHS = (1280, 390)
@@ -75,11 +79,11 @@ def shown(window, selector):
     )
 
 
-def check_frame(window):
+def check_frame(window, anchors=True):
     assert window.log() == []
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")
     targets = window.run("return [...document.querySelectorAll('a[href^=\"#\"]')].map(a => a.hash.slice(1))")
-    assert targets
+    assert bool(targets) == anchors
     assert window.run("return arguments[0].filter(id => !document.getElementById(id))", targets) == []
     levels = window.run("return [...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
     assert levels[0] == 1
@@ -142,6 +146,34 @@ def test_the_page_of_results(window, results):
     assert window.log() == []
     window.type(".filter input", "beta")
     assert [text[:4] for text in shown(window, "tbody tr")] == ["beta"]
+
+
+@in_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_a_benchmark(window, tmp_path, width):
+    setup = {"machine": "a processor", "opkit": "1", "torch": "2", "device": "cpu", "threads": 1, "quick": False}
+    names = ["an operator with a gradient", "a list"]
+    times = {"opkit": [1e-6] * 3, "custom_op": [3e-6] * 3}
+    path = tmp_path / "page.html"
+    path.write_text(run_page(Run(setup, [Figure("dispatch", name, times) for name in names])), encoding="utf-8")
+    window.open(path, width)
+    check_frame(window, anchors=False)
+    assert len(shown(window, "svg circle")) == 2
+    window.type(".filter input", "list")
+    assert [text[:6] for text in shown(window, "tbody tr")] == ["a list"]
+
+
+@in_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_a_trace(window, tmp_path, width):
+    softsign = OperatorTrace(
+        "demo::softsign", 2, Counter(softsign=2), {"reference": Counter({"softsign is preferred": 2})}
+    )
+    path = tmp_path / "page.html"
+    Trace([softsign], recompiles=["tensor 'x' size mismatch at index 0. expected 4, actual 5"]).to_html(path)
+    window.open(path, width)
+    check_frame(window, anchors=False)
+    assert len(shown(window, "tbody tr")) == 3
 
 
 @in_browser
