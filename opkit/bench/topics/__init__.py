@@ -61,6 +61,7 @@ TOPICS = {
     for topic in (
         Topic("dispatch", "what a call of an operator costs, for the calls that users make", "torch.library.custom_op"),
         Topic("attention", "opkit.attention, forward and backward, with masks", "SDPA, FlexAttention"),
+        Topic("decode", "attention of one query to a cache, contiguous and in pages", "SDPA, on gathered pages"),
         Topic("functions", "opkit.nn.functional, forward and backward", "torch, Inductor, Liger", ("liger_kernel",)),
         Topic("compiler", 'torch.compile(backend="opkit"), inference and training', "Inductor, eager mode"),
         Topic("optimize", "opkit.optimize on small models", "the models as they are", ("transformers",)),
