@@ -21,8 +21,13 @@ from opkit.op.kernel_kinds import PreparedKernel
 from opkit.op.operator import CustomOp
 
 NAMES = {dtype: name for dtype, name in cpu_programs.NAMES.items() if dtype != torch.float64}
-DECODED = ((16, 256),)  #: the most rows per head of keys, and the fewest keys: such calls go to `decode`
-DECODED_BY_ISA = {"avx2": ((32, 256),), **dict.fromkeys(("avx512", "avx512_bf16"), ((32, 256), (64, 4096)))}
+DECODED = ((16, 16, 256),)
+"""The most queries, the most rows per head of keys, and the fewest keys: such calls go to `decode`."""
+_SHORT = ((8, 8, 1), (4, 32, 1))  # `tiles` computes a whole tile of queries for each head
+DECODED_BY_ISA = {
+    "avx2": (*_SHORT, (32, 32, 256)),
+    **dict.fromkeys(("avx512", "avx512_bf16"), (*_SHORT, (32, 32, 256), (64, 64, 4096))),
+}
 """The same for instruction sets of the tiles kernel with which both kernels were measured."""
 Run = Callable[..., Any]
 
@@ -240,10 +245,11 @@ def takes_few(call: AttentionCall) -> bool | Refused:
         return supported
     (_, heads, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
     rows = queries * heads // max(kv_heads, 1)
-    return any(rows <= max_rows and keys >= min_keys for max_rows, min_keys in _decoded(call.q.dtype))
+    limits = _decoded(call.q.dtype)
+    return any(queries <= most and rows <= most_rows and keys >= least for most, most_rows, least in limits)
 
 
-def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
+def _decoded(dtype: torch.dtype) -> tuple[tuple[int, int, int], ...]:
     from opkit import _core
 
     tiles = _core.isa_table()["attention_bf16" if dtype == torch.bfloat16 else "attention_f32"]

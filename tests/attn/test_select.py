@@ -57,7 +57,7 @@ def test_kernels_are_chosen_by_shapes():
     q, k = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 300, 8)
     assert api.select(q, k, k).kernel == "decode"
     assert api.select(q, k, k, mask=Causal("bottom-right")).kernel == "decode"
-    assert api.select(q, k[:, :, :200], k[:, :, :200]).kernel == "tiles"
+    assert api.select(torch.zeros(2, 4, 9, 8), k[:, :, :200], k[:, :, :200]).kernel == "tiles"
     assert api.select(q, k, k, mask=KeyPadding(torch.tensor([2, 6]))).kernel == "decode"
     long = [torch.zeros(1, 2, 64, 8)] * 3
     assert api.select(*long, mask=Causal()).kernel == "tiles"
@@ -66,26 +66,32 @@ def test_kernels_are_chosen_by_shapes():
 
 
 AVX512 = {"avx512", "avx512_bf16"}
-DECODED = (  # rows, keys, and the instruction sets of tiles beside which these are decoded
-    (16, 255, set()),
-    (16, 256, {"baseline", "neon", "avx2", *AVX512, "amx"}),
-    (17, 256, {"avx2", *AVX512}),
-    (32, 256, {"avx2", *AVX512}),
-    (33, 4095, set()),
-    (33, 4096, AVX512),
-    (64, 4096, AVX512),
-    (65, 9000, set()),
+MEASURED = {"avx2", *AVX512}
+DECODED = (  # queries, heads that share keys, keys, and the instruction sets of tiles beside which these are decoded
+    (8, 1, 1, MEASURED),
+    (9, 1, 255, set()),
+    (4, 8, 1, MEASURED),
+    (5, 4, 255, set()),
+    (1, 32, 1, MEASURED),
+    (1, 33, 255, set()),
+    (16, 1, 256, {"baseline", "neon", "amx", *MEASURED}),
+    (1, 16, 256, {"baseline", "neon", "amx", *MEASURED}),
+    (17, 1, 256, MEASURED),
+    (32, 1, 256, MEASURED),
+    (33, 1, 4095, set()),
+    (33, 1, 4096, AVX512),
+    (1, 64, 4096, AVX512),
+    (65, 1, 9000, set()),
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_are_decoded(isa, dtype):
     tiles = "avx512" if isa == "amx" and dtype != torch.bfloat16 else isa
-    for rows, keys, beside in DECODED:
+    for queries, heads, keys, beside in DECODED:
         k = torch.zeros(1, 1, keys, 8, dtype=dtype)
-        for shape in ((1, 1, rows, 8), (1, rows, 1, 8)):
-            found = api.select(torch.zeros(shape, dtype=dtype), k, k).kernel
-            assert found == ("decode" if tiles in beside else "tiles"), (shape, keys)
+        found = api.select(torch.zeros(1, heads, queries, 8, dtype=dtype), k, k).kernel
+        assert found == ("decode" if tiles in beside else "tiles"), (queries, heads, keys)
 
 
 def test_beside_tiles_of_amx_fewer_rows_are_decoded(monkeypatch):
