@@ -29,6 +29,8 @@ from opkit.compiler.ir.program import Extern
 from opkit.op.core import Operator
 from opkit.op.dispatch import planning
 
+_OWN = "opkit trace"  # the range of the profiler in which this module works; no time of a call
+
 
 @dataclasses.dataclass
 class OperatorTrace:
@@ -54,12 +56,12 @@ class OperatorTrace:
 
     def add(self, kernel: Any) -> None:
         """Add the times of a call: the profiler's event of its kernel, whose parent is the operator's, with dispatch."""
-        call = kernel.cpu_parent
+        call, seconds = kernel.cpu_parent, 1e-6 * kernel.cpu_time_total
         if call is not None and call.name == self.name:
-            self.dispatch.append(1e-6 * (call.cpu_time_total - kernel.cpu_time_total))
-        else:
-            call = kernel
-        self.seconds.append(1e-6 * call.cpu_time_total)
+            own = sum(child.cpu_time_total for child in call.cpu_children if child.name == _OWN)
+            self.dispatch.append(1e-6 * (call.cpu_time_total - own) - seconds)
+            seconds += self.dispatch[-1]
+        self.seconds.append(seconds)
         self.device.append(1e-6 * kernel.device_time_total)
 
 
@@ -80,7 +82,7 @@ class Trace:
     breaks: list[str] = dataclasses.field(default_factory=list[str])
     recompiles: list[str] = dataclasses.field(default_factory=list[str])
     error: str = ""
-    _profiler: Any = None
+    _profiler: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -179,12 +181,13 @@ def trace(program: str, arguments: Sequence[str] = (), *, module: bool = False) 
     selections: dict[str, OperatorTrace] = {}
 
     def seen(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        each = selections.setdefault(operator.name, OperatorTrace(operator.name))
-        selection = planning.select(operator, args, kwargs)
-        each.calls += 1
-        each.kernels[selection.kernel] += 1
-        for kernel, reason in selection.refused.items():
-            each.refused.setdefault(kernel, Counter())[reason] += 1
+        with torch.profiler.record_function(_OWN):
+            each = selections.setdefault(operator.name, OperatorTrace(operator.name))
+            selection = planning.select(operator, args, kwargs)
+            each.calls += 1
+            each.kernels[selection.kernel] += 1
+            for kernel, reason in selection.refused.items():
+                each.refused.setdefault(kernel, Counter())[reason] += 1
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
