@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Dispatcher:
             ) from error
         operator.library = library
         operator.overload = private.library_utils.lookup_op(operator.name)
+        self.schema: Any = SimpleNamespace(arguments=operator.schema.arguments)  # torch makes a new list at each access
         opname = operator.opname
         private.register_fake(library, operator.name, self.fake, operator.function)
         library.impl(opname, self._autograd_kernel(), "Autograd", with_keyset=True)
@@ -109,13 +111,11 @@ class Dispatcher:
     @private.untraced
     def inplace(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """Advance the version counters of the arguments written to, so that a stale backward raises."""
-        schema = self.operator.schema
-        positions, names = private.library_utils.mutated_args_kwargs(schema)
-        filled, named = private.library_utils.fill_defaults(schema, args, kwargs)
+        positions, names = private.library_utils.mutated_args_kwargs(self.schema)
+        filled, named = private.library_utils.fill_defaults(self.schema, args, kwargs)
         for value in [*(filled[i] for i in positions), *(named[n] for n in names)]:
             private.custom_ops.increment_version(value)
-        keys = keyset & private.after_inplace_or_view_keyset
-        return self.operator.overload.redispatch(keys, *args, **kwargs)
+        return self.operator.overload.redispatch(keyset & private.after_inplace_or_view_keyset, *args, **kwargs)
 
     def register_backend(self, device: str | None) -> None:
         """Register the planned kernel for one device type, or for all."""
@@ -128,7 +128,7 @@ class Dispatcher:
     def backend(self, *args: Any, **kwargs: Any) -> Any:
         """Run the planned kernel, below autograd; the dispatcher leaves out arguments that equal their defaults."""
         if len(args) + len(kwargs) < len(self.operator.signature.arguments):
-            args, kwargs = private.library_utils.fill_defaults(self.operator.schema, args, kwargs)
+            args, kwargs = private.library_utils.fill_defaults(self.schema, args, kwargs)
         run = self.plain.plan(args, kwargs).run
         run = functools.partial(self._profiled, run) if private.profiling() else run
         return self._checked(run(*args, **kwargs), args, kwargs)
