@@ -273,3 +273,20 @@ def distance_transform(mask: Tensor) -> Tensor:
     for y, x in np.ndindex(h, w):
         out[y, x] = min(((y - v) ** 2 + (x - u) ** 2 for v, u in background), default=(h + w) ** 2)
     return out
+
+
+def embedding_bag(table: Tensor, indices: Tensor, weights: Tensor, mean: bool = False) -> Tensor:
+    out = table.new_zeros(len(indices), table.shape[1])
+    for b, row in enumerate(indices.tolist()):
+        places = [i for i, index in enumerate(row) if index >= 0]
+        for i in places:
+            out[b] += weights[b, i] * table[row[i]] / (len(places) if mean else 1)
+    return out
+
+
+def adamw_step(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: int) -> None:
+    for i, g in enumerate(grad.tolist()):
+        mean[i] = m = 0.9 * mean[i].item() + 0.1 * g
+        square[i] = v = 0.999 * square[i].item() + 0.001 * g * g
+        update = m / (1 - 0.9**step) / (math.sqrt(v / (1 - 0.999**step)) + 1e-8)
+        param[i] -= 1e-3 * (update + 1e-2 * param[i].item())
