@@ -109,6 +109,35 @@ def test_gradients_are_asked_for_on_a_machine_with_a_device():
     assert "fork" not in fresh_process.run(["-c", WITH_A_DEVICE]).stdout
 
 
+WITH_AUTOGRAD_INSIDE = """
+import torch, opkit
+from torch.utils import backend_registration as registration
+from opkit.testing import tensor
+
+class Guard(registration._DummyDeviceGuard):
+    def deviceCount(self):
+        return 1
+
+registration._setup_privateuseone_for_python_backend(device_guard=Guard())
+torch.ones((), requires_grad=True).backward()
+
+def reference(x):
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x.sin().sum(), x)[0]
+
+groups = ["memory.crash", "numbers.accepts", "numbers.reference", "numbers.extreme"]
+report = opkit.check(torch.cos, args=(tensor("n"),), reference=reference, properties=groups, max_examples=4, database=False)
+print(report)
+assert {each.property for each in report.passed} == set(groups)
+assert not any(each.remarks or each.refused for each in report.passed)
+"""
+
+
+def test_a_reference_that_calls_autograd_is_compared_on_a_machine_with_a_device():
+    fresh_process.run(["-c", WITH_AUTOGRAD_INSIDE])
+
+
 def test_the_report_keeps_the_order_in_which_properties_are_asked(check):
     several = [forked(f"a.p{number}", cost=0.01 * number) for number in range(9)]
     report = check(small.made("b.last", cost=1.0), *several)

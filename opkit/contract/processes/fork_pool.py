@@ -1,9 +1,9 @@
 """This module checks properties in forked processes, in parallel with this one: a crash there ends nothing here.
 
 A forked process computes on one thread (see :mod:`opkit.contract.processes.child`), so properties of threads, and those that
-compile, are checked in this process. Each forked process takes the next property when it has finished one. Before each case it
-writes the case to shared memory: if the process ends, the property is checked again, each case in its own process, for a small
-example.
+compile, are checked in this process, as are those for which a reference calls autograd where autograd has threads. Each forked
+process takes the next property when it has finished one. Before each case it writes the case to shared memory: if the process
+ends, the property is checked again, each case in its own process, for a small example.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -36,6 +36,7 @@ _POLL = 1.0  # seconds between two looks at which case runs
 _SIZE = 1 << 16  # bytes of a case's text
 _AFTER = "after other calls, "
 _DONE = "done"
+_NO_AUTOGRAD = "autograd's threading in combination with fork"  # torch's error for a backward in a forked process
 _HEAD = struct.Struct(
     "qqq"
 )  # how many cases have started, the number of the latest one's property, the length of its text
@@ -96,9 +97,10 @@ class ForkPool:
         """Return a property's result in a form that can be sent, or None if it has to be found again in the parent."""
         prop, rest = self._properties[number], self._properties[number + 1 :: self._count]
         try:
-            return _written(self._check(dataclasses.replace(prop, check=_recording(prop, latest)), rest))
+            fields = _written(self._check(dataclasses.replace(prop, check=_recording(prop, latest)), rest))
         except NotSerializable:
             return None
+        return None if _NO_AUTOGRAD in json.dumps(fields) else fields
 
     def _ready_process(self, seconds: float) -> _PoolProcess | None:
         """Return a process that has sent a message, or has ended."""
