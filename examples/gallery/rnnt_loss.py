@@ -171,15 +171,14 @@ void rnnt_loss_backward(const T* grad, const T* blank, const T* emit, const int6
 rnnt_loss.register_kernel("cpu", opkit.c_kernel(COMMON + FORWARD))
 rnnt_loss_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD))
 
+_DTYPES, _NUMBERS = (torch.float32, torch.float64), ("normal", "integers", "ones")
 _LOGS = tensor(
-    "batch frames tokens", (torch.float32, torch.float64), low=-9, high=0, fills=("normal", "integers", "ones")
-)
+    "batch frames tokens", _DTYPES, low=-9, high=0, fills=_NUMBERS, largest=17
+)  # the reference is a loop over frames + tokens
 _LENGTHS = tensor("batch", torch.int64, low=0, high=12)
 OPKIT_CHECKS = {
     "gallery::rnnt_loss": {"args": (_LOGS, _LOGS, _LENGTHS, _LENGTHS)},
-    "gallery::rnnt_loss_backward": {
-        "args": (tensor("batch", (torch.float32, torch.float64)), _LOGS, _LOGS, _LENGTHS, _LENGTHS)
-    },
+    "gallery::rnnt_loss_backward": {"args": (tensor("batch", _DTYPES), _LOGS, _LOGS, _LENGTHS, _LENGTHS)},
 }
 SIZES = [(4, 200, 50), (16, 100, 20)]
 

@@ -327,3 +327,19 @@ def test_probabilities_from_a_log_sum_exp_of_huge_equal_logits(fails, holds):
     how = {"args": (_ROWS,), "reference": lambda x: x.softmax(-1)}
     assert "the result is 1.0 at [0, 0], and the reference's is 0.25" in fails("numbers.extreme", wrong, **how).message
     holds("numbers.extreme", lambda x: (x - x.amax(-1, keepdim=True)).softmax(-1) if x.numel() else x.clone(), **how)
+
+
+def test_no_size_is_above_the_largest_of_a_tensor():
+    seen = set[int]()
+
+    def sin(x, y):
+        seen.update(x.shape)
+        return torch.sin(x) + y
+
+    args = (tensor("*batch n", largest=9), tensor("n"))
+    report = opkit.check(
+        sin, args=args, reference=lambda x, y: torch.sin(x) + y, properties=["numbers.reference"], database=False
+    )
+    report.raise_for_failures()
+    assert max(seen) == 9
+    assert 0 in seen

@@ -51,6 +51,7 @@ class TensorArgument:
     layouts: tuple[str, ...] | None = None
     fills: tuple[str, ...] | None = None
     differentiable: bool = True
+    largest: int | None = None
 
 
 def tensor(
@@ -63,6 +64,7 @@ def tensor(
     layouts: Iterable[str] | None = None,
     fills: Iterable[str] | None = None,
     differentiable: bool = True,
+    largest: int | None = None,
 ) -> TensorArgument:
     """A tensor argument, for :func:`opkit.check`.
 
@@ -77,6 +79,7 @@ def tensor(
         layouts: the only memory layouts to try; names of ``opkit.testing.LAYOUTS``.
         fills: the only kinds of numbers to try; names of ``opkit.testing.FILLS``. ``low`` and ``high`` still apply.
         differentiable: False where the operator promises no gradient for it.
+        largest: the largest size of its dimensions that are not numbers, where the reference is a loop over one of them.
 
     Raises:
         ArgumentError: a name of a layout or a fill is unknown.
@@ -95,6 +98,7 @@ def tensor(
         layouts=None if layouts is None else known_names("tensor(layouts=...)", layouts, LAYOUTS),
         fills=None if fills is None else known_names("tensor(fills=...)", fills, FILLS),
         differentiable=differentiable,
+        largest=largest,
     )
 
 
@@ -169,12 +173,13 @@ def choose(draw: Callable[..., Any], label: tuple[str, int], strategy: st.Search
 
 @dataclasses.dataclass
 class JointSizes:
-    """The sizes of one call. Names are drawn in the order in which the patterns use them."""
+    """The sizes of one call. Names are drawn in the order in which the patterns use them; ``limits`` are those of patterns."""
 
     draw: Callable[..., Any]
     patterns: Sequence[TensorPattern]
     largest: int = max(SIZES)
     elements: int = MAX_ELEMENTS
+    limits: Sequence[int | None] = ()
 
     def __post_init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -184,6 +189,9 @@ class JointSizes:
         for pattern in self.patterns:
             for dim in pattern.dims:
                 self._bind(pattern, dim)
+        for pattern, limit in zip(self.patterns, self.limits, strict=False):
+            if limit is not None:
+                self._limit(pattern, limit)
         self._reduce()
 
     def shape(self, pattern: TensorPattern) -> tuple[int, ...]:
@@ -213,6 +221,12 @@ class JointSizes:
         if dim.broadcast:
             label = ("broadcast", len(self._broadcast))
             self._broadcast[id(pattern), name] = choose(self.draw, label, EITHER)
+
+    def _limit(self, pattern: TensorPattern, limit: int) -> None:
+        """Reduce sizes of a pattern above the limit: also those that a sweep decides."""
+        for name in {self._name(pattern, dim) for dim in pattern.dims} & self.known.keys():
+            size = self.known[name]
+            self.known[name] = tuple(min(each, limit) for each in size) if isinstance(size, tuple) else min(size, limit)
 
     def _sizes(self, pattern: TensorPattern, dim: PatternDim) -> tuple[int, ...]:
         if dim.kind == "number":
@@ -292,7 +306,9 @@ def _tensors(value: Any) -> Iterator[TensorArgument]:
 
 def assemble(draw: Callable[..., Any], spec: ArgumentSpecs, how: Drawing) -> Case:
     """Return a call; ``draw`` makes every decision, each with a label: see :func:`opkit.contract.calls.specs.choose`."""
-    sizes = JointSizes(draw, [each.pattern for each in spec.tensors()], how.largest, how.elements)
+    tensors = spec.tensors()
+    limits = [each.largest for each in tensors]
+    sizes = JointSizes(draw, [each.pattern for each in tensors], how.largest, how.elements, limits)
     dtypes = _dtypes(draw, spec, how)
     numbers = itertools.count()
 
