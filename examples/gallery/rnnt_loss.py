@@ -140,7 +140,8 @@ static void one(T grad, const T* blank, const T* emit, T* grad_blank, T* grad_em
         for (int64_t u = tokens - 1; u >= 0; u--) {
             const int64_t at = t * width + u;
             const T next = t < frames - 1 ? beta[u] : u < tokens - 1 ? -INFINITY : 0;
-            grad_blank[at] = -grad * probability(alpha[at] + blank[at] + next - total);
+            if (t < frames - 1 || u == tokens - 1) /* else no alignment has it, whatever grad is */
+                grad_blank[at] = -grad * probability(alpha[at] + blank[at] + next - total);
             beta[u] = blank[at] + next;
             if (u == tokens - 1) continue;
             grad_emit[at] = -grad * probability(alpha[at] + emit[at] + beta[u + 1] - total);
