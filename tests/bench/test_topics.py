@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from opkit import cli
@@ -17,7 +18,10 @@ SETUP = {"machine": "a processor", "opkit": "1", "torch": "2", "device": "cpu", 
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
+    threads = torch.get_num_threads()  # --threads is for a process of its own
     monkeypatch.setattr(timing, "SECONDS", 0.0)
+    yield
+    torch.set_num_threads(threads)
 
 
 def bench(*arguments):
