@@ -69,13 +69,12 @@ class Run:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["format"] != _FORMAT:
-                raise errors.ArgumentError(
-                    f"{path}: format {found['format']}, and this version reads {_FORMAT}. Run it again."
-                )
-            return cls(found["setup"], [Figure(**each) for each in found["figures"]])
+            number = found["format"]
+            if number == _FORMAT:
+                return cls(found["setup"], [Figure(**each) for each in found["figures"]])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise errors.ArgumentError(f"{path} is not a file of `opkit bench run`: {error}") from error
+        raise errors.ArgumentError(f"{path}: format {number}, and this version reads {_FORMAT}. Run it again.")
 
 
 def setup_of(setting: Setting) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def test_the_backward_compiles_with_few_spills(case, ordered, tmp_path, record_p
     assert found.keys() == {"rows", "gradients", "after_products"}
     registers, stored, loaded = found["gradients"]
     assert registers == 168
+    spills += 96 * ordered  # the turns of gradients that are added in order
     assert max(stored, loaded) <= spills  # of those that load, and of what is done once for a tile, most
     assert all(max(each[1:]) <= 64 for kernel, each in found.items() if kernel != "gradients")
 
