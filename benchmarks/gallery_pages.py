@@ -1,11 +1,9 @@
 """Write a Markdown page for each operator of examples/gallery, and an index: for the site, which builds them anew each time.
 
 A page has what the file's docstring says, a chart and a table of the stored timings (``results/gallery/``), the operator's
-passport (its schema, its kernels, where each rule comes from, and with ``--examples`` the verdict of ``opkit.check``), and the
-source. Charts are SVG files next to the pages::
+passport (its schema, its kernels, where each rule comes from), and the source. Charts are SVG files next to the pages::
 
     python -m benchmarks.gallery_pages FOLDER
-    python -m benchmarks.gallery_pages FOLDER --examples 10    # with a check of each operator; half an hour
 """
 
 from __future__ import annotations
@@ -19,20 +17,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import opkit
 from benchmarks import gallery
 
 RESULTS = Path(__file__).parent / "results" / "gallery" / "cpu.json"
 Rows = list[list[str]]
 
 
-def write(folder: Path, results: Path = RESULTS, examples: int = 0) -> list[Path]:
+def write(folder: Path, results: Path = RESULTS) -> list[Path]:
     """Write the pages into a folder, which is made if it is missing.
 
     Args:
         folder: where pages and charts go.
         results: the stored run of ``benchmarks/gallery.py``; without it pages have no timings.
-        examples: how many examples ``opkit.check`` tries of each property; 0 for no check.
 
     Returns:
         The files that were written, ``index.md`` first.
@@ -44,7 +40,7 @@ def write(folder: Path, results: Path = RESULTS, examples: int = 0) -> list[Path
         example = gallery.module(name)
         timings = [row for table in run["tables"] for row in table["rows"] if row[0] == name] if run else []
         written.append(folder / f"{name}.md")
-        written[-1].write_text(page(name, example, timings, run["setup"] if run else "", examples), encoding="utf-8")
+        written[-1].write_text(page(name, example, timings, run["setup"] if run else ""), encoding="utf-8")
         if timings:
             written.append(folder / f"{name}.svg")
             written[-1].write_text(chart(timings), encoding="utf-8")
@@ -63,7 +59,7 @@ def title(example: ModuleType) -> str:
     return (example.__doc__ or "").partition(": ")[0].partition(".\n")[0]
 
 
-def page(name: str, example: ModuleType, timings: Rows, setup: str, examples: int = 0) -> str:
+def page(name: str, example: ModuleType, timings: Rows, setup: str) -> str:
     """Return the Markdown page of an operator; arguments as of :func:`write`, and rows of the stored table."""
     documentation = inspect.getdoc(example) or ""
     blocks = [f"# {name}", documentation.rpartition("::\n\n")[0] + "."]  # without the command at the end
@@ -71,7 +67,7 @@ def page(name: str, example: ModuleType, timings: Rows, setup: str, examples: in
         blocks += [f"## Time\n\nCompared with: {gallery.alternative(example)}", f"![Times of {name}]({name}.svg)"]
         blocks += [table(gallery.COLUMNS[1:], [row[1:] for row in timings]), f"Measured on {setup}."]
     for operator in operators(example):
-        blocks += ["## Passport of " + operator.describe().name, *passport(operator, example, examples)]
+        blocks += ["## Passport of " + operator.describe().name, *passport(operator)]
     source = Path(inspect.getfile(example)).read_text(encoding="utf-8")
     blocks += [f"## Source\n\n`examples/gallery/{name}.py`", f"```{{code-block}} python\n{source}```"]
     return "\n\n".join(blocks) + "\n"
@@ -83,18 +79,13 @@ def operators(example: ModuleType) -> list[Any]:
     return [named[name] for name in example.OPKIT_CHECKS]
 
 
-def passport(operator: Any, example: ModuleType, examples: int) -> Iterable[str]:
+def passport(operator: Any) -> Iterable[str]:
     """Return the blocks that say what an operator has."""
     found = operator.describe()
     yield f"`{found.schema}`"
     kernels = [[each.name, each.device, each.condition or "every call"] for each in found.kernels]
     yield table(("kernel", "device", "takes"), [*kernels, ["reference", "any", "every other call"]])
     yield table(("rule", "origin", ""), [[each.rule, each.origin, each.detail] for each in found.rules])
-    if examples:
-        declared = example.OPKIT_CHECKS[found.name]
-        report = opkit.check(operator, max_examples=examples, database=False, **declared)
-        properties = len(report.passed), len(report.failures)
-        yield f"`opkit.check` tried {report.examples} calls: {properties[0]} properties hold, {properties[1]} fail."
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -127,9 +118,8 @@ def main() -> None:
     """Write the pages into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--examples", type=int, default=0)
     options = parser.parse_args()
-    print(*write(options.folder, examples=options.examples), sep="\n")
+    print(*write(options.folder), sep="\n")
 
 
 if __name__ == "__main__":
