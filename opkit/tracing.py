@@ -128,12 +128,7 @@ class Trace:
         """Write the report as a page that loads nothing."""
         body = ["<h1>Trace</h1>", f'<p class="bad">{escape(self.error)}</p>' if self.error else ""]
         for title, columns, rows in self.tables():
-            heads = "".join(f'<th scope="col">{escape(each)}</th>' for each in columns)
-            body += [f"<h2>{escape(title)}</h2>", f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>']
-            for first, *others in rows:
-                cells = "".join(f"<td>{escape(each)}</td>" for each in others)
-                body.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-            body.append("</tbody></table></div>")
+            body += [f"<h2>{escape(title)}</h2>", f'<div class="wide">{page.table(columns, rows)}</div>']
         path.write_text(page.document("Trace", body), encoding="utf-8")
 
     def to_perfetto(self, path: Path) -> None:

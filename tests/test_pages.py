@@ -173,7 +173,7 @@ def test_the_page_of_a_trace(window, tmp_path, width):
     Trace([softsign], recompiles=["tensor 'x' size mismatch at index 0. expected 4, actual 5"]).to_html(path)
     window.open(path, width)
     check_frame(window, anchors=False)
-    assert len(shown(window, "tbody tr")) == 3
+    assert len(shown(window, "th[scope=row]")) == 3
 
 
 @in_browser

@@ -114,9 +114,7 @@ def chosen(names: Sequence[str], setting: Setting, only: str) -> list[tuple[str,
 
 def measured(topic: str, case: Case, setting: Setting) -> Figure:
     """Time the ways of a case in turn. A way that fails ends the case: its error is in the figure."""
-    threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(1 if topic == "dispatch" else threads)
         ways = case.make()
         for call in [*ways.values()] * 2:  # what is compiled, built or cached
             call()
@@ -126,7 +124,6 @@ def measured(topic: str, case: Case, setting: Setting) -> Figure:
     except Exception as error:
         return Figure(topic, case.name, {}, f"{type(error).__name__}: {error}".splitlines()[0])
     finally:
-        torch.set_num_threads(threads)
         gc.collect()
 
 

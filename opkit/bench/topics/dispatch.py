@@ -1,6 +1,6 @@
 """What a call of an operator costs, compared with ``torch.library.custom_op`` on the same function.
 
-Tensors have four elements, and one thread works, so that the calls themselves are what takes time. Annotations are checked.
+Tensors have four elements, so that the calls themselves are what takes time. Annotations are checked.
 """
 
 from __future__ import annotations
