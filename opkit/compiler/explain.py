@@ -109,8 +109,8 @@ class Explanation:
     def measure(self) -> None:
         """Time each launch and each call of the graphs, with random inputs of the sizes with which they were compiled.
 
-        The times are ``seconds`` of :attr:`GraphExplanation.steps`. Each graph is compiled again, with a function for each
-        launch, so that this takes a few seconds. Only graphs for CPUs are timed.
+        The times are ``seconds`` of :attr:`GraphExplanation.steps`. A graph for CPUs is compiled again, with a function for
+        each launch, so that this takes a few seconds. On a GPU a step's time is that of its kernels in torch's profiler.
 
         >>> import torch
         >>> explanation = explain(torch.nn.Tanh(), torch.randn(8, 16))
@@ -120,7 +120,8 @@ class Explanation:
         """
         from opkit.compiler import step_times  # few explanations are timed
 
-        self.peaks, self.not_measured = step_times.measure_peaks(), []
+        device = next((record.captured.device for record in self._records if record.captured), torch.device("cpu"))
+        self.peaks, self.not_measured = step_times.measure_peaks(device), []
         for number, record in enumerate(self._records):
             try:
                 seconds = step_times.step_times(record)

@@ -49,8 +49,9 @@ def _table(explanation: Explanation) -> Iterator[str]:
     if explanation.peaks is not None:
         peaks = explanation.peaks
         rates = f"copied {peaks.bandwidth / 1e9:,.1f} GB/s and computed {peaks.operations / 1e9:,.0f} GFLOP/s"
+        dtype = str(peaks.dtype).removeprefix("torch.")
         yield (
-            f'<p class="quiet">Each step was timed alone, with random inputs. The machine {rates} in a float32 product; '
+            f'<p class="quiet">Each step was timed alone, with random inputs. The machine {rates} in a {dtype} product; '
             "shares are of these, and exceed 100% where data stays in caches.</p>"
         )
     yield from (f'<p class="quiet">Not timed: {escape(reason)}</p>' for reason in explanation.not_measured)
@@ -106,7 +107,7 @@ def _steps(graph: GraphExplanation, keys: Sequence[str]) -> Iterator[str]:
     slowest = max((step.seconds or 0.0 for step in graph.steps), default=0.0)
     for key, step in zip(keys, graph.steps, strict=True):
         time, share = "", ""
-        if step.seconds is not None:
+        if step.seconds:
             time, share = (
                 f' <span class="quiet">{seconds_text(step.seconds)}</span>',
                 f"; --share: {step.seconds / slowest:.0%}",
@@ -184,7 +185,7 @@ def _facts(step: StepText, same: Sequence[StepText], peaks: MachinePeaks | None)
     figures = step.figures
     operations = "" if figures.operations is None else f", {figures.operations:,} FLOPs"
     yield f"Reads {figures.read:,} B, writes {figures.written:,} B{operations}."
-    if step.seconds is not None:
+    if step.seconds:  # a call may launch nothing on a GPU
         total = sum(each.seconds or 0.0 for each in same)
         together = f" ({seconds_text(total)} together)" if len(same) > 1 else ""
         yield f"{seconds_text(step.seconds)}{together}: {_rates(figures, step.seconds, peaks)}."

@@ -373,3 +373,15 @@ def test_cross_entropy_in_chunks(dtype, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     for a, b in zip(torch.autograd.grad(found, args), torch.autograd.grad(expected, args), strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_explain_times_kernels_and_calls():
+    width = 64
+    args = r(32, width), r(width, width), r(width, width), r(width), r(width)
+    found = opkit.explain(block, *args)
+    found.measure()
+    assert not found.not_measured
+    (graph,) = found.graphs
+    assert len(graph.steps) > sum(step.kernel is not None for step in graph.steps) >= 2
+    assert all(0 < step.seconds < 1 for step in graph.steps)
+    assert found.peaks.dtype == torch.bfloat16
