@@ -152,7 +152,7 @@ def _rounds_on_gpu(
     runner([*inputs])
     torch.cuda.synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(_GPU_ROUNDS):
             runner([*inputs])
         torch.cuda.synchronize(device)
