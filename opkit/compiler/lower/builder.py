@@ -16,7 +16,7 @@ from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, T
 from opkit.compiler.ir.index import ZERO, Index, contiguous, index
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Step, Strided, writes
 from opkit.compiler.lower.registry import NoRule
-from opkit.compiler.lower.rewrites import simplify
+from opkit.compiler.lower.rewrites import simplify, slow_cost
 from opkit.compiler.lower.scalar import Number, Scalar, cast, formula, number
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import (
@@ -35,7 +35,7 @@ from opkit.compiler.lower.tensors import (
     whole,
 )
 
-_LAZY_NODES = 24  # an expression of constants and positions of more nodes than this is computed once, not in every use
+_LAZY_NODES = 24  # an expression of more nodes than this is computed once, not in every use
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ class Builder:
     def elementwise(self, body: Expr, kind: TensorType | None = None) -> Tensor:
         """Return a tensor with ``body`` (over the result's formal axes) as element; a trivial one is not stored."""
         kind = kind or self.result()
-        if _is_lazy(body):
+        if self._lazy(body):
             return lazy(body, kind.shape)
         return self._fill(body, self.new_buffer(body.dtype, kind.shape, self._result_strides(body, kind)))
 
@@ -133,7 +133,7 @@ class Builder:
 
     def complex_elements(self, bodies: Sequence[Expr], kind: TensorType) -> Tensor:
         """Return a complex tensor with these (over its formal axes) as the real and the imaginary part of its elements."""
-        if all(map(_is_lazy, bodies)):
+        if all(map(self._lazy, bodies)):
             return complex_of(*(lazy(body, kind.shape) for body in bodies))
         memory = self.new_buffer(kind.dtype, kind.shape, kind.strides)
         for part, body in zip(parts_of(memory), bodies, strict=True):
@@ -156,9 +156,15 @@ class Builder:
             layouts.append(contiguous(kind.shape))
         return next((each for each in layouts if tuple(zip(kind.shape, each, strict=True)) in seen), kind.strides)
 
+    def _lazy(self, body: Expr) -> bool:
+        """Return whether every use computes a formula again: it reads nothing, and is cheap or the same for all elements."""
+        ops = [node.op for node in body.walk()]
+        cheap = "index" not in ops or slow_cost(body) <= self.target.max_recomputed_cost
+        return cheap and len(ops) <= _LAZY_NODES and not {"load", "random", "call"}.intersection(ops)
+
     def temporary(self, body: Expr, shape: Sequence[Index]) -> Tensor:
         """Return a tensor between the steps of one rule."""
-        return lazy(body, shape) if _is_lazy(body) else self.compute(self.new_buffer(body.dtype, shape), shape, body)
+        return lazy(body, shape) if self._lazy(body) else self.compute(self.new_buffer(body.dtype, shape), shape, body)
 
     def reduce(
         self,
@@ -277,11 +283,6 @@ def pointwise(b: Builder, formula: Callable[..., Scalar], tensors: Sequence[Tens
     inner = DTYPES[kind.dtype].compute
     body = formula(*(element(t, kind.shape, inner) for t in tensors))
     return b.cast_elementwise(body, kind)
-
-
-def _is_lazy(body: Expr) -> bool:
-    nodes = body.walk()
-    return len(nodes) <= _LAZY_NODES and not any(node.op in ("load", "random", "call") for node in nodes)
 
 
 def paired(b: Builder, first: Tensor, second: Tensor) -> Tensor:

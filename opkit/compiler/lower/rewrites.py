@@ -60,6 +60,11 @@ def cost(root: Expr) -> int:
     return sum(0 if op in _FREE else 1 if op in _QUICK else _CALL_COST if op == "call" else _SLOW_COST for op in ops)
 
 
+def slow_cost(root: Expr) -> int:
+    """Return the cost of the functions of floats and the divisions in an expression."""
+    return _SLOW_COST * sum(is_float(node.dtype) and node.op not in _FREE | _QUICK for node in root.walk())
+
+
 # ---- constants -------------------------------------------------------------------------------------------------------
 
 

@@ -252,6 +252,11 @@ def test_what_is_made_of_positions_is_not_stored():
     assert len(computes(program)) == 1
 
 
+def test_functions_of_positions_are_computed_once():
+    program = program_of(lambda x: x * torch.arange(4).cos() + torch.full((4,), 2.0).cos(), torch.randn(3, 4))
+    assert [len(step.axes) for step in computes(program)] == [1, 2, 2]
+
+
 def test_dropout():
     x = torch.ones(1000)
     (y, mask) = interpreted(lambda x: torch.native_dropout(x, 0.25, True), x)
