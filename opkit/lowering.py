@@ -14,6 +14,9 @@ results                  ``b.result(number)``: dtype, shape and strides from the
 =======================  ============================================================================================
 
 Arithmetic on narrow floats uses the type ``DTYPES[dtype].compute``, which is "f32" for them.
+
+For arguments that a function or method here has no meaning for, such as an element of a complex tensor, it raises
+:class:`NoRule`, and the operator is called.
 """
 
 from opkit.compiler.ir.dtypes import DTYPES as DTYPES

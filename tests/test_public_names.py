@@ -56,6 +56,26 @@ WITHOUT_EXAMPLE = {
     "opkit.testing.CompileReport": "is what compile_for returns, which has one",
 }
 
+RAISES_NOTHING = {
+    "opkit.checkpoint_name": "returns what it gets",
+    "opkit.explain": "raises what the model and torch.compile raise",
+    "opkit.load_ipython_extension": "defines a magic",
+    "opkit.masks.And": "raises what its parts raise",
+    "opkit.masks.Mask": "is a base class",
+    "opkit.masks.Not": "raises what its part raises",
+    "opkit.masks.Or": "raises what its parts raise",
+    "opkit.operators": "returns a list",
+    "opkit.runtime.Array": "is a result",
+    "opkit.sdpa_override": "changes which function runs",
+    "opkit.set_sdpa_override": "changes which function runs",
+    "opkit.testing.Call": "is data",
+    "opkit.testing.Case": "is data",
+    "opkit.testing.History": "is data",
+    "opkit.testing.TensorCase": "is data",
+    "opkit.testing.make_call": "takes what make_tensor takes",
+    "opkit.testing.sizes": "takes any number",
+}
+
 METHODS = """
     describe lowering name reference register_autocast register_autograd register_effect
     register_fake register_kernel register_lowering register_torch_dispatch register_vmap schema select
@@ -133,6 +153,35 @@ def test_every_public_name_has_an_example():
         if ">>>" not in (inspect.getdoc(getattr(importlib.import_module(module), name)) or "")
     }
     assert missing - {"opkit.testing.FILLS", "opkit.testing.LAYOUTS"} == WITHOUT_EXAMPLE.keys()
+
+
+def documented():
+    """The functions and classes of the reference with what it says of each, that of a class's methods too."""
+    for module in NAMES.keys() - {"opkit.errors", "opkit.lowering"}:
+        for name in NAMES[module].split():
+            value = getattr(importlib.import_module(module), name)
+            if callable(value):
+                shown = [value, *(vars(value).values() if inspect.isclass(value) else ())]
+                yield f"{module}.{name}", value, "\n".join(inspect.getdoc(each) or "" for each in shown)
+
+
+def test_every_public_name_says_what_it_raises():
+    """Of errors and of what rules are made of, which raise NoRule, the pages say it for all."""
+    assert {name for name, _, text in documented() if "Raises:" not in text} == RAISES_NOTHING.keys()
+
+
+def test_tensors_have_shapes_or_dtypes():
+    """Whatever takes tensors or returns them says of which shapes or dtypes, or that it takes any."""
+    told = re.compile(r"shape|dtype|\([\w*]+( \+ 1)?,[^()]*\)")
+    taking = [(name, text) for name, value, text in documented() if re.search(r"\bTensor\b", signature(value))]
+    assert len(taking) > 20
+    assert [name for name, text in taking if not told.search(text.partition(">>>")[0])] == []
+
+
+def signature(value):
+    """The parameters and the result as annotated: of a class, those of ``__init__``, or else of ``forward``."""
+    forward = getattr(value, "forward", None)
+    return " ".join(str(inspect.signature(each)) for each in (value, forward) if callable(each))
 
 
 @pytest.mark.parametrize("module", ["opkit", "opkit.errors"])

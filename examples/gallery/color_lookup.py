@@ -21,10 +21,14 @@ def color_lookup(
 ) -> Float[Tensor, "*batch channels"]:
     """Return the colours of an image, whose channels are last; those out of 0 to 1 count as the nearest."""
     sizes = table.shape[:3]
-    if min(sizes) < 1:
-        raise ValueError(f"gallery::color_lookup: table has the shape {tuple(table.shape)}, and is empty.")
+    for size in sizes:
+        torch._check_value(
+            size > 0, lambda: f"gallery::color_lookup: table has the shape {tuple(table.shape)}, and is empty."
+        )
     at = [image[..., c].clamp(0, 1) * (sizes[c] - 1) for c in range(3)]
-    low = [each.detach().nan_to_num().long().clamp(max=max(size - 2, 0)) for each, size in zip(at, sizes, strict=True)]
+    low = [
+        each.detach().nan_to_num().long().clamp(max=size - 2).clamp(min=0) for each, size in zip(at, sizes, strict=True)
+    ]
     share = [each - first for each, first in zip(at, low, strict=True)]
     out = 0
     for corner in range(8):

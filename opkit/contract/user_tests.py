@@ -120,11 +120,16 @@ def make_tensor(
     high: float | None = None,
     requires_grad: bool = False,
 ) -> torch.Tensor:
-    """Return the tensor of a failing example: Hypothesis prints :func:`tensors` as calls of this function.
+    """Return a tensor of this shape and dtype, as Hypothesis prints a failing example of :func:`tensors`.
+
+    Raises:
+        ArgumentError: a layout or a fill is unknown.
 
     >>> make_tensor((2, 3), layout="transposed").stride()
     (1, 2)
     """
+    known_names("make_tensor(layout=...)", [layout], LAYOUTS)
+    known_names("make_tensor(fill=...)", [fill], FILLS)
     return TensorCase(tuple(shape), dtype, layout, fill, seed, low, high, requires_grad).make()
 
 
@@ -213,6 +218,9 @@ def layouts(
         given: a tensor, which is copied into each layout; or sizes, for which the names of layouts are drawn.
         names: the layouts to try. For a tensor, only those in which no two elements share memory are tried.
 
+    Raises:
+        ArgumentError: a layout is unknown.
+
     >>> from hypothesis import find
     >>> find(layouts((2, 3)), lambda name: name != "contiguous")
     'offset'
@@ -222,7 +230,7 @@ def layouts(
     ((1, 2), True)
     """
     shape = tuple(given.shape) if isinstance(given, torch.Tensor) else tuple(given)
-    fitting = [name for name in known_names("tensors(layouts=...)", names, LAYOUTS) if fits(name, shape)]
+    fitting = [name for name in known_names("layouts(names=...)", names, LAYOUTS) if fits(name, shape)]
     if not isinstance(given, torch.Tensor):
         return st.sampled_from(fitting)
     shared = ("expanded", "expanded_last", "overlapping")
@@ -232,7 +240,7 @@ def layouts(
 
 
 def make_call(case: Case) -> Call:
-    """Return the arguments of a failing example: Hypothesis prints :func:`calls` as calls of this function."""
+    """Return the arguments of a call, as Hypothesis prints a failing example of :func:`calls`."""
     return case.make()
 
 
@@ -250,6 +258,9 @@ def calls(
         fills: the kinds of numbers to try.
         kwargs: the same for keyword arguments.
 
+    Raises:
+        ArgumentError: a layout or a fill is unknown.
+
     >>> from hypothesis import find
     >>> from opkit.contract.calls.specs import tensor
     >>> call = find(calls(tensor("b n"), tensor("n"), alpha=st.integers(0, 3)), lambda call: call.args[1].numel() > 2)
@@ -257,7 +268,7 @@ def calls(
     ([(1, 3), (3,)], {'alpha': 0})
     """
     how = Drawing(
-        layouts=known_names("tensors(layouts=...)", layouts, LAYOUTS),
-        fills=known_names("tensors(fills=...)", fills, FILLS),
+        layouts=known_names("calls(layouts=...)", layouts, LAYOUTS),
+        fills=known_names("calls(fills=...)", fills, FILLS),
     )
     return st.builds(make_call, ArgumentSpecs(args, tuple(kwargs.items())).cases(how))

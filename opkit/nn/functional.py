@@ -32,6 +32,10 @@ def rms_norm(x: Float[Tensor, "*batch d"], weight: Float[Tensor, "d"], eps: floa
     Returns:
         ``(*batch, d)`` in the dtype of ``x``; computed in float32, or float64 for float64 ``x``.
 
+    Raises:
+        ShapeError: ``weight`` has another size than the rows of ``x``.
+        DtypeError: an argument is not floating.
+
     >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), eps=0.0)
     tensor([0.8485, 1.1314])
 
@@ -59,7 +63,8 @@ def rotary_embedding(
         ``(*batch, length, d)`` in the dtype of ``x``; computed in float32, or float64 for float64 ``x``.
 
     Raises:
-        ShapeError: ``d`` is odd.
+        ShapeError: ``d`` is odd, or ``positions`` has another length than ``x``.
+        DtypeError: ``x`` is not floating, or ``positions`` are not integers.
 
     >>> rotary_embedding(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
     tensor([[1.0000, 0.0000],
@@ -90,6 +95,10 @@ def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Fl
     Returns:
         ``(*batch, d)`` in the dtype of ``gate``.
 
+    Raises:
+        ShapeError: the shapes differ.
+        DtypeError: an argument is not floating.
+
     >>> swiglu(torch.tensor([0.0, 1.0, -1.0]), torch.tensor([5.0, 2.0, 2.0]))
     tensor([ 0.0000,  1.4621, -0.5379])
 
@@ -111,6 +120,11 @@ def cross_entropy(
 
     Returns:
         A scalar in float32, or float64 for float64 ``logits``; NaN where no token is left, as in torch.
+
+    Raises:
+        ShapeError: ``targets`` does not have the shape of ``logits`` without its last dimension.
+        DtypeError: ``logits`` are not floating, or ``targets`` are not integers.
+        RuntimeError: a target is no class, and the tensors are on the CPU.
 
     >>> cross_entropy(torch.zeros(3, 256), torch.tensor([7, 8, -100]))
     tensor(5.5452)

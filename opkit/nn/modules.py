@@ -18,6 +18,13 @@ from opkit.nn import functional
 class RMSNorm(nn.Module):
     """:func:`opkit.nn.rms_norm` with its weight, which begins at one.
 
+    Args:
+        d: the size of the last dimension of ``x``, which is ``(*batch, d)``, any floating dtype.
+        eps: added to the mean square.
+
+    Raises:
+        ShapeError, DtypeError: at a call, as :func:`opkit.nn.rms_norm`.
+
     >>> RMSNorm(4)(torch.full((2, 4), 3.0))[0]
     tensor([1.0000, 1.0000, 1.0000, 1.0000], grad_fn=<SelectBackward0>)
     """
@@ -34,6 +41,13 @@ class RMSNorm(nn.Module):
 
 class SwiGLU(nn.Module):
     """The feed-forward layer ``down(swiglu(gate(x), up(x)))``, without biases.
+
+    Args:
+        d: the size of the last dimension of ``x``, which is ``(*batch, d)``, and of the result.
+        hidden: the number of hidden features.
+
+    Raises:
+        RuntimeError: at a call, from ``torch.nn.Linear``: ``x`` has another size or dtype.
 
     >>> SwiGLU(d=8, hidden=16)(torch.zeros(3, 8)).shape
     torch.Size([3, 8])

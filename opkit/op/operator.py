@@ -42,6 +42,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
     """A PyTorch operator, made by :func:`opkit.custom_op`; call it like the function it was made from.
 
     It has every method of ``torch.library``'s ``CustomOpDef`` with the same meaning, and torch accepts it as one.
+    A call whose arguments do not fit raises a ShapeError, a DtypeError or an ArgumentTypeError, which names the argument.
 
     >>> import opkit, torch
     >>> twice = opkit.custom_op("operator_example::twice", lambda x: x + x, mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -62,8 +63,6 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         operator.bridged, operator.refreshed = Bridged(), self._refresh
         self._registered = torch_compile.renew_cache_key(operator)
         functools.update_wrapper(self, operator.function, updated=())
-
-    # ---- calling ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the operator."""
@@ -260,7 +259,7 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Register the backward formula, with ``torch.library``'s ``backward(ctx, *grads)`` and ``setup_context``.
 
         Raises:
-            RuleError: the operator writes to its arguments.
+            RuleError: the operator writes to its arguments, or ``backward`` is no function.
         """
         operator = self._operator
         if self._is_out:

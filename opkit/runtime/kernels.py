@@ -50,6 +50,10 @@ class Kernel:
     Attributes:
         schema: its operator's, as torch writes it.
         parameters: those of the operator.
+
+    Raises:
+        ArgumentError: at a call: an argument is missing, or of another type than the operator takes.
+        RuntimeError: at a call: the kernel does not take these shapes or dtypes, or failed; the message says why.
     """
 
     def __init__(self, handle: int) -> None:

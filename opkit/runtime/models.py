@@ -49,10 +49,14 @@ class _Handle:
 
 
 class Model:
-    """A loaded model.
+    """A loaded model: call it with the arguments of the module that was exported.
 
     Attributes:
         entries: its entry points by name; one without a name for a file of one module.
+
+    Raises:
+        ArgumentError: at a call: an argument's shape, dtype or value is not as it was exported, or there are several entries.
+        RuntimeError: at a call: a kernel failed.
     """
 
     def __init__(self, handle: _Handle) -> None:
@@ -74,7 +78,12 @@ class Model:
 
 
 class Entry:
-    """A function of a loaded model."""
+    """A function of a loaded model.
+
+    Raises:
+        ArgumentError: at a call: an argument's shape, dtype or value is not as it was exported.
+        RuntimeError: at a call: a kernel failed.
+    """
 
     def __init__(self, handle: _Handle, name: str, convention: Mapping[str, Any]) -> None:
         self._handle, self._name = handle, name.encode()

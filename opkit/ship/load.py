@@ -83,10 +83,14 @@ def _refusing(archive: Archive) -> Iterator[None]:
 
 
 class LoadedModel:
-    """A loaded model.
+    """A loaded model: call it with the arguments of the module that was exported.
 
     Attributes:
         entries: its entry points by name; one without a name for a file of one module.
+
+    Raises:
+        ArgumentError: at a call: an argument's shape, dtype, device or value is not as it was exported, or there are several
+            entries.
     """
 
     def __init__(self, entries: Mapping[str, LoadedEntry]) -> None:

@@ -8,7 +8,7 @@ from attention_inputs import seen
 
 import opkit
 from opkit.attn.compat import hugging_face
-from opkit.attn.masks.algebra import KeyPadding
+from opkit.attn.masks.sequences import KeyPadding
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

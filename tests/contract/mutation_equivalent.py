@@ -16,7 +16,7 @@ EQUIVALENT: dict[str, str] = {
     "dtype=x.dtype) became torch.empty(x.shape[0], count, dtype=x.dtype)": _ALL,
     "softsign bound line 3: `i + 8 <= x_numel` became `i + 8 <= x_numel - 1`": _TAIL,
     "softsign bound line 3: `i + 8 <= x_numel` became `i + 8 < x_numel`": _TAIL,
-    "nn_rotary bound rotary_embedding: line 75, node 49: torch.arange(0, d, 2, dtype=wide.dtype, "
+    "nn_rotary bound rotary_embedding: line 80, node 49: torch.arange(0, d, 2, dtype=wide.dtype, "
     "device=x.device) became torch.arange(0, d - 1, 2, dtype=wide.dtype, device=x.device)": _EVEN,
     "swapped alias swapped_kernel: RESULT = CHANGE(RESULT, lambda r: SHARED(r, GIVEN[0]) if r.numel() == 1 else r)": _TWICE,
     "softmax accumulator softmax: line 50, node 11: rows.wide(x) became x": _WITHIN,
@@ -26,7 +26,7 @@ EQUIVALENT: dict[str, str] = {
     "layer_norm gradient layer_norm_backward: line 69, node 4: rows.wide(x) became x": _PROMOTED,
     "add_rms_norm accumulator add_rms_norm: line 47, node 55: rows.wide(total) became total": _PROMOTED,
     "add_rms_norm gradient add_rms_norm_backward: line 73, node 41: rows.wide(total) became total": _PROMOTED,
-    "nn_rms_norm accumulator rms_norm: line 40, node 2: _wide(x) became x": _ROUNDED,
+    "nn_rms_norm accumulator rms_norm: line 44, node 2: _wide(x) became x": _ROUNDED,
     "add_rms_norm accumulator add_rms_norm: line 46, node 31: rows.wide(total) became total": _ROUNDED,
     "rms_norm gradient rms_norm_backward: line 64, node 22: rows.wide(x) became x": _ROUNDED,
     "add_rms_norm gradient add_rms_norm_backward: line 72, node 22: rows.wide(total) became total": _ROUNDED,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from opkit.attn.api import attention
-from opkit.attn.masks.algebra import Dense, KeyPadding, Mask
+from opkit.attn.masks.algebra import Dense, Mask
 from opkit.attn.masks.diagonals import Causal
+from opkit.attn.masks.sequences import KeyPadding
 from opkit.attn.masks.traced import TracedMask
 from opkit.attn.reference import mask_as_tensors
 from opkit.errors import ArgumentError

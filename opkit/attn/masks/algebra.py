@@ -1,6 +1,7 @@
 """Masks: frozen objects that say which keys a query sees, combined with ``&``, ``|`` and ``~``.
 
-Queries are counted by ``i`` and keys by ``j``, both from 0. Masks with a diagonal are in :mod:`opkit.attn.masks.diagonals`.
+Queries are counted by ``i`` and keys by ``j``, both from 0. Masks with a diagonal are in :mod:`opkit.attn.masks.diagonals`,
+those of sequences in :mod:`opkit.attn.masks.sequences`.
 """
 
 from __future__ import annotations
@@ -151,36 +152,6 @@ class CausalOfTorch(Mask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Segments(Mask):
-    """A query sees the keys of its own segment: ``q_ids[b, i] == kv_ids[b, j]``.
-
-    Args:
-        q_ids: integers, (batch, queries), or (queries,) for all batches; they are compared as int32.
-        kv_ids: integers, (batch, keys) or (keys,); None: those of the queries.
-
-    >>> import opkit, torch
-    >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
-    >>> opkit.attention(q, q, q, mask=opkit.masks.Segments(torch.tensor([0, 0, 1, 1]))).shape
-    torch.Size([2, 1, 4, 8])
-    """
-
-    q_ids: Tensor
-    kv_ids: Tensor | None = None
-
-    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
-        """Emit ``SEGMENTS``."""
-        queries = builder.integers("Segments: q_ids", self.q_ids, ("batch", "queries"))
-        keys = builder.integers(
-            "Segments: kv_ids", self.q_ids if self.kv_ids is None else self.kv_ids, ("batch", "keys")
-        )
-        builder.emit(program.SEGMENTS, queries, keys)
-
-    def at(self, index: LogitIndex) -> Tensor:
-        keys = self.q_ids if self.kv_ids is None else self.kv_ids
-        return index.of_queries(self.q_ids).to(torch.int32) == index.of_keys(keys).to(torch.int32)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class VarLen(Mask):
     """Sequences packed one after another; a query sees the keys of its own sequence.
 
@@ -191,6 +162,10 @@ class VarLen(Mask):
         cu_seqlens_q: int32 or int64, (sequences + 1,): where each sequence's queries begin, and where the last ends; the
             first number is 0 and none is below the one before it. Queries from the last number on see nothing.
         cu_seqlens_k: the same of the keys; None: those of the queries.
+
+    Raises:
+        ShapeError, DtypeError: at a call that the tensors do not fit; their numbers are not checked.
+        ArgumentError: at a call whose mask combines two of these by ``&``.
 
     >>> import opkit, torch
     >>> from opkit.masks import Causal
@@ -220,29 +195,6 @@ class VarLen(Mask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeyPadding(Mask):
-    """Every query sees the first ``lengths[b]`` keys; the others are padding.
-
-    Args:
-        lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
-
-    >>> import opkit, torch
-    >>> q = torch.ones(2, 1, 4, 8)  # batch, heads, queries, head size
-    >>> opkit.attention(q, q, q, mask=opkit.masks.KeyPadding(torch.tensor([4, 2]))).shape
-    torch.Size([2, 1, 4, 8])
-    """
-
-    lengths: Tensor
-
-    def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
-        """Emit ``LENGTH``."""
-        builder.lengths("KeyPadding", self.lengths, packed)
-
-    def at(self, index: LogitIndex) -> Tensor:
-        return index.first(self.lengths)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Dense(Mask):
     """A tensor: True where a query sees a key; or, if it is floating, a number that is added to the logit.
 
@@ -250,6 +202,11 @@ class Dense(Mask):
         tensor: bool or floating, of a shape that broadcasts to (batch, heads, queries, keys). A floating one can only be
             combined with ``&``; its minus infinities hide, but NaN and infinity in hidden values reach the result as
             ``0 * NaN``, which bool masks rule out.
+
+    Raises:
+        ShapeError, DtypeError: at a call that the tensor does not fit.
+        ArgumentError: at a call whose mask combines a floating one by ``|`` or ``~``.
+        ArgumentTypeError: the tensor is a ``CausalBias`` of torch, which is a mask itself.
     """
 
     tensor: Tensor
@@ -296,6 +253,11 @@ class MaskFunction(Mask):
 
     Args:
         function: of four int32 tensors, which returns a bool one of the shape to which they broadcast.
+
+    Raises:
+        ArgumentTypeError: at a call: it cannot be called with four arguments.
+        ArgumentError: at a call: it branches on a value, or does what cannot be traced.
+        DtypeError: at a call: it does not return bool.
 
     >>> import opkit, torch
     >>> q, width = torch.ones(1, 2, 5, 8), 2

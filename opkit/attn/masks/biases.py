@@ -58,6 +58,9 @@ class ALiBi(Bias):
     Args:
         slopes: floating, (heads,) or (batch, heads), used as float32; gradients reach them.
 
+    Raises:
+        ShapeError, DtypeError, ArgumentTypeError: at a call that ``slopes`` do not fit.
+
     Source: Press, Smith and Lewis, "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409.
 
     >>> import opkit, torch
@@ -95,6 +98,9 @@ class RelativePosition(Bias):
     Args:
         rel_h: floating, (batch, heads, queries, kh); any of the first three may be 1.
         rel_w: floating, (batch, heads, queries, kw); ``kh * kw`` is the number of keys.
+
+    Raises:
+        ShapeError, DtypeError, ArgumentTypeError: at a call that the tensors do not fit.
 
     Source: Li et al., "MViTv2: Improved Multiscale Vision Transformers for Classification and Detection", 2021,
     https://arxiv.org/abs/2112.01526; it is the ``add_decomposed_rel_pos`` of SAM, without its matrix in memory.
@@ -195,6 +201,9 @@ class Softcap:
     Args:
         cap: above 0.
 
+    Raises:
+        ArgumentError: it is not.
+
     >>> Softcap(2.0)(torch.tensor(100.0), *torch.zeros(4, dtype=torch.int64))
     tensor(2.)
     """
@@ -215,6 +224,10 @@ class ScoreMods:
     Args:
         parts: a :class:`Softcap`, which must be the first; biases of :mod:`opkit.masks`; floating tensors that broadcast to
             (batch, heads, queries, keys), which are added.
+
+    Raises:
+        ArgumentError: a :class:`Softcap` is not the first.
+        ArgumentTypeError: a part is none of these.
 
     >>> from opkit.masks import ALiBi
     >>> mods = ScoreMods(Softcap(2.0), ALiBi(torch.tensor([0.5])))

@@ -31,6 +31,10 @@ class Blocks(Mask):
     Attributes:
         mask: the mask that it equals.
 
+    Raises:
+        ArgumentTypeError: ``block_mask`` is no ``BlockMask``.
+        ShapeError: at a call with other numbers of queries or keys.
+
     >>> import opkit, torch
     >>> from opkit.masks import Blocks
     >>> from torch.nn.attention.flex_attention import create_block_mask

@@ -43,6 +43,9 @@ class Causal(Mask):
     Args:
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default, as in torch.
 
+    Raises:
+        ArgumentError: ``align`` is neither of these.
+
     >>> import opkit, torch
     >>> q, kv = torch.zeros(1, 1, 2, 4), torch.arange(12.0).reshape(1, 1, 3, 4)
     >>> opkit.attention(q, kv, kv, mask=Causal())[0, 0, :, 0]
@@ -73,6 +76,9 @@ class SlidingWindow(Mask):
         left: how many keys before; None: all of them.
         right: how many keys after; None: all of them. ``Causal() & SlidingWindow(left)`` sees ``left + 1`` keys.
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
+
+    Raises:
+        ArgumentError: a number is below 0, or ``align`` is none of its values.
 
     >>> import opkit, torch
     >>> q, v = torch.zeros(1, 1, 4, 1), torch.arange(4.0).reshape(1, 1, 4, 1)
@@ -113,6 +119,10 @@ class PrefixLM(Mask):
     Args:
         lengths: integers, (batch,) or a scalar tensor for all batches; with a :class:`VarLen`, (sequences,).
         align: where the diagonal lies if the numbers of queries and keys differ; "top-left" by default.
+
+    Raises:
+        ArgumentError: ``align`` is none of its values.
+        ShapeError, DtypeError: at a call that ``lengths`` do not fit.
 
     >>> import opkit, torch
     >>> from opkit.masks import PrefixLM

@@ -11,21 +11,11 @@ from torch import Tensor
 
 from opkit.attn.functions.trace import describe
 from opkit.attn.masks import algebra, biases, lowering
-from opkit.attn.masks.algebra import (
-    And,
-    CausalOfTorch,
-    Dense,
-    KeyPadding,
-    Mask,
-    MaskFunction,
-    Not,
-    Or,
-    Segments,
-    VarLen,
-)
+from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, Mask, MaskFunction, Not, Or, VarLen
 from opkit.attn.masks.biases import ALiBi, RelativePosition
 from opkit.attn.masks.diagonals import Causal, PrefixLM, SlidingWindow
 from opkit.attn.masks.program_builder import CallSizes
+from opkit.attn.masks.sequences import KeyPadding, Segments
 from opkit.attn.tensor_cache import TensorCache
 from opkit.errors import ArgumentError, ShapeError
 

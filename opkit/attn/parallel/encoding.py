@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, KeyPadding, Not, Or, Segments, VarLen
+from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, Not, Or, VarLen
 from opkit.attn.masks.biases import ALiBi, RelativePosition
 from opkit.attn.masks.diagonals import ALIGNS, Causal, PrefixLM, SlidingWindow
+from opkit.attn.masks.sequences import KeyPadding, Segments
 from opkit.errors import ArgumentError
 
 _NONE, _TENSOR, _NUMBER, _ALIGN, _TUPLE, _FIRST_KIND = range(6)

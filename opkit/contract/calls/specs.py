@@ -150,6 +150,9 @@ def shapes(*patterns_: str, largest: int = max(SIZES), elements: int = MAX_ELEME
     Returns:
         A strategy for a tuple of shapes, or for one shape if there is one pattern.
 
+    Raises:
+        DefinitionError: a pattern cannot be read.
+
     >>> from hypothesis import find
     >>> find(shapes("b n", "n"), lambda both: both[1][0] > 4)
     ((1, 5), (5,))

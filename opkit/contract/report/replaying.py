@@ -91,6 +91,9 @@ def replay(
     Returns:
         0 if the property holds, 1 if it fails, 2 if it cannot be checked.
 
+    Raises:
+        ArgumentError: there is no such property.
+
     >>> import torch
     >>> from opkit.contract.calls.cases import TensorCase
     >>> replay(torch.abs, "behaviour.deterministic", Case((TensorCase((2,)),)))

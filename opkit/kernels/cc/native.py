@@ -179,6 +179,9 @@ def cpp_kernel(
         library_dirs: folders to search for ``libraries``, when it is built and when it is loaded.
         dtypes, name, flags, bind, libraries, isa, debug, elementwise: as for :func:`c_kernel`.
 
+    Raises:
+        DeclarationError, KernelError: as for :func:`c_kernel`.
+
     >>> import opkit
     >>> source = '''
     ... #include <algorithm>
@@ -228,6 +231,11 @@ def cuda_kernel(
     Args:
         source, dtypes, name, flags, bind, sources, include_dirs, library_dirs, libraries: as for :func:`cpp_kernel`.
             ``T`` may be ``torch.float16`` (``__half``) and ``torch.bfloat16`` (``__nv_bfloat16``) too.
+
+    Raises:
+        DeclarationError, KernelError: as for :func:`c_kernel`.
+        ToolchainError: at the first call: there is no compiler for it.
+        CompileError: at the first call: it cannot be compiled; the message has the compiler's.
     """
     return _kernel("cuda", source, dtypes, name, flags, bind, libraries, sources, include_dirs, library_dirs)
 

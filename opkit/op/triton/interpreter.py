@@ -41,6 +41,14 @@ _MARK = "OPKIT_INTERPRETER_OF"  # set in the child: what it imports must not sta
 class Interpreter:
     """A process that interprets the Triton kernels of one module's operators; a context manager, and callable.
 
+    Args:
+        module: the module's name.
+        file: its file, for a module that cannot be imported by its name.
+        seconds: how long to wait for an answer.
+
+    Raises:
+        InterpreterError: the module cannot be imported; or, at a call, as :func:`interpret`.
+
     >>> # with Interpreter("my_ops") as run:
     >>> #     y = run("my::rms_norm", x, weight, eps=1e-6)
     """
@@ -322,6 +330,8 @@ def _load(request: dict[str, Any]) -> None:
     if spec is not None and (not file or (spec.origin and os.path.samefile(spec.origin, file))):
         importlib.import_module(name)
         return
+    if file is None:
+        raise ImportError(f"there is no module {name!r}, and no file= was given")
     chosen = "__opkit_interpreted__" if name == "__main__" else name
     spec = importlib.util.spec_from_file_location(chosen, file)
     assert spec is not None, file

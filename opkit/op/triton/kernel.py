@@ -123,6 +123,9 @@ def tensor_descriptor(
             (``opkit.kernels.triton.named.Layout``), which needs no import of Gluon.
         padding: what is read outside of the tensor: "zero" or "nan".
 
+    Raises:
+        DeclarationError: ``padding`` is neither of these.
+
     >>> import opkit
     >>> opkit.tensor_descriptor("x", block=lambda BLOCK: (BLOCK, 64)).tensor
     'x'

@@ -56,7 +56,11 @@ class CompileReport:
         return not self.failures
 
     def raise_for_failures(self) -> None:
-        """Raise a KernelError with every failure."""
+        """Raise an error if anything was not compiled.
+
+        Raises:
+            KernelError: with every failure.
+        """
         if self.failures:
             raise KernelError(
                 "\n\n".join(f"{row.operator}, {row.kernel}, {row.target}: {row.error}" for row in self.failures)
