@@ -115,6 +115,7 @@ myst_heading_anchors = 4  # as forges make them, for links such as native.md#cud
 html_theme = "furo"
 html_title = "opkit"
 html_additional_pages = {"index": "redirect.html"}
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 pygments_dark_style = "a11y-high-contrast-dark"  # Furo's underlines modules as if they were links

@@ -39,13 +39,13 @@ class Browser:
         with opener.open(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
-    def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a viewport of this size."""
+    def open(self, page: Path | str, width: int, height: int = 900, dark: bool = False) -> None:
+        """Open a file, or an address, in a viewport of this size."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._devtools("Emulation.setEmulatedMedia", features=[theme])
-        self.command("POST", "/url", url=path.resolve().as_uri())
+        self.command("POST", "/url", url=page if isinstance(page, str) else page.resolve().as_uri())
 
     def _devtools(self, name: str, **parameters):
         return self.command("POST", "/goog/cdp/execute", cmd=name, params=parameters)
