@@ -99,7 +99,7 @@ def trace(
         Path | None, typer.Option(help="Write every event for ui.perfetto.dev, to a file.json or file.json.gz.")
     ] = None,
 ) -> None:
-    """Run a program, and print which kernels its operators got and why, what calls cost, and what was compiled, and again.
+    """Run a program, and print which kernels its operators got and why, what calls cost, and what was compiled or recompiled.
 
     Options of trace stand before the program. The status is 1 if the program fails.
     """

@@ -23,7 +23,7 @@ PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
 WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
-SHOWING = ["docs/compiler.md"]
+SHOWING = [f"docs/{name}.md" for name in ("compiler", "libraries", "models", "optimize", "runtime")]
 KEPT = [name for name in DOCUMENTS if name.count("/") < 2] + [
     "docs/migrate/torch_library.md",
     "docs/tutorials/c_kernel.md",
