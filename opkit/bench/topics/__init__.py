@@ -64,6 +64,7 @@ TOPICS = {
         Topic("decode", "attention of one query to a cache, contiguous and in pages", "SDPA, on gathered pages"),
         Topic("functions", "opkit.nn.functional, forward and backward", "torch, Inductor, Liger", ("liger_kernel",)),
         Topic("compiler", 'torch.compile(backend="opkit"), inference and training', "Inductor, eager mode"),
+        Topic("gradients", "derived gradients of operators with kernels", "the reference's own gradients"),
         Topic("optimize", "opkit.optimize on small models", "the models as they are", ("transformers",)),
         Topic("start", "import opkit, in processes of their own", "import torch"),
     )
