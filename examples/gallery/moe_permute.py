@@ -3,7 +3,7 @@
 After routing, each token has ``k`` experts. The rows of all experts, one after another, are ``x[order // k]``, and those of
 expert ``e`` are ``offsets[e] .. offsets[e + 1]``, as grouped matrix products take them (MegaBlocks,
 https://arxiv.org/abs/2211.15841). Pairs of one expert stay in the order of tokens. torch sorts; the kernel counts. A router
-is in examples/kernels/router.py::
+is in examples/kernels/router.py, and the products are in grouped_product.py::
 
     python examples/gallery/moe_permute.py
 """

@@ -190,6 +190,22 @@ def int4_linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    out = x.new_zeros(*x.shape[:-1], weight.shape[0])
+    for o, i in np.ndindex(*weight.shape):
+        out[..., o] += x[..., i] * int(weight[o, i]) * scale[o]
+    return out
+
+
+def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], weight.shape[2])
+    for e, i in np.ndindex(weight.shape[0], x.shape[0]):
+        if offsets[e] <= i < offsets[e + 1]:
+            for j, k in np.ndindex(*weight.shape[1:]):
+                out[i, k] += x[i, j] * weight[e, j, k]
+    return out
+
+
 def sparsemax(x: Tensor) -> Tensor:
     low, high = x.amax(-1, keepdim=True) - 1, x.amax(-1, keepdim=True)
     for _ in range(200):
