@@ -190,5 +190,11 @@ def test_a_case_that_holds_lists_is_given_other_sizes():
 
 
 def test_an_unknown_layout_is_refused():
-    with pytest.raises(ArgumentError, match="sideways"):
-        tensors("n", layouts=("sideways",))
+    for take in (
+        lambda: tensors("n", layouts=("sideways",)),
+        lambda: calls(tensor("n"), layouts=("sideways",)),
+        lambda: layouts((2, 3), ("sideways",)),
+        lambda: make_tensor((2, 3), layout="sideways"),
+    ):
+        with pytest.raises(ArgumentError, match="sideways"):
+            take()

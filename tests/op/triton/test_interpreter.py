@@ -112,6 +112,8 @@ def test_a_module_that_fails_says_why(tmp_path):
     file.write_text("raise RuntimeError('out of order')\n")
     with pytest.raises(InterpreterError, match="out of order"):
         Interpreter("broken", file)
+    with pytest.raises(InterpreterError, match="no module 'no_such_module', and no file= was given"):
+        Interpreter("no_such_module")
 
 
 @pytest.mark.exhaustive
