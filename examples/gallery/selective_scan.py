@@ -8,6 +8,8 @@ through time with 16 channels, whose states stay in the cache. The gradient comp
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -186,6 +188,47 @@ _FLAGS = ["-fno-trapping-math"]  # else GCC vectorises no floorf
 selective_scan.register_kernel("cpu", opkit.c_kernel(COMMON + FORWARD, flags=_FLAGS))
 selective_scan_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD, flags=_FLAGS))
 
+
+# A program goes through time with some channels of one sequence, whose states stay in registers, and computes in float32.
+@triton.jit
+def _selective_scan(x, delta, a, b, c, out, time, d, n, CHANNELS: tl.constexpr, STATES: tl.constexpr):
+    channel, state = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
+    inside, used = channel < d, state < n
+    every = inside[:, None] & used[None, :]
+    decay = tl.load(a + channel[:, None] * n + state[None, :], every, other=0.0).to(tl.float32)
+    sequence = tl.program_id(0).to(tl.int64) * time
+    at, at_state = sequence * d + channel, sequence * n + state
+    h = tl.zeros([CHANNELS, STATES], tl.float32)
+    for _ in range(time):
+        step = tl.load(delta + at, inside, other=0.0).to(tl.float32)
+        added = step * tl.load(x + at, inside, other=0.0).to(tl.float32)
+        b_now = tl.load(b + at_state, used, other=0.0).to(tl.float32)
+        c_now = tl.load(c + at_state, used, other=0.0).to(tl.float32)
+        h = tl.exp(step[:, None] * decay) * h + added[:, None] * b_now[None, :]
+        y = tl.sum(tl.where(used[None, :], h * c_now[None, :], 0.0), 1)  # 0 * infinity is NaN
+        tl.store(out + at, y, inside)
+        at += d
+        at_state += n
+
+
+TRITON = opkit.triton_kernel(
+    _selective_scan,
+    grid=lambda batch, d, CHANNELS: (batch, triton.cdiv(d, CHANNELS)),
+    CHANNELS=32,
+    STATES=lambda n: max(triton.next_power_of_2(n), 1),
+    num_warps=lambda STATES: min(max(STATES // 16, 1), 8),
+    examples=[
+        {
+            **dict.fromkeys(("x", "delta"), "bf16[8, 4096, 5120]"),
+            "a": "bf16[5120, 16]",
+            **dict.fromkeys(("b", "c"), "bf16[8, 4096, 16]"),
+        }
+    ],
+)
+selective_scan.register_kernel(
+    "cuda", TRITON, when=lambda a: a.shape[1] <= 256, dtypes=[torch.float32, torch.bfloat16, torch.float16]
+)
+
 _DTYPES, _NUMBERS = (torch.float32, torch.float64), ("normal", "integers", "ones")
 _CHANNELS, _STATES = (
     tensor(f"batch time {size}", _DTYPES, fills=_NUMBERS, largest=33)  # the reference is a loop over time
@@ -198,6 +241,7 @@ OPKIT_CHECKS = {
     "gallery::selective_scan_backward": {"args": (_CHANNELS, _CHANNELS, _STEP, _DECAY, _STATES, _STATES)},
 }
 SIZES = [(1, 512, 256), (2, 256, 1024)]
+GPU_SIZES = [(8, 2048, 2048), (1, 4096, 5120)]
 
 
 def arguments(batch: int, time: int, d: int) -> tuple[Tensor, ...]:

@@ -3,8 +3,10 @@
 The default run has three operators of each test; ``--exhaustive`` has all.
 """
 
+import copy
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -103,9 +105,9 @@ def arguments(name: str, case: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def results(function: Any, inputs: tuple[Any, ...]) -> Any:
+def results(function: Any, inputs: Sequence[Any]) -> Any:
     """What a function returns or, if it returns nothing, its tensors after it has written to them."""
-    copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in inputs]
+    copies = copy.deepcopy(inputs)
     returned = function(*copies)
     return [each for each in copies if isinstance(each, torch.Tensor)] if returned is None else returned
 
@@ -181,31 +183,64 @@ def test_the_contract_holds(name):
         opkit.check(op, max_examples=8, database=False, **checks[each]).raise_for_failures()
 
 
-TRITON = {"causal_convolution": (2, 19, 130), "linear_scan": (2, 5, 130)}
+# The files with kernels in Triton, and sizes for which tiles do not fit.
+TRITON: dict[str, tuple[int, ...]] = {
+    "causal_convolution": (2, 19, 130),
+    "linear_scan": (2, 5, 130),
+    "selective_scan": (2, 6, 33),
+}
+LAUNCHED: dict[str, str] = {}  # the operator that has the kernel, and takes the same arguments
+
+
+def launched(name: str) -> Any:
+    return getattr(importlib.import_module(name), LAUNCHED.get(name, name))
+
+
+def converted(inputs: tuple[Any, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
+    """Arguments on a device, with tensors of floats in a dtype."""
+    moved = (each.to(device) if isinstance(each, torch.Tensor) else each for each in inputs)
+    return tuple(
+        each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in moved
+    )
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_kernels_in_the_interpreter(name):
-    module = importlib.import_module(name)
+    op, run = launched(name), interpret(launched(name))
     torch.manual_seed(0)
-    inputs = module.arguments(*TRITON[name])
-    run = interpret(getattr(module, name))
-    wide = [each.double() for each in inputs]
-    torch.testing.assert_close(run(*inputs).double(), getattr(gallery_oracles, name)(*wide), rtol=1e-5, atol=1e-5)
-    apart = [each.repeat_interleave(2, -1)[..., ::2] for each in inputs]
-    torch.testing.assert_close(run(*apart), run(*inputs))
-    low = [each.bfloat16() for each in inputs]
-    expected = getattr(gallery_oracles, name)(*[each.double() for each in low])
-    torch.testing.assert_close(run(*low).double(), expected, rtol=2e-2, atol=2e-2)
+    inputs = importlib.import_module(name).arguments(*TRITON[name])
+    result = results(run, inputs)
+    expected = results(op.reference, converted(inputs, torch.float64))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+    apart = [each.repeat_interleave(2, -1)[..., ::2] if isinstance(each, torch.Tensor) else each for each in inputs]
+    torch.testing.assert_close(results(run, apart), result)
+    low = converted(inputs, torch.bfloat16)
+    expected = results(op.reference, converted(low, torch.float64))
+    torch.testing.assert_close(results(run, low), expected, rtol=2e-2, atol=2e-2, check_dtype=False)
 
 
 @pytest.mark.sweep(keep=["linear_scan"])
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_kernels_compile_without_spills(name):
-    report = compile_for(getattr(importlib.import_module(name), name), ["sm_80", "sm_90", "gfx942"])
+    report = compile_for(launched(name), ["sm_80", "sm_90", "gfx942"])
     report.raise_for_failures()
     assert all(row.spills == 0 for row in report.rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_on_a_gpu(name, dtype):
+    module, op = importlib.import_module(name), launched(name)
+    close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for size in (TRITON[name], module.SIZES[-1]):
+        torch.manual_seed(0)
+        inputs = converted(module.arguments(*size), dtype)
+        on_gpu = converted(inputs, dtype, "cuda")
+        assert op.select(*on_gpu).kernel != "reference"
+        expected = results(op.reference, converted(inputs, torch.float64))
+        torch.testing.assert_close(results(op, on_gpu), expected, **close, check_dtype=False, check_device=False)
 
 
 def test_pages(tmp_path, monkeypatch):
