@@ -10,6 +10,8 @@ reference's matrix product is better::
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
@@ -73,6 +75,40 @@ void int4_linear(const T* x, const uint8_t* packed, const T* scale, T* y, int64_
 KERNEL = opkit.c_kernel(SOURCE, bind={"y": "out"})
 int4_linear.register_kernel("cpu", KERNEL, when=lambda x: x.numel() <= 2 * x.shape[-1])
 
+
+# A program has some outputs of one row of x, and computes in float32. Other rows read the weights from the cache.
+@triton.jit
+def _int4_linear(
+    x, packed, scale, out, half, outputs, groups, GROUP: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
+    output, row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.program_id(0).to(tl.int64)
+    total = tl.zeros([OUTPUTS, BYTES], tl.float32)
+    for first in range(0, half, BYTES):
+        byte = first + tl.arange(0, BYTES)[None, :]
+        even = tl.load(x + row * 2 * half + 2 * byte, byte < half, other=0.0).to(tl.float32)
+        odd = tl.load(x + row * 2 * half + 2 * byte + 1, byte < half, other=0.0).to(tl.float32)
+        inside = (output < outputs) & (byte < half)
+        both = tl.load(packed + output * half + byte, inside, other=0).to(tl.int32)
+        factor = tl.load(scale + output * groups + byte // GROUP, inside, other=0.0).to(tl.float32)
+        total += even * (((both & 15) - 8) * factor) + odd * (((both >> 4) - 8) * factor)
+    tl.store(out + row * outputs + output, tl.sum(total, 1)[:, None], output < outputs)
+
+
+TRITON = opkit.triton_kernel(
+    _int4_linear,
+    grid=lambda batch, outputs, OUTPUTS: (batch, triton.cdiv(outputs, OUTPUTS)),
+    GROUP=lambda half, groups: max(half // groups, 1),
+    OUTPUTS=4,
+    BYTES=512,
+    examples=[{"x": "bf16[1, 4096]", "packed": "u8[4096, 2048]", "scale": "bf16[4096, 32]"}],
+)
+int4_linear.register_kernel(
+    "cuda",
+    TRITON,
+    when=lambda x, scale: x.numel() <= 8 * x.shape[-1] and scale.shape[1] and x.shape[-1] // 2 % scale.shape[1] == 0,
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
+)
+
 _FLOAT, _FILLS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros", "small")
 OPKIT_CHECKS = {
     "gallery::int4_linear": {
@@ -84,6 +120,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(1, 4096, 4096), (2, 2048, 2048)]
+GPU_SIZES = [(1, 8192, 8192), (8, 4096, 14336)]
 
 
 def arguments(batch: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
