@@ -10,6 +10,8 @@ kernel reads four tensors and writes three, once::
 """
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
@@ -57,6 +59,37 @@ void adamw_step(T* restrict param, const T* restrict grad, T* restrict mean, T* 
 """
 adamw_step.register_kernel("cpu", opkit.c_kernel(SOURCE))
 
+
+# Differences from 1 are computed in float64, on the CPU: in float32 that of 0.999 has an error of 5e-5 of itself.
+@triton.jit
+def _adamw_step(
+    param, grad, mean, square, keep, first, second, third, size, root, eps, param_numel, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < param_numel
+    g, m = tl.load(grad + at, inside).to(tl.float32), tl.load(mean + at, inside).to(tl.float32)
+    m += first * (g - m)
+    v = second * tl.load(square + at, inside).to(tl.float32) + third * g * g
+    p = keep * tl.load(param + at, inside).to(tl.float32) - size * m / (tl.sqrt_rn(v) * root + eps)
+    tl.store(mean + at, m, inside)
+    tl.store(square + at, v, inside)
+    tl.store(param + at, p, inside)
+
+
+TRITON = opkit.triton_kernel(
+    _adamw_step,
+    grid=lambda param_numel, BLOCK: triton.cdiv(param_numel, BLOCK),
+    keep=lambda lr, decay: 1 - lr * decay,
+    first=lambda beta1: 1 - beta1,
+    second=lambda beta2: beta2,
+    third=lambda beta2: 1 - beta2,
+    size=lambda lr, beta1, step: lr / (1 - beta1**step),
+    root=lambda beta2, step: (1 - beta2**step) ** -0.5,
+    BLOCK=1024,
+    examples=[{**dict.fromkeys(("param", "grad", "mean", "square"), "fp32[4096, 4096]"), "step": 10}],
+)
+adamw_step.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat16, torch.float16])
+
 _DTYPES, _FILLS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros", "positive")
 _SAME = tensor("*shape", _DTYPES, fills=_FILLS)
 OPKIT_CHECKS = {
@@ -65,6 +98,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(4_000_000,), (4096,)]
+GPU_SIZES = [(64_000_000,), (1_000_000,)]
 
 
 def arguments(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
