@@ -8,6 +8,8 @@ that are above it (Michelot, 1986). The gradient is ``grad`` minus its mean, ove
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -85,8 +87,39 @@ void sparsemax(const T* x, T* out, int64_t batch, int64_t d) {
 """
 sparsemax.register_kernel("cpu", opkit.c_kernel(SOURCE))
 
+
+# A program has a row in registers, and computes in float32. At least the largest element is above tau, which starts at -1.
+@triton.jit
+def _sparsemax(x, out, d, BLOCK: tl.constexpr):
+    at, column = tl.program_id(0).to(tl.int64) * d, tl.arange(0, BLOCK)
+    value = tl.load(x + at + column, column < d, other=-float("inf")).to(tl.float32)
+    value -= tl.max(value, 0)
+    invalid = tl.sum(((value != value) & (column < d)).to(tl.int32), 0) > 0
+    before, count = tl.full((), BLOCK + 2, tl.int32), tl.full((), BLOCK + 1, tl.int32)
+    tau = tl.full((), -1.0, tl.float32)
+    while count < before:
+        above = value > tau
+        before = count
+        count = tl.sum(above.to(tl.int32), 0)
+        tau = (tl.sum(tl.where(above, value, 0.0), 0) - 1) / count
+    y = tl.where(value > tau, value - tau, 0.0)
+    tl.store(out + at + column, tl.where(invalid, float("nan"), y), column < d)
+
+
+TRITON = opkit.triton_kernel(
+    _sparsemax,
+    grid=lambda batch: batch,
+    BLOCK=lambda d: triton.next_power_of_2(d),
+    num_warps=lambda BLOCK: min(max(BLOCK // 512, 1), 16),
+    examples=[{"x": "bf16[4096, 4096]"}, {"x": "fp32[512, 32768]"}],
+)
+sparsemax.register_kernel(
+    "cuda", TRITON, when=lambda x: x.shape[-1] <= 32768, dtypes=[torch.float32, torch.bfloat16, torch.float16]
+)
+
 OPKIT_CHECKS = {"gallery::sparsemax": {"args": (tensor("*batch d", (torch.float32, torch.float64)),)}}
 SIZES = [(512, 1000), (16, 32_000)]
+GPU_SIZES = [(16384, 1000), (4096, 32_000)]
 
 
 def arguments(rows: int, d: int) -> tuple[Tensor]:
