@@ -9,6 +9,8 @@ again::
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -76,8 +78,40 @@ void hadamard(const T* x, T* out, int64_t batch, int64_t d) {
 """
 hadamard.register_kernel("cpu", opkit.c_kernel(SOURCE, dtypes=[torch.float32, torch.float64, torch.bfloat16]))
 
+
+# A program has some rows in registers, and computes in float32. A sum of two elements that lie apart is a step's addition, and
+# with the second one's sign changed its subtraction.
+@triton.jit
+def _hadamard(x, out, x_numel, scale, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x + at, at < x_numel, other=0.0).to(tl.float32)
+    second = tl.arange(0, 2)[None, :, None] == 1
+    for bit in tl.static_range(BITS):
+        y = tl.reshape(y, [BLOCK >> (bit + 1), 2, 1 << bit])
+        difference = tl.sum(tl.where(second, -y, y), 1, keep_dims=True)
+        y = tl.where(second, difference, tl.sum(y, 1, keep_dims=True))
+    tl.store(out + at, tl.reshape(y, [BLOCK]) * scale, at < x_numel)
+
+
+TRITON = opkit.triton_kernel(
+    _hadamard,
+    grid=lambda x_numel, BLOCK: triton.cdiv(x_numel, BLOCK),
+    scale=lambda d: d**-0.5,
+    BITS=lambda d: d.bit_length() - 1,
+    BLOCK=lambda d: max(d, 1024),
+    num_warps=lambda BLOCK: min(BLOCK // 1024, 16),
+    examples=[{"x": "bf16[4096, 4096]"}, {"x": "fp32[4096, 128]"}],
+)
+hadamard.register_kernel(
+    "cuda",
+    TRITON,
+    when=lambda x: 0 < x.shape[-1] <= 32768 and x.shape[-1].bit_count() == 1,
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
+)
+
 OPKIT_CHECKS = {"gallery::hadamard": {"args": (tensor("*batch 64", (torch.float32, torch.float64, torch.bfloat16)),)}}
 SIZES = [(2048, 1024), (512, 4096)]
+GPU_SIZES = [(16384, 4096), (65536, 128)]
 
 
 def arguments(rows: int, d: int) -> tuple[Tensor]:

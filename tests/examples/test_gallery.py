@@ -187,6 +187,7 @@ def test_the_contract_holds(name):
 TRITON: dict[str, tuple[int, ...]] = {
     "adamw_step": (1030,),
     "causal_convolution": (2, 19, 130),
+    "hadamard": (9, 128),
     "int4_linear": (3, 1280, 5),
     "linear_scan": (2, 5, 130),
     "selective_scan": (2, 6, 33),
