@@ -9,6 +9,8 @@ which is dense, and of the weights are an operator with a kernel of its own::
 """
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -149,6 +151,41 @@ void embedding_bag_backward(const T* grad, const T* table, const int64_t* indice
 embedding_bag.register_kernel("cpu", opkit.c_kernel(COMMON + FORWARD))
 embedding_bag_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD))
 
+
+# A program has some columns of one bag, reads PLACES rows at once, and computes in float32. An index outside of the table
+# gives NaN.
+@triton.jit
+def _embedding_bag(
+    table, indices, weights, out, size, rows, d, mean: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    bag = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total, count = tl.zeros([PLACES, COLUMNS], tl.float32), tl.zeros([PLACES], tl.int32)
+    for first in range(0, size, PLACES):
+        place = first + tl.arange(0, PLACES)
+        index = tl.load(indices + bag * size + place, place < size, other=-1)
+        full, valid = index >= 0, (index >= -1) & (index < rows)
+        weight = tl.load(weights + bag * size + place, full & (place < size), other=0.0).to(tl.float32)
+        at, inside = index[:, None] * d + column[None, :], (full & valid)[:, None] & (column < d)[None, :]
+        value = tl.load(table + at, inside, other=0.0).to(tl.float32)
+        total += value * tl.where(valid, weight, float("nan"))[:, None]
+        count += full.to(tl.int32)
+    sums = tl.sum(total, 0)
+    if mean:
+        sums /= tl.maximum(tl.sum(count, 0), 1)
+    tl.store(out + bag * d + column, sums, column < d)
+
+
+TRITON = opkit.triton_kernel(
+    _embedding_bag,
+    grid=lambda batch, d, COLUMNS: (batch, triton.cdiv(d, COLUMNS)),
+    PLACES=8,
+    COLUMNS=lambda d: min(triton.next_power_of_2(d), 256),
+    num_warps=lambda COLUMNS: max(COLUMNS // 64, 1),
+    examples=[{"table": "bf16[100000, 128]", "indices": "i64[4096, 20]", "weights": "bf16[4096, 20]"}],
+)
+embedding_bag.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat16, torch.float16])
+
 _DTYPES = (torch.float32, torch.float64)
 _ARGS = (
     tensor("rows d", _DTYPES),
@@ -161,6 +198,7 @@ OPKIT_CHECKS = {
     "gallery::embedding_bag_backward": {"args": (tensor("*batch d", _DTYPES), *_ARGS)},
 }
 SIZES = [(100_000, 64, 4096, 20), (5_000, 128, 512, 50)]
+GPU_SIZES = [(1_000_000, 128, 65536, 20), (100_000, 64, 4096, 50)]
 
 
 def arguments(rows: int, d: int, bags: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
