@@ -6,6 +6,7 @@ alternative whose library is not installed (scipy, torchvision) is left out, and
 
     python -m benchmarks.gallery --markdown tables.md             # all of them; a few minutes
     python -m benchmarks.gallery --only nms splat
+    python -m benchmarks.gallery --device cuda                    # those with Triton kernels, and larger arguments
     python -m benchmarks.report --add gallery/cpu tables.md --title ... --setup ... --command ...
 """
 
@@ -41,15 +42,18 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def measure(name: str) -> list[dict[str, Any]]:
+def measure(name: str, device: str = "cpu") -> list[dict[str, Any]]:
     """Time an operator and its alternative with arguments of each size."""
     example, rows = module(name), []
-    op = getattr(example, name)
-    for size in example.SIZES:
+    op, other, sizes = getattr(example, name), example.alternative, example.SIZES
+    if device != "cpu":
+        other, sizes = getattr(example, "gpu_alternative", other), example.GPU_SIZES
+    for size in sizes:
         torch.manual_seed(0)
-        arguments = example.arguments(*size)
+        made = example.arguments(*size)
+        arguments = [each.to(device) if isinstance(each, torch.Tensor) else each for each in made]
         row: dict[str, Any] = {"operator": name, "size": size, "kernel": op.select(*arguments).kernel}
-        ours, theirs = functools.partial(op, *arguments), functools.partial(example.alternative, *arguments)
+        ours, theirs = functools.partial(op, *arguments), functools.partial(other, *arguments)
         with torch.no_grad():
             ours()
             try:
@@ -57,7 +61,7 @@ def measure(name: str) -> list[dict[str, Any]]:
             except ImportError as error:
                 rows.append(row | {"missing": error.name})
                 continue
-            found = timing.compared(theirs, ours, "cpu")
+            found = timing.compared(theirs, ours, device)
         rows.append(row | {"opkit": found.compiled, "alternative": found.eager, "ratio": found.ratio})
     return rows
 
@@ -101,11 +105,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names(), default=names(), metavar="NAME")
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
+    parser.add_argument(
+        "--device", default="cpu", help="cuda: operators with Triton kernels alone; default: %(default)s"
+    )
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     rows = []
     for name in options.only:
-        rows += measure(name)
+        if options.device != "cpu" and not hasattr(module(name), "GPU_SIZES"):
+            continue
+        rows += measure(name, options.device)
         print(*cells(rows[-1]), file=sys.stderr)
     print(table(rows))
     if options.markdown:

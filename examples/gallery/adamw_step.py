@@ -110,7 +110,7 @@ def alternative(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step:
     """``torch.optim.adamw.adamw`` with ``fused=True``, which ``torch.optim.AdamW(fused=True)`` calls at each step."""
     from torch.optim.adamw import adamw
 
-    before = torch.tensor(step - 1.0)
+    before = torch.tensor(step - 1.0, device=param.device)
     numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
     flags = {"amsgrad": False, "maximize": False, "fused": True}
     adamw([param], [grad], [mean], [square], [], [before], **numbers, **flags)

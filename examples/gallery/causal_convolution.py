@@ -100,6 +100,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(1, 1024, 1024), (4, 256, 512)]
+GPU_SIZES = [(8, 4096, 5120), (1, 2048, 2048)]
 
 
 def arguments(batch: int, time: int, d: int) -> tuple[Tensor, Tensor, Tensor]:

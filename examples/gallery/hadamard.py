@@ -8,6 +8,8 @@ again::
     python examples/gallery/hadamard.py
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -122,12 +124,13 @@ def arguments(rows: int, d: int) -> tuple[Tensor]:
 def alternative(x: Tensor) -> Tensor:
     """Two products with Hadamard matrices of order ``sqrt(d)``, whose Kronecker product is ``H``."""
     bits = x.shape[-1].bit_length() - 1
-    left, right = (_matrix(2**each).to(x) for each in (bits // 2, bits - bits // 2))
+    left, right = (_matrix(2**each, x.device) for each in (bits // 2, bits - bits // 2))
     return (left @ x.reshape(-1, len(left), len(right)) @ right).reshape(x.shape)
 
 
-def _matrix(order: int) -> Tensor:
-    one = torch.ones(1, 1)
+@functools.cache
+def _matrix(order: int, device: torch.device) -> Tensor:
+    one = torch.ones(1, 1, device=device)
     while len(one) < order:
         one = torch.cat((torch.cat((one, one), 1), torch.cat((one, -one), 1)))
     return one * order**-0.5

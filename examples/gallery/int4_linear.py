@@ -136,7 +136,7 @@ def alternative(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """
     key = packed.data_ptr(), packed.shape
     if key not in _weights:
-        _weights[key] = int4_linear.reference(torch.eye(x.shape[-1]), packed, scale).t().contiguous()
+        _weights[key] = int4_linear.reference(torch.eye(x.shape[-1], device=x.device), packed, scale).t().contiguous()
     return torch.nn.functional.linear(x, _weights[key])
 
 

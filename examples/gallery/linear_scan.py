@@ -93,6 +93,7 @@ linear_scan.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat1
 _SPEC = tensor("batch time d", (torch.float32, torch.float64))
 OPKIT_CHECKS = {"gallery::linear_scan": {"args": (_SPEC, _SPEC)}}
 SIZES = [(1, 1024, 1024), (8, 256, 512)]
+GPU_SIZES = [(8, 2048, 2560), (1, 4096, 2560)]
 
 
 def arguments(batch: int, time: int, d: int) -> tuple[Tensor, Tensor]:

@@ -131,10 +131,13 @@ def alternative(x: Tensor) -> Tensor:
     """``topk`` in place of a whole sort, of as many elements as are within 1 of the largest in any row."""
     x = x - x.amax(-1, keepdim=True)
     ordered = x.topk(int((x > -1).sum(-1).max())).values
-    place = torch.arange(1, ordered.shape[-1] + 1, dtype=x.dtype)
+    place = torch.arange(1, ordered.shape[-1] + 1, dtype=x.dtype, device=x.device)
     excess = ordered.cumsum(-1) - 1
     count = (place * ordered > excess).sum(-1, keepdim=True)
     return (x - excess.gather(-1, count - 1) / count).clamp(min=0)
+
+
+gpu_alternative = torch.compile(alternative)
 
 
 def main() -> None:
