@@ -8,6 +8,8 @@ finds::
 """
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -70,6 +72,41 @@ void ball_query(const T* centers, const T* points, double radius, int64_t k, int
 """
 ball_query.register_kernel("cpu", opkit.c_kernel(SOURCE, flags=["-ffp-contract=off"]))
 
+
+# A program has one centre, reads POINTS points at once until it has found k, and computes in float32.
+@triton.jit
+def _ball_query(centers, points, out, limit, m, n, k, POINTS: tl.constexpr):
+    row, cloud = tl.program_id(1).to(tl.int64) * m + tl.program_id(0), tl.program_id(1).to(tl.int64) * n
+    x, y = tl.load(centers + 3 * row).to(tl.float32), tl.load(centers + 3 * row + 1).to(tl.float32)
+    z = tl.load(centers + 3 * row + 2).to(tl.float32)
+    found, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    while (first < n) & (found < k):
+        i = first + tl.arange(0, POINTS)
+        at = points + 3 * (cloud + i)
+        dx = x - tl.load(at, i < n, other=0.0).to(tl.float32)
+        dy = y - tl.load(at + 1, i < n, other=0.0).to(tl.float32)
+        dz = z - tl.load(at + 2, i < n, other=0.0).to(tl.float32)
+        near = ((dx * dx + dy * dy + dz * dz < limit) & (i < n)).to(tl.int32)
+        place = found + tl.cumsum(near, 0) - 1
+        tl.store(out + row * k + place, i, (near > 0) & (place < k))
+        found += tl.sum(near, 0)
+        first += POINTS
+    while found < k:
+        place = found + tl.arange(0, POINTS)
+        tl.store(out + row * k + place, -1, place < k)
+        found += POINTS
+
+
+TRITON = opkit.triton_kernel(
+    _ball_query,
+    grid=lambda batch, m: (m, batch),
+    limit=lambda radius: radius * radius,
+    POINTS=512,
+    enable_fp_fusion=False,  # the reference's rounding
+    examples=[{"centers": "fp32[16, 1024, 3]", "points": "fp32[16, 16384, 3]", "radius": 0.1, "k": 32}],
+)
+ball_query.register_kernel("cuda", TRITON, dtypes=[torch.float32, torch.bfloat16, torch.float16])
+
 _DTYPES = (torch.float32, torch.float64)
 OPKIT_CHECKS = {
     "gallery::ball_query": {
@@ -82,6 +119,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(1024, 4096), (512, 32768)]
+GPU_SIZES = [(16384, 4096), (16384, 131_072)]
 
 
 def arguments(m: int, n: int) -> tuple[Tensor, Tensor, float, int]:
@@ -93,7 +131,7 @@ def arguments(m: int, n: int) -> tuple[Tensor, Tensor, float, int]:
 def alternative(centers: Tensor, points: Tensor, radius: float, k: int) -> Tensor:
     """``torch.cdist`` and ``topk`` of the indices."""
     n = len(points)
-    index = torch.where(torch.cdist(centers, points) < radius, torch.arange(n), n)
+    index = torch.where(torch.cdist(centers, points) < radius, torch.arange(n, device=points.device), n)
     first = index.topk(min(k, n), largest=False).values
     return torch.where(first < n, first, -1)
 

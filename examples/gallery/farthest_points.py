@@ -7,6 +7,8 @@ torch each is a few operators over all points; in the kernel it is one pass that
 """
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -95,10 +97,48 @@ void farthest_points(const T* points, int64_t* out, int64_t batch, int64_t n, in
 """
 farthest_points.register_kernel("cpu", opkit.c_kernel(SOURCE, flags=["-ffp-contract=off"]))
 
+
+# A program has a cloud in registers, and computes in float32. Bits of distances, which are not negative, are ordered as they
+# are, with NaN above infinity; the index in the low bits makes the first of equals the largest.
+@triton.jit
+def _farthest_points(points, out, n, k, BLOCK: tl.constexpr):
+    i, cloud = tl.arange(0, BLOCK), points + tl.program_id(0).to(tl.int64) * n * 3
+    x = tl.load(cloud + 3 * i, i < n, other=0.0).to(tl.float32)
+    y = tl.load(cloud + 3 * i + 1, i < n, other=0.0).to(tl.float32)
+    z = tl.load(cloud + 3 * i + 2, i < n, other=0.0).to(tl.float32)
+    distance, last = tl.full([BLOCK], float("inf"), tl.float32), tl.full((), 0, tl.int64)
+    for step in range(k):
+        tl.store(out + tl.program_id(0).to(tl.int64) * k + step, last)
+        dx = x - tl.load(cloud + 3 * last).to(tl.float32)
+        dy = y - tl.load(cloud + 3 * last + 1).to(tl.float32)
+        dz = z - tl.load(cloud + 3 * last + 2).to(tl.float32)
+        square = dx * dx + dy * dy + dz * dz
+        distance = tl.where((square < distance) | (square != square), square, distance)
+        bits = tl.where(distance != distance, 0x7FC00000, distance.to(tl.int32, bitcast=True)).to(tl.int64)
+        key = tl.where(i < n, (bits << 32) | (BLOCK - 1 - i), -1)
+        last = BLOCK - 1 - (tl.max(key, 0) & 0x7FFFFFFF)
+
+
+TRITON = opkit.triton_kernel(
+    _farthest_points,
+    grid=lambda batch: batch,
+    BLOCK=lambda n: triton.next_power_of_2(n),
+    num_warps=lambda BLOCK: min(max(BLOCK // 512, 1), 16),
+    enable_fp_fusion=False,  # the reference's rounding, on which the choice between points equally far depends
+    examples=[{"points": "fp32[16, 4096, 3]", "k": 512}, {"points": "fp32[16, 8192, 3]", "k": 512}],
+)
+farthest_points.register_kernel(
+    "cuda",
+    TRITON,
+    when=lambda points: 0 < points.shape[-2] <= 8192,
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
+)
+
 OPKIT_CHECKS = {
     "gallery::farthest_points": {"args": (tensor("*batch n 3", (torch.float32, torch.float64)), st.integers(0, 5))}
 }
 SIZES = [(1, 4096, 256), (8, 2048, 128)]
+GPU_SIZES = [(16, 4096, 512), (1, 8192, 512)]
 
 
 def arguments(batch: int, n: int, k: int) -> tuple[Tensor, int]:
@@ -114,8 +154,8 @@ _step = torch.compile(
 def alternative(points: Tensor, k: int) -> Tensor:
     """The loop over ``k``, with each step compiled by Inductor."""
     distance = torch.full_like(points[..., 0], torch.inf)
-    chosen = [torch.zeros(len(points), dtype=torch.int64)]
-    every = torch.arange(len(points))
+    chosen = [torch.zeros(len(points), dtype=torch.int64, device=points.device)]
+    every = torch.arange(len(points), device=points.device)
     for _ in range(k - 1):
         distance = _step(points, distance, points[every, chosen[-1]].unsqueeze(1))
         chosen.append(distance.argmax(-1))
