@@ -9,6 +9,8 @@ pixels around a place::
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
@@ -66,6 +68,47 @@ void deformable_attention(const T* value, const T* locations, const T* weights, 
 """
 deformable_attention.register_kernel("cpu", opkit.c_kernel(SOURCE))
 
+
+# A program has a head of one query, and computes in float32.
+@triton.jit
+def _deformable_attention(
+    value, locations, weights, out, h, w, heads, d, queries, points, POINTS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    i, channel = tl.program_id(0).to(tl.int64), tl.arange(0, CHANNELS)
+    first, total = i // (queries * heads) * h * w, tl.zeros([POINTS, CHANNELS], tl.float32)
+    for start in range(0, points, POINTS):
+        used, at = start + tl.arange(0, POINTS) < points, i * points + start + tl.arange(0, POINTS)
+        x = tl.load(locations + 2 * at, used, other=0.0).to(tl.float32) * w - 0.5
+        y = tl.load(locations + 2 * at + 1, used, other=0.0).to(tl.float32) * h - 0.5
+        weight = tl.load(weights + at, used, other=0.0).to(tl.float32)
+        for corner in tl.static_range(4):
+            column, row = tl.floor(x) + corner % 2, tl.floor(y) + corner // 2
+            inside = (used & (column >= 0) & (column < w) & (row >= 0) & (row < h))[:, None] & (channel < d)[None, :]
+            pixel = first + row.to(tl.int32) * w + column.to(tl.int32)
+            found = tl.load(value + (pixel * heads + i % heads)[:, None] * d + channel[None, :], inside, other=0.0)
+            share = (1 - tl.abs(x - column)) * (1 - tl.abs(y - row)) * weight
+            total += tl.where(inside, share[:, None] * found.to(tl.float32), 0.0)
+    tl.store(out + i * d + channel, tl.sum(total, 0), channel < d)
+
+
+TRITON = opkit.triton_kernel(
+    _deformable_attention,
+    grid=lambda batch, queries, heads: batch * queries * heads,
+    POINTS=4,
+    CHANNELS=lambda d: max(triton.next_power_of_2(d), 1),
+    num_warps=lambda CHANNELS: max(CHANNELS // 64, 1),
+    examples=[
+        {
+            "value": "bf16[4, 64, 64, 8, 32]",
+            "locations": "bf16[4, 4096, 8, 4, 2]",
+            "weights": "bf16[4, 4096, 8, 4]",
+        }
+    ],
+)
+deformable_attention.register_kernel(
+    "cuda", TRITON, when=lambda value: value.shape[-1] <= 512, dtypes=[torch.float32, torch.bfloat16, torch.float16]
+)
+
 _DTYPES = (torch.float32, torch.float64)
 OPKIT_CHECKS = {
     "gallery::deformable_attention": {
@@ -79,6 +122,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(1, 64, 64, 300), (2, 32, 32, 1024)]
+GPU_SIZES = [(8, 64, 64, 4096), (1, 128, 128, 900)]
 
 
 def arguments(batch: int, h: int, w: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +140,9 @@ def alternative(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     found = torch.nn.functional.grid_sample(maps, grid, align_corners=False)
     shares = weights.transpose(1, 2).flatten(0, 1).unsqueeze(1)
     return (found * shares).sum(-1).view(batch, heads, d, -1).permute(0, 3, 1, 2)
+
+
+gpu_alternative = torch.compile(alternative)
 
 
 def main() -> None:
