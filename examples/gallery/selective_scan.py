@@ -190,6 +190,7 @@ selective_scan_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD,
 
 
 # A program goes through time with some channels of one sequence, whose states stay in registers, and computes in float32.
+# Elements of later steps are fetched meanwhile, which needs at least 4 bytes for each of the 32 threads.
 @triton.jit
 def _selective_scan(x, delta, a, b, c, out, time, d, n, CHANNELS: tl.constexpr, STATES: tl.constexpr):
     channel, state = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
@@ -199,7 +200,7 @@ def _selective_scan(x, delta, a, b, c, out, time, d, n, CHANNELS: tl.constexpr, 
     sequence = tl.program_id(0).to(tl.int64) * time
     at, at_state = sequence * d + channel, sequence * n + state
     h = tl.zeros([CHANNELS, STATES], tl.float32)
-    for _ in range(time):
+    for _ in tl.range(time, num_stages=8):
         step = tl.load(delta + at, inside, other=0.0).to(tl.float32)
         added = step * tl.load(x + at, inside, other=0.0).to(tl.float32)
         b_now = tl.load(b + at_state, used, other=0.0).to(tl.float32)
@@ -214,7 +215,7 @@ def _selective_scan(x, delta, a, b, c, out, time, d, n, CHANNELS: tl.constexpr, 
 TRITON = opkit.triton_kernel(
     _selective_scan,
     grid=lambda batch, d, CHANNELS: (batch, triton.cdiv(d, CHANNELS)),
-    CHANNELS=32,
+    CHANNELS=lambda x: 32 if x.dtype == "float32" else 64,
     STATES=lambda n: max(triton.next_power_of_2(n), 1),
     num_warps=lambda STATES: min(max(STATES // 16, 1), 8),
     examples=[
@@ -226,7 +227,7 @@ TRITON = opkit.triton_kernel(
     ],
 )
 selective_scan.register_kernel(
-    "cuda", TRITON, when=lambda a: a.shape[1] <= 256, dtypes=[torch.float32, torch.bfloat16, torch.float16]
+    "cuda", TRITON, when=lambda a: a.shape[1] <= 128, dtypes=[torch.float32, torch.bfloat16, torch.float16]
 )
 
 _DTYPES, _NUMBERS = (torch.float32, torch.float64), ("normal", "integers", "ones")
