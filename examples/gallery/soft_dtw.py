@@ -8,6 +8,8 @@ gradient is the expected alignment, by a recurrence from the end, and has an ope
 """
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
@@ -134,6 +136,38 @@ void soft_dtw_backward(const T* grad, const T* cost, double gamma, T* out, int64
 soft_dtw.register_kernel("cpu", opkit.c_kernel(COMMON + FORWARD))
 soft_dtw_backward.register_kernel("cpu", opkit.c_kernel(COMMON + BACKWARD))
 
+
+# A program has a pair of sequences, whose last antidiagonal is in registers, by row, and computes in float32.
+@triton.jit
+def _soft_dtw(cost, out, gamma, n, m, BLOCK: tl.constexpr):
+    i, far = tl.arange(0, BLOCK), 1e10
+    costs = cost + tl.program_id(0).to(tl.int64) * n * m
+    last, corner = tl.full([BLOCK], far, tl.float32), tl.where(i == 0, 0.0, far)
+    for k in range(n + m - 1):
+        up = tl.where(i == 0, far, tl.gather(last, tl.maximum(i - 1, 0), 0))
+        least = tl.minimum(tl.minimum(up, corner), last)
+        least = tl.where(tl.abs(least) == float("inf"), 0.0, least)
+        sums = tl.exp((least - up) / gamma) + tl.exp((least - corner) / gamma) + tl.exp((least - last) / gamma)
+        inside = (k >= i) & (k < i + m) & (i < n)
+        now = tl.load(costs + i * m + k - i, inside, other=0.0).to(tl.float32) + least - gamma * tl.log(sums)
+        last, corner = tl.where(inside, now, far), up  # which is the next diagonal's corner
+    tl.store(out + tl.program_id(0), tl.sum(tl.where(i == n - 1, last, 0.0), 0))
+
+
+TRITON = opkit.triton_kernel(
+    _soft_dtw,
+    grid=lambda batch: batch,
+    BLOCK=lambda n: triton.next_power_of_2(n),
+    num_warps=lambda BLOCK: min(max(BLOCK // 64, 1), 16),
+    examples=[{"cost": "fp32[64, 512, 512]"}],
+)
+soft_dtw.register_kernel(
+    "cuda",
+    TRITON,
+    when=lambda cost: 0 < cost.shape[1] <= 4096 and cost.shape[2] > 0,
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
+)
+
 _DTYPES = (torch.float32, torch.float64)
 _COST = tensor(
     "batch n m", _DTYPES, low=0, high=9, fills=("normal", "integers", "ones", "positive"), largest=17
@@ -143,6 +177,7 @@ OPKIT_CHECKS = {
     "gallery::soft_dtw_backward": {"args": (tensor("batch", _DTYPES), _COST, st.sampled_from([0.5, 1.0]))},
 }
 SIZES = [(8, 100, 100), (1, 400, 400)]
+GPU_SIZES = [(128, 512, 512), (16, 2048, 2048)]
 
 
 def arguments(batch: int, n: int, m: int) -> tuple[Tensor, float]:

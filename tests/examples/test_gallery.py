@@ -197,6 +197,7 @@ TRITON: dict[str, tuple[int, ...]] = {
     "int4_linear": (3, 1280, 5),
     "linear_scan": (2, 5, 130),
     "selective_scan": (2, 6, 33),
+    "soft_dtw": (2, 9, 7),
     "sparsemax": (3, 300),
 }
 LAUNCHED = {"chamfer_distance": "nearest_point"}  # the operator that has the kernel, and takes the same arguments
