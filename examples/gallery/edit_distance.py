@@ -8,6 +8,8 @@ kernel stores three antidiagonals, and takes a pair for each thread at a time::
 """
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -80,6 +82,32 @@ void edit_distance(const int64_t* a, const int64_t* b, const int64_t* a_len, con
 """
 edit_distance.register_kernel("cpu", opkit.c_kernel(SOURCE))
 
+
+# A program has a pair of sequences, whose last antidiagonal is in registers, by the element of a.
+@triton.jit
+def _edit_distance(a, b, a_len, b_len, out, n, m, BLOCK: tl.constexpr):
+    i, pair = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
+    rows = tl.minimum(tl.maximum(tl.load(a_len + pair), 0), n).to(tl.int32)
+    columns = tl.minimum(tl.maximum(tl.load(b_len + pair), 0), m).to(tl.int32)
+    symbol = tl.load(a + pair * n + i - 1, (i > 0) & (i <= n), other=0)
+    last, corner = i, i
+    for k in range(rows + columns + 1):
+        up = tl.gather(last, tl.maximum(i - 1, 0), 0)
+        other = tl.load(b + pair * m + k - i - 1, (k > i) & (k - i <= m), other=0)
+        now = tl.minimum(tl.minimum(up, last) + 1, corner + (symbol != other).to(tl.int32))
+        last, corner = tl.where((i == 0) | (k == i), k, now), up  # which is the next diagonal's corner
+    tl.store(out + pair, tl.sum(tl.where(i == rows, last, 0), 0))
+
+
+TRITON = opkit.triton_kernel(
+    _edit_distance,
+    grid=lambda batch: batch,
+    BLOCK=lambda n: triton.next_power_of_2(n + 1),
+    num_warps=lambda BLOCK: min(max(BLOCK // 64, 1), 16),
+    examples=[{"a": "i64[256, 1000]", "b": "i64[256, 1000]", "a_len": "i64[256]", "b_len": "i64[256]"}],
+)
+edit_distance.register_kernel("cuda", TRITON, when=lambda a: a.shape[-1] < 4096)
+
 _SYMBOLS, _LENGTHS = {"low": 0, "high": 3}, {"low": -1, "high": 9}
 OPKIT_CHECKS = {
     "gallery::edit_distance": {
@@ -92,6 +120,7 @@ OPKIT_CHECKS = {
     }
 }
 SIZES = [(64, 100), (8, 500)]
+GPU_SIZES = [(256, 1000), (4096, 200)]
 
 
 def arguments(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

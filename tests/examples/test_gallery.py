@@ -191,6 +191,7 @@ TRITON: dict[str, tuple[int, ...]] = {
     "chamfer_distance": (2, 70),
     "color_lookup": (9, 31, 3),
     "deformable_attention": (2, 5, 6, 7),
+    "edit_distance": (5, 9),
     "embedding_bag": (9, 70, 5, 11),
     "farthest_points": (2, 70, 9),
     "hadamard": (9, 128),
