@@ -223,11 +223,12 @@ def converted(inputs: tuple[Any, ...], dtype: torch.dtype, device: str = "cpu") 
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_kernels_in_the_interpreter(name):
     op, run = launched(name), interpret(launched(name))
+    wide = torch.float32 if name in ROUNDED else torch.float64
     torch.manual_seed(0)
-    inputs = importlib.import_module(name).arguments(*TRITON[name])
-    result, wide = results(run, inputs), torch.float32 if name in ROUNDED else torch.float64
-    expected = results(op.reference, converted(inputs, wide))
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+    for case in (*CASES[name], TRITON[name]):
+        inputs = converted(arguments(name, case), torch.float32)
+        result, expected = results(run, inputs), results(op.reference, converted(inputs, wide))
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
     apart = [each.repeat_interleave(2, -1)[..., ::2] if isinstance(each, torch.Tensor) else each for each in inputs]
     torch.testing.assert_close(results(run, apart), result)
     low = converted(inputs, torch.bfloat16)
@@ -247,16 +248,16 @@ def test_triton_kernels_compile_without_spills(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_kernels_on_a_gpu(name, dtype):
-    module, op = importlib.import_module(name), launched(name)
+    module, op = importlib.import_module(name), getattr(importlib.import_module(name), name)
     wide = torch.float32 if name in ROUNDED else torch.float64
     rtol, atol = (1e-4, 1e-3) if dtype == torch.float32 else (2e-2, 2e-2)
-    for size in (TRITON[name], module.SIZES[-1]):
-        torch.manual_seed(0)
-        inputs = converted(module.arguments(*size), dtype)
+    torch.manual_seed(0)
+    for case in (*CASES[name], TRITON[name], module.SIZES[-1]):
+        inputs = converted(arguments(name, case), dtype)
         on_gpu = converted(inputs, dtype, "cuda")
-        assert op.select(*on_gpu).kernel != "reference"
         expected, result = results(op.reference, converted(inputs, wide)), results(op, on_gpu)
         torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, check_dtype=False, check_device=False)
+    assert launched(name).select(*on_gpu).kernel != "reference"
 
 
 def test_pages(tmp_path, monkeypatch):
