@@ -37,7 +37,6 @@ compiled_autograd_key: Callable[[Any], tuple[Any, ...]] = autograd_function.Func
 DispatchKey = _C.DispatchKey
 DispatchKeySet = _C.DispatchKeySet
 AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
-ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
 
 after_autograd_keyset: Any = _C._after_autograd_keyset
 after_inplace_or_view_keyset: Any = _C._after_ADInplaceOrView_keyset
@@ -48,6 +47,7 @@ function_modes: Callable[[], int] = _C._len_torch_function_stack
 functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
 any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
 jit_tracing: Callable[[], bool] = _C._is_tracing
+set_excluded: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_excluded
 profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 deterministic: Callable[[], bool] = _C._get_deterministic_algorithms
@@ -84,14 +84,14 @@ def dispatch_key_of(device_type: str) -> str:
     return _C._dispatch_key_for_device(device_type)
 
 
-def tensor_guard(tensors: Any, strides: bool) -> Callable[..., bool]:
+def tensor_guard(tensors: Any, strides: bool, sizes: bool = True) -> Callable[..., bool]:
     """Return a compiled test for tensors of the same types, dispatch keys, dtypes, devices, sizes and need of gradients.
 
-    The dispatch keys include the thread's modes and exclusions at the time of each test.
+    The dispatch keys include the thread's modes and exclusions at the time of each test. It refuses a tensor passed twice.
     """
     guards = _C._dynamo.guards.TensorGuards(
         *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
+        dynamic_dims_sizes=[list(t.shape) if sizes else [None] * t.ndim for t in tensors],
         dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.ndim for t in tensors],
     )
     return guards.check

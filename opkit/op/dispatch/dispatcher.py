@@ -30,7 +30,8 @@ from opkit.errors import ArgumentTypeError, NameClashError, RuleError
 from opkit.op import torch_compile
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
-from opkit.op.dispatch.fastcall import FastCalls, GenericCall
+from opkit.op.dispatch.fastcall import AutocastKernel, FastCalls, GenericCall, Routes
+from opkit.op.dispatch.fastcall_source import kernels
 from opkit.op.dispatch.planning import observers
 from opkit.op.dispatch.selection import REFERENCE
 from opkit.op.dispatch.verification import check_arguments, refuse_aliases, schema_mutates
@@ -54,6 +55,7 @@ class Dispatcher:
         self.plain = GenericCall(operator)
         self.fast = FastCalls()
         self.flop_formula: Callable[..., int] | None = None
+        self.autocast: dict[str, AutocastKernel] = {}
 
     def refresh(self, slow: Callable[..., Any], forced: bool, renewed: bool) -> Callable[..., Any]:
         """Forget every plan, and return the function that direct calls run from now on.
@@ -63,13 +65,18 @@ class Dispatcher:
             forced: whether a kernel is forced in some thread; then every call looks up which.
             renewed: whether the operator's kernels or rules may have changed.
         """
+        operator, routes = self.operator, Routes(slow, self.autograd, self.plain, self.backend, self.autocast)
         self.plain.plans.clear()
         if renewed:
-            self.fast.renew(self.operator, slow, self.autograd, self.plain)
+            self.fast.renew(operator, routes)
         if forced:
-            self.fast.suspend(slow, self.autograd, self.plain)
+            self.fast.suspend(routes)
         elif not renewed:
             self.fast.resume()
+        below = operator.overload if operator.bridged.serving or operator.signature.flattened else self.fast.call
+        for device, kernel in self.autocast.items():
+            kernel.casts = operator.autocast is not None or device in operator.registered.autocast
+            kernel.below[0] = functools.partial(self._cast, device, below) if kernel.casts else below
         return self.fast.call
 
     # ---- registration ----------------------------------------------------------------------------------------------
@@ -95,10 +102,13 @@ class Dispatcher:
         self.schema: Any = SimpleNamespace(arguments=operator.schema.arguments)  # torch makes a new list at each access
         opname = operator.opname
         private.register_fake(library, operator.name, self.fake, operator.function)
-        library.impl(opname, self._autograd_kernel(), "Autograd", with_keyset=True)
+        make = kernels(operator)
+        library.impl(opname, private.untraced(make["autograd"](self.fast)), "Autograd", with_keyset=True)
         library.impl(opname, self.batched, "FuncTorchBatched", with_keyset=True)
         for device, key in private.autocast_keys().items():
-            library.impl(opname, self._autocast_kernel(device, key), key.name, with_keyset=True)
+            self.autocast[device] = AutocastKernel(key, make["autocast"])
+            library.impl(opname, self.autocast[device].kernel, key.name)
+        self._backend = private.untraced(make["backend"](self.fast))
         for device in operator.device_types or (None,):
             self.register_backend(device)
         if operator.schema._is_view_op():
@@ -120,7 +130,7 @@ class Dispatcher:
     def register_backend(self, device: str | None) -> None:
         """Register the planned kernel for one device type, or for all."""
         key = "CompositeExplicitAutograd" if device is None else private.dispatch_key_of(device)
-        self.operator.library.impl(self.operator.opname, self.backend, key)
+        self.operator.library.impl(self.operator.opname, self._backend, key)
 
     # ---- kernels ---------------------------------------------------------------------------------------------------
 
@@ -170,20 +180,6 @@ class Dispatcher:
         if not operator.state.volatile:
             operator.state.guard()
         return operator.reference(*args, **kwargs)
-
-    def _autograd_kernel(self) -> Callable[..., Any]:
-        """Return the Autograd kernel: the fast call where its guard holds, else :meth:`autograd`."""
-        fast = self.fast
-
-        @private.untraced
-        def positional(keyset: Any, *args: Any) -> Any:
-            return fast.dispatched(keyset, *args)
-
-        @private.untraced
-        def general(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            return fast.dispatched(keyset, *args, **kwargs)
-
-        return general if any(a.kwarg_only for a in self.operator.schema.arguments) else positional
 
     @private.untraced
     def autograd(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -335,20 +331,11 @@ class Dispatcher:
     def _any_tangent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return any(private.has_tangent(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
 
-    def _autocast_kernel(self, device: str, key: Any) -> Callable[..., Any]:
-        keys = private.DispatchKeySet(key)
-
-        @private.untraced
-        def autocast_kernel(_: Any, *args: Any, **kwargs: Any) -> Any:
-            operator = self.operator
-            registered = operator.registered.autocast.get(device)
-            with private.ExcludeDispatchKeyGuard(keys):
-                cast_args, cast_kwargs = transforms.cast_arguments(
-                    (args, kwargs), device, operator.autocast, registered
-                )
-                return operator.overload(*cast_args, **cast_kwargs)
-
-        return autocast_kernel
+    def _cast(self, device: str, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        operator = self.operator
+        registered = operator.registered.autocast.get(device)
+        args, kwargs = transforms.cast_arguments((args, kwargs), device, operator.autocast, registered)
+        return below(*args, **kwargs)
 
     @private.untraced
     def batched(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:

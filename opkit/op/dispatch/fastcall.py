@@ -19,7 +19,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from opkit.errors import AliasError
 from opkit.op import torch_private as private
 from opkit.op.core import Operator
 from opkit.op.dispatch import fastcall_source
+from opkit.op.dispatch.guards import Guards, guard, kind_of
 from opkit.op.dispatch.planning import CallPlan, make_plan, make_training
 from opkit.op.dispatch.selection import forced_kernels
 
@@ -36,27 +37,37 @@ _MAX_PLANS, _MAX_ENTRIES, _MAX_COUNTED = 4096, 4, 256
 T = TypeVar("T")
 
 
-class GuardedFunction:
-    """A guard, and the function that runs calls for which it holds.
+class AutocastKernel:
+    """The Autocast kernel of a device type: it runs ``below[0]`` with autocast off. ``casts``: that casts arguments first."""
 
-    ``recorded`` says whether this thread must record gradients (True) or must not (False); None: no tensor requires grad.
+    def __init__(self, key: Any, make: Callable[..., Callable[..., Any]]) -> None:
+        self.key = key
+        self.below: list[Callable[..., Any]] = [make]
+        self.casts = True
+        self._make = make
+        self.kernel = private.untraced(make(private.set_excluded, key, self.below))
+
+    def around(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs ``fn`` with autocast off."""
+        return self._make(private.set_excluded, self.key, [fn])
+
+
+class Routes(NamedTuple):
+    """The functions that run calls which the generated functions do not.
+
+    Attributes:
+        slow: calls through the dispatcher.
+        decide: the Autograd kernel for calls that are not plain.
+        generic: runs plain calls where the signature has no generated form.
+        backend: the kernel below autograd.
+        autocast: the Autocast kernel of each device type.
     """
 
-    __slots__ = ("check", "flags", "fn", "plan", "recorded")
-
-    def __init__(
-        self,
-        check: Callable[..., bool],
-        flags: tuple[Any, ...],
-        plan: CallPlan,
-        fn: Callable[..., Any],
-        recorded: bool | None,
-    ) -> None:
-        self.check = check
-        self.flags = flags
-        self.plan = plan
-        self.fn = fn
-        self.recorded = recorded
+    slow: Callable[..., Any]
+    decide: Callable[..., Any]
+    generic: Callable[..., Any]
+    backend: Callable[..., Any]
+    autocast: dict[str, AutocastKernel]
 
 
 class DirectCall:
@@ -82,7 +93,7 @@ def no_active_modes() -> bool:
 class FastCalls:
     """The generated functions of one operator, for direct calls and for the Autograd kernel.
 
-    ``call``, ``dispatched`` and ``planned`` are set to functions that do without generated code while a kernel is forced, and
+    The first four are set to functions that do without generated code while a kernel is forced, and
     for signatures that have no generated form. ``bound`` returns the function that calls with these arguments run; None until
     a guard is installed for them.
     """
@@ -90,6 +101,7 @@ class FastCalls:
     call: Callable[..., Any]
     dispatched: Callable[..., Any]
     planned: Callable[..., Any]
+    below: Callable[..., Any]
     bound: Callable[..., Any]
 
     def __init__(self) -> None:
@@ -113,23 +125,14 @@ class FastCalls:
                 binding.fn = None
             self.bindings.clear()
 
-    def renew(
-        self, operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
-    ) -> None:
-        """Forget all plans, and generate the functions again when one of them is next called.
-
-        Args:
-            operator: the operator whose signature and kernels they are generated for.
-            slow: calls through the dispatcher.
-            decide: the Autograd kernel for calls that are not plain.
-            generic: runs plain calls where the signature has no generated form.
-        """
+    def renew(self, operator: Operator, routes: Routes) -> None:
+        """Forget all plans, and generate the functions for this operator again when one of them is next called."""
         self._generated = {}
         self._generate = None
         if fastcall_source.has_fast_form(operator):
-            self._generate = functools.partial(_functions, operator, slow, decide, generic)
+            self._generate = functools.partial(_functions, operator, routes)
             self._operator = operator
-        self.suspend(slow, decide, generic)
+        self.suspend(routes)
         self.resume()
 
     def _generating(self, name: str) -> Callable[..., Any]:
@@ -148,40 +151,38 @@ class FastCalls:
 
         return first
 
-    def suspend(self, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]) -> None:
-        """Do without the generated functions; the arguments are those of :meth:`renew`."""
+    def suspend(self, routes: Routes) -> None:
+        """Do without the generated functions."""
         self._release_bindings()
-        self.call, self.dispatched, self.planned = slow, decide, generic
+        self.call, self.dispatched, self.planned, self.below, _ = routes
 
     def resume(self) -> None:
         """Use the functions that were generated last, without their plans, or those that the next call will generate."""
         if self._generate is not None:
-            self.call, self.dispatched, self.planned = map(self._generating, ("call", "dispatched", "planned"))
+            names = ("call", "dispatched", "planned", "below")
+            self.call, self.dispatched, self.planned, self.below = map(self._generating, names)
         if not self._generated:
             return
         self._generated["_opkit_plans"].clear()
         self._generated["_opkit_entries"].clear()
         self.call, self.dispatched = self._generated["call"], self._generated["dispatched"]
-        self.planned, self.bound = self._generated["planned"], self._generated["bound"]
+        self.planned, self.below = self._generated["planned"], self._generated["below"]
+        self.bound = self._generated["bound"]
 
 
-def _functions(
-    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
-) -> dict[str, Any]:
+def _functions(operator: Operator, routes: Routes) -> dict[str, Any]:
     """Return the generated functions of an operator and the names that they use, as one namespace."""
-    namespace = _namespace(operator, slow, decide, generic)
+    namespace = _namespace(operator, routes)
     source = fastcall_source.source(operator, namespace)
     exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
     namespace["_opkit_planned"] = namespace["planned"]
     return namespace
 
 
-def _namespace(
-    operator: Operator, slow: Callable[..., Any], decide: Callable[..., Any], generic: Callable[..., Any]
-) -> dict[str, Any]:
+def _namespace(operator: Operator, routes: Routes) -> dict[str, Any]:
     plans: dict[Any, CallPlan] = {}
-    entries: list[GuardedFunction] = []
-    strict = bool(operator.kernels.kernels)  # the layout that results are copied into depends on the arguments' strides
+    autocast = {device: CallPlan("autocast", kernel.kernel) for device, kernel in routes.autocast.items()}
+    guards = Guards(strides=bool(operator.kernels.kernels))  # results are copied into a layout that depends on them
 
     def new_plan(key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         plan = make_plan(operator, args, kwargs)
@@ -193,17 +194,39 @@ def _namespace(
     def new_training(plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plan.train = make_training(operator, plan, args, kwargs)
 
-    def install(training: int, plan: CallPlan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
+    def plan_for(
+        known: dict[Any, CallPlan], sizes: Any, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallPlan:
+        if len(known) >= _MAX_PLANS:
+            known.clear()
+        known[sizes] = plan = plans.get(key) or new_plan(key, args, kwargs)
+        return plan
+
+    def install(training: bool, plan: CallPlan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
         plan.uses, plan.patience = 0, plan.patience * 2
-        if not tensors or any(tensor is None for tensor in tensors):
-            return
-        fn = plan.train if training else plan.run
-        assert fn is not None
-        recorded = bool(training) if any(tensor.requires_grad for tensor in tensors) else None
-        entry = GuardedFunction(private.tensor_guard(tensors, strict), flags, plan, fn, recorded)
-        if not entry.check(*tensors):  # the guard refuses a tensor that is passed twice
-            return
-        entries[:] = [entry, *[old for old in entries if old.fn is not fn][: _MAX_ENTRIES - 1]]
+        if tensors and not any(tensor is None for tensor in tensors):
+            guards.install(training, plan, namespace["any_size"], tensors, flags)
+
+    def install_around(plan: CallPlan, kernel: AutocastKernel, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
+        private.set_excluded(kernel.key, True)
+        try:
+            inner = None if kernel.casts else guards.holding(tensors, flags)
+        finally:
+            private.set_excluded(kernel.key, False)
+        if inner is not None:
+            plan.uses, plan.patience = 0, plan.patience * 2
+            kind = kind_of(tensors, flags, inner.recorded)
+            guards.add(kernel.around(inner.fn), inner.plan, inner.recorded, kind, tensors, flags)
+
+    def under_autocast(tensors: Sequence[Any], flags: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        device, *others = {tensor.device.type for tensor in tensors} or ("",)
+        if others or device not in autocast or not torch.is_autocast_enabled(device):
+            return routes.slow(*args, **kwargs)
+        plan = autocast[device]
+        plan.uses += 1
+        if plan.uses >= plan.patience:
+            install_around(plan, routes.autocast[device], tensors, flags)
+        return plan.run(*args, **kwargs)
 
     def returned_argument() -> None:
         raise AliasError(
@@ -213,12 +236,13 @@ def _namespace(
     helpers: dict[str, Any] = {
         "dispatch_modes": private.dispatch_modes, "function_modes": private.function_modes,
         "functorch_level": private.functorch_level, "profiling": private.profiling, "any_autocast": private.any_autocast,
-        "jit_tracing": private.jit_tracing,
-        "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled, "plans": plans, "entries": entries,
-        "slow": slow, "decide": decide, "generic": generic, "new_plan": new_plan, "new_training": new_training,
-        "install": install, "returned_argument": returned_argument, "plain_types": PLAIN_TYPES, "strided": torch.strided,
+        "jit_tracing": private.jit_tracing, "forward_ad": private.forward_ad, "grad_enabled": private.grad_enabled,
+        "plans": plans, "entries": guards.entries, "new_plan": new_plan, "plan_for": plan_for, "new_training": new_training,
+        "install": install, "under_autocast": under_autocast, "returned_argument": returned_argument,
+        "plain_types": PLAIN_TYPES, "strided": torch.strided, **routes._asdict(),
     }  # fmt: skip
-    return {f"_opkit_{name}": value for name, value in helpers.items()}
+    namespace = {f"_opkit_{name}": value for name, value in helpers.items()}
+    return namespace
 
 
 class GenericCall:
@@ -303,6 +327,6 @@ class GuardedCache(Generic[T]):
         self._counts[key] = (uses + 1, patience)
         if uses + 1 >= patience:
             self._counts[key] = (0, 2 * patience)
-            check = private.tensor_guard(tensors, True)
-            if check(*tensors):  # a guard refuses a tensor that is passed twice
+            check = guard(tensors, True)
+            if check(*tensors):
                 self.entries[:] = [GuardedResult(flags, check, result), *self.entries[: _MAX_ENTRIES - 1]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": 
 _TENSORS = ("tensor", "tensors")
 _LISTS = (list, tuple, Sequence)
 _NUMBERS = (int, float, bool)
-_RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "type", "len", "tuple", "any"}
+_RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "known", "type", "len", "tuple", "any"}
 
 _TEMPLATE = """
 def call({parameters}):
@@ -36,9 +37,11 @@ def call({parameters}):
                 if {returned}:
                     returned_argument()
                 return result
-    if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or any_autocast()
-            or jit_tracing() or forward_ad._current_level >= 0{unusual}):
+    if (dispatch_modes() or functorch_level() is not None or function_modes() or profiling() or jit_tracing()
+            or forward_ad._current_level >= 0{unusual}):
         return slow({passed})
+    if any_autocast():
+        return under_autocast(({tensors},), ({flags}), {passed})
     return planned({copied})
 
 def dispatched(keyset, {parameters}):
@@ -52,6 +55,19 @@ def dispatched(keyset, {parameters}):
                 return result
     return decide(keyset, {passed})
 
+def below({parameters}):
+    if grad_enabled() or profiling() or dispatch_modes():
+        return backend({passed})
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if {like}:
+                result = entry.fn({passed})
+                if {returned}:
+                    returned_argument()
+                return result
+    return planned({passed})
+
 def bound({parameters}):
     if {types}:
         flags = ({flags})
@@ -63,24 +79,54 @@ def bound({parameters}):
 def planned({parameters}):
     try:
         plan = plans.get({key})
-    except AttributeError:  # None for a tensor, which the dispatcher lets through
+    except (AttributeError, RuntimeError):  # None for a tensor, which the dispatcher lets through, or a sparse one
         return generic({passed})
     if plan is None:
         plan = new_plan({key}, ({positional}), {named})
-    if {gradients}:
-        if plan.train is None:
-            new_training(plan, ({positional}), {named})
-        result = plan.train({passed})
-        training = 1
-    else:
-        result = plan.run({passed})
-        training = 0
-    if {returned}:
-        returned_argument()
-    plan.uses += 1
-    if plan.uses >= plan.patience:
-        install(training, plan, ({tensors},), ({flags}))
-    return result
+    training = {gradients}
+    {run}
+
+def any_size(known, training):
+    def sized({parameters}):
+        plan = known.get({sizes})
+        if plan is None:
+            plan = plan_for(known, {sizes}, {key}, ({positional}), {named})
+        {run_sized}
+    return sized
+"""
+
+_RUN = """if training:
+    if plan.train is None:
+        new_training(plan, ({positional}), {named})
+    result = plan.train({passed})
+else:
+    result = plan.run({passed})
+if {returned}:
+    returned_argument()
+plan.uses += 1
+if plan.uses >= plan.patience:
+    install(training, plan, ({tensors},), ({flags}))
+return result"""
+
+_KERNELS = """
+def autograd(_opkit_fast):
+    def kernel(keyset, {parameters}):
+        return _opkit_fast.dispatched(keyset, {passed})
+    return kernel
+
+def autocast(_opkit_exclude, _opkit_key, _opkit_below):
+    def kernel({parameters}):
+        _opkit_exclude(_opkit_key, True)
+        try:
+            return _opkit_below[0]({passed})
+        finally:
+            _opkit_exclude(_opkit_key, False)
+    return kernel
+
+def backend(_opkit_fast):
+    def kernel({parameters}):
+        return _opkit_fast.below({passed})
+    return kernel
 """
 
 
@@ -115,6 +161,16 @@ def _items(p: OperatorParameter) -> type | None:
     return items[0] if p.kind == "other" and p.codec is None and items and items[0] in _NUMBERS else None
 
 
+def kernels(operator: Operator) -> dict[str, Any]:
+    """Return functions that make the dispatcher's kernels; see ``_KERNELS``."""
+    parameters, namespace = operator.signature.parameters, dict[str, Any]()
+    declared = passed = "*args, **kwargs"
+    if has_fast_form(operator):  # to pass arguments by name takes less time
+        declared, passed = _parameter_list(parameters, namespace), _passed(parameters, lambda p: p.name)
+    exec(_KERNELS.format(parameters=declared, passed=passed), namespace)
+    return namespace
+
+
 def source(operator: Operator, namespace: dict[str, Any]) -> str:
     """Return the source of ``call``, ``dispatched``, ``bound`` and ``planned``; the names that they need go to ``namespace``."""
     parameters = operator.signature.parameters
@@ -122,21 +178,24 @@ def source(operator: Operator, namespace: dict[str, Any]) -> str:
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
     )
     flags = "".join(f"{flag}, " for p in parameters for flag in _flags(p, conditional))
-    text = _TEMPLATE.format(
-        parameters=_parameter_list(parameters, namespace),
-        types=" and ".join(test for p in parameters for test in _type_tests(p, namespace)) or "True",
-        like=f"{'flags == entry.flags and ' if flags else ''}{_RECORDED} and entry.check({_tensors(parameters)})",
-        tensors=_tensors(parameters),
-        flags=flags,
-        unusual="".join(_unusual(p, operator, namespace) for p in parameters),
-        key=_key(parameters, conditional, bool(operator.kernels.kernels)),
-        passed=_passed(parameters, lambda p: p.name),
-        copied=_passed(parameters, _copied),
-        positional="".join(f"{p.name}, " for p in parameters if not p.keyword_only),
-        named="{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
-        gradients=_gradients(parameters),
-        returned=_returned(operator),
-    )
+    parts = {
+        "parameters": _parameter_list(parameters, namespace),
+        "types": " and ".join(test for p in parameters for test in _type_tests(p, namespace)) or "True",
+        "like": f"{'flags == entry.flags and ' if flags else ''}{_RECORDED} and entry.check({_tensors(parameters)})",
+        "tensors": _tensors(parameters),
+        "flags": flags,
+        "unusual": "".join(_unusual(p, operator, namespace) for p in parameters),
+        "key": _key(parameters, conditional, bool(operator.kernels.kernels)),
+        "passed": _passed(parameters, lambda p: p.name),
+        "copied": _passed(parameters, _copied),
+        "positional": "".join(f"{p.name}, " for p in parameters if not p.keyword_only),
+        "named": "{" + ", ".join(f"'{p.name}': {p.name}" for p in parameters if p.keyword_only) + "}",
+        "gradients": _gradients(parameters),
+        "returned": _returned(operator),
+        "sizes": _key(parameters, conditional, bool(operator.kernels.kernels), sizes_only=True),
+    }
+    run = _RUN.format(**parts)
+    text = _TEMPLATE.format(**parts, run=indent(run, " " * 4).strip(), run_sized=indent(run, " " * 8).strip())
     for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
         text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
     text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
@@ -144,8 +203,8 @@ def source(operator: Operator, namespace: dict[str, Any]) -> str:
 
 
 _HELPERS = ("profiling", "function_modes", "returned_argument", "dispatch_modes", "functorch_level", "any_autocast", "slow",
-            "jit_tracing", "planned", "decide", "generic", "new_plan", "new_training", "install", "grad_enabled",
-            "entries")  # fmt: skip
+            "under_autocast", "jit_tracing", "planned", "decide", "generic", "new_plan", "new_training", "install",
+            "grad_enabled", "backend", "plan_for", "entries")  # fmt: skip
 
 
 def _parameter_list(parameters: tuple[OperatorParameter, ...], namespace: dict[str, Any]) -> str:
@@ -244,16 +303,17 @@ def _unusual_tensor(name: str, kernels: bool) -> str:
     return f"({test})"
 
 
-def _key(parameters: tuple[OperatorParameter, ...], conditional: bool, kernels: bool) -> str:
+def _key(parameters: tuple[OperatorParameter, ...], conditional: bool, kernels: bool, sizes_only: bool = False) -> str:
     parts: list[str] = []
     for p in parameters:
         if p.kind in _TENSORS:
             name = p.name if p.kind == "tensor" else "_opkit_item"
-            text = f"{name}.shape, {name}.dtype, {name}.device" + (f", {name}.stride()" if kernels else "")
+            text = f"{name}.shape" if sizes_only else f"{name}.shape, {name}.dtype, {name}.device"
+            text += f", {name}.stride()" if kernels else ""
             if p.kind == "tensors":
                 text = f"(*[({text}) for _opkit_item in {p.name}],)"
             parts.append(f"None if {p.name} is None else ({text})" if p.optional else text)
-        else:
+        elif not sizes_only:
             parts += _flags(p, conditional)
     return f"({', '.join(parts)},)"
 
