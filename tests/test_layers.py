@@ -150,14 +150,23 @@ def test_files_stay_under_400_lines():
 
 def test_importing_opkit_leaves_slow_modules_for_later():
     program = (
-        "import sys, json, torch; before = set(sys.modules); import opkit; "
+        "import sys, json, opkit; alone = 'torch' in sys.modules; import torch; before = set(sys.modules); "
+        "opkit.custom_op, opkit.c_kernel, opkit.triton_kernel, opkit.from_library, opkit.check, opkit.runtime_library; "
         "added = sorted(set(sys.modules) - before); import opkit.testing, opkit.nn; "
-        "print(json.dumps([added, 'torch._dynamo' in sys.modules]))"
+        "print(json.dumps([alone, added, 'torch._dynamo' in sys.modules]))"
     )
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    added, compiler = json.loads(run.stdout)
-    assert "opkit" in added
+    alone, added, compiler = json.loads(run.stdout)
+    assert not alone, "import opkit also imports torch"
+    assert "opkit.op.definition" in added
     slow = [name for name in added if any(name == heavy or name.startswith(heavy + ".") for heavy in _SLOW)]
-    assert not slow, f"import opkit also imports {slow}"
+    assert not slow, f"opkit.custom_op also imports {slow}"
     assert not compiler, "import opkit.testing, opkit.nn also imports torch._dynamo"
+
+
+def test_the_command_shows_its_help_without_torch():
+    program = (
+        "import sys, opkit.cli; opkit.cli.app(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

@@ -8,20 +8,17 @@ import copyreg
 import difflib
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from opkit.errors import NameClashError, RedefinitionWarning, UnknownOperatorError
+from opkit.op import observers
 from opkit.op import torch_private as private
 from opkit.op.operator import CustomOp
 
 lock = threading.RLock()
 _operators: dict[str, CustomOp[Any, Any]] = {}
-
-observers: list[Callable[[CustomOp[Any, Any]], None]] = []
-"""Functions that are called with each operator once it is registered."""
 
 
 def operators() -> list[CustomOp[Any, Any]]:
