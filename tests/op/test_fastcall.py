@@ -1,5 +1,7 @@
 """The fast path and the dispatcher give the same over the same inputs, and the fast path knows when not to be taken."""
 
+import contextlib
+import itertools
 import threading
 from typing import Any
 
@@ -185,6 +187,53 @@ def test_the_same_tensor_twice() -> None:
     for _ in range(6):
         torch.testing.assert_close(torch.autograd.grad(op(x, x).sum(), x)[0], 2 * x)
         torch.testing.assert_close(op(x.detach(), x.detach()), x.detach() ** 2)
+
+
+def dots(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> Float[Tensor, "1 1"]:
+    if x.shape[0] == 9:
+        raise ValueError("nine")
+    return x[None] @ y[:, None]
+
+
+CONTEXTS = {
+    "grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [None, "low"])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_shapes_repeated_tensors_and_contexts_in_turn(kernel: bool, policy: Any) -> None:
+    name = f"dots_{kernel}_{policy}"
+    op = opkit.custom_op(f"fast::{name}", dots, autocast=policy)
+    if kernel:
+        op.register_kernel("cpu", lambda x, y: dots(x, y))
+    calls = (op, getattr(torch.ops.fast, name))
+    for context, in_context in [*CONTEXTS.items()] * 2:
+        for size in [*range(1, 8)] * 3:  # guards of sizes, and then one for all
+            x, y = torch.randn(size, requires_grad=size % 2 == 0), torch.randn(size)
+            with in_context():
+                for call, (a, b) in itertools.product(calls, ((x, y), (x, x), (y, y), (y, x))):
+                    got = call(a, b)
+                    low = context == "autocast" and policy == "low"
+                    assert got.dtype is (torch.bfloat16 if low else torch.float32)  # the body runs with autocast off
+                    torch.testing.assert_close(got.float(), dots(a.float(), b.float()).float(), atol=0.1, rtol=0.02)
+                    recorded = (a.requires_grad or b.requires_grad) and context in ("grad", "autocast")
+                    assert got.requires_grad == recorded
+                    if recorded and not low:
+                        b_grad = 2 * a if a is b else (b if a is x else a)
+                        with torch.autocast("cpu", enabled=False):
+                            torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0], b_grad)
+
+
+def test_autocast_is_on_again_after_an_error() -> None:
+    op = opkit.custom_op("fast::nine", dots)
+    with torch.autocast("cpu", torch.bfloat16):
+        for size in (3, 3, 3, 9, 9, 3):
+            x = torch.ones(size)
+            with pytest.raises(ValueError, match="nine") if size == 9 else contextlib.nullcontext():
+                op(x, x)
+            assert (x[None] @ x[:, None]).dtype is torch.bfloat16
 
 
 def test_parameters_named_like_the_helpers() -> None:
