@@ -6,8 +6,10 @@ Tensors have four elements, so that the calls themselves are what takes time. An
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +45,16 @@ def listed(xs: Sequence[Float[Tensor, "n"]]) -> Float[Tensor, "n"]:
     return torch.sin(xs[0])
 
 
+@dataclasses.dataclass
+class Pair:
+    x: Float[Tensor, "n"]
+    y: Float[Tensor, "n"]
+
+
+def paired(pair: Pair, factor: float) -> Float[Tensor, "n"]:
+    return torch.sin(pair.x)
+
+
 # What torch.library.custom_op takes: the same without sizes in the annotations.
 
 
@@ -62,7 +74,12 @@ def plain_listed(xs: Sequence[Tensor]) -> Tensor:
     return torch.sin(xs[0])
 
 
+def plain_paired(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    return torch.sin(x)
+
+
 _PAIRS = {
+    "paired": (paired, plain_paired),
     "one": (one, plain_one),
     "three": (three, plain_three),
     "scaled": (scaled, plain_scaled),
@@ -71,13 +88,18 @@ _PAIRS = {
 
 
 @functools.cache
-def _operators(name: str) -> tuple[Any, Any]:
-    """Return opkit's operator and torch's; neither's backward is run."""
-    function, plain = _PAIRS[name]
-    ours = opkit.custom_op(f"opkit_bench::{name}", function, mutates_args=())
-    theirs = torch.library.custom_op(f"opkit_bench_peer::{name}", plain, mutates_args=())
-    theirs.register_autograd(lambda ctx, grad: (grad, None, None))
-    return ours, theirs
+def _operators(function: str, case: str) -> tuple[Any, Any]:
+    """Return opkit's operator of a case and torch's; neither's backward is run."""
+    ours, theirs = _PAIRS[function]
+    name = _name(case)
+    op = opkit.custom_op(f"opkit_bench::{name}", ours, mutates_args=())
+    peer = torch.library.custom_op(f"opkit_bench_peer::{name}", theirs, mutates_args=())
+    peer.register_autograd(lambda ctx, grad: (grad, None, None))
+    return op, peer
+
+
+def _name(case: str) -> str:
+    return "call_" + case.replace(" ", "_")
 
 
 @functools.cache
@@ -109,20 +131,28 @@ def cases(setting: Setting) -> Iterator[Case]:
         "with gradient": ("one", [((tracked,), {})], no_context),
         "one of three with gradient": ("three", [((x, tracked, y), {})], no_context),
     }
-    for name, (operator, arguments, context) in kinds.items():
+    for name, (function, arguments, context) in kinds.items():
         for through in (False, True):
             title = f"{name}, through torch.ops" if through else name
-            yield Case(title, functools.partial(_ways, operator, arguments, context, through), _CALLS)
+            yield Case(title, functools.partial(_ways, function, name, arguments, context, through), _CALLS)
+    pair = Pair(x, y)
+    yield Case("a dataclass", functools.partial(_dataclass, pair), _CALLS)
+    yield Case("4 threads", functools.partial(_threads, x), 4 * _CALLS)
     if setting.device == "cpu":
         yield Case("a kernel in C", functools.partial(_kernel_in_c, x), _CALLS)
 
 
 def _ways(
-    operator: str, arguments: list[tuple[Any, dict[str, Any]]], context: Callable[[], Any], through: bool
+    function: str,
+    case: str,
+    arguments: list[tuple[Any, dict[str, Any]]],
+    context: Callable[[], Any],
+    through: bool,
 ) -> Ways:
-    pair = _operators(operator)
+    pair = _operators(function, case)
     if through:
-        pair = getattr(torch.ops.opkit_bench, operator), getattr(torch.ops.opkit_bench_peer, operator)
+        name = _name(case)
+        pair = getattr(torch.ops.opkit_bench, name), getattr(torch.ops.opkit_bench_peer, name)
     ours, theirs = (_repeated(op, arguments, context) for op in pair)
     return {"opkit": ours, "custom_op": theirs}
 
@@ -136,6 +166,34 @@ def _repeated(op: Any, arguments: list[tuple[Any, dict[str, Any]]], context: Cal
                 op(*args, **named)
 
     return run
+
+
+def _dataclass(pair: Pair) -> Ways:
+    op, peer = _operators("paired", "a dataclass")
+
+    def theirs(pair: Pair, factor: float) -> Any:  # custom_op takes the fields
+        return peer(pair.x, pair.y, factor)
+
+    arguments: list[tuple[Any, dict[str, Any]]] = [((pair, 0.5), {})]
+    ways = {"opkit": op, "custom_op": theirs}
+    return {name: _repeated(way, arguments, contextlib.nullcontext) for name, way in ways.items()}
+
+
+def _threads(x: Tensor) -> Ways:
+    def together(op: Any) -> Callable[[], None]:
+        calls = _repeated(op, [((x,), {})], contextlib.nullcontext)
+
+        def run() -> None:
+            threads = [threading.Thread(target=calls) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        return run
+
+    ours, theirs = _operators("one", "4 threads")
+    return {"opkit": together(ours), "custom_op": together(theirs)}
 
 
 def _kernel_in_c(x: Tensor) -> Ways:
