@@ -75,12 +75,8 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
             raise
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
-        signature = self._operator.signature
-        if not signature.flattened:
-            return self._opoverload(*args, **kwargs)
-        positional, named = signature.encode(args, kwargs)
-        result = self._opoverload(*positional, **named)
-        return result if signature.returns is None else signature.returns.decode(result)
+        call, signature = self._opoverload, self._operator.signature
+        return signature.through(call, *args, **kwargs) if signature.flattened else call(*args, **kwargs)
 
     def _renew(self) -> None:
         """Forget every plan because a kernel or a rule was registered, enabled or disabled."""
@@ -93,11 +89,11 @@ class CustomOp(private.CustomOpDef, Generic[P, R]):
         """Set what ``_call`` runs; ``renewed`` says whether kernels or rules may have changed."""
         operator = self._operator
         self._opoverload = operator.overload
-        flattened = operator.signature.flattened
-        through = self._dispatched if flattened else private.builtin(operator.overload)
+        through, serving = private.builtin(operator.overload), operator.bridged.serving
         planned = self._dispatcher.refresh(through, operator.forced > 0, renewed)
-        private.use_pyobj_dispatch(operator.overload, not operator.bridged.serving)
-        self._call: Callable[..., Any] = through if operator.bridged.serving and not flattened else planned
+        private.use_pyobj_dispatch(operator.overload, not serving)
+        call = through if serving else planned
+        self._call = functools.partial(operator.signature.through, call) if operator.signature.flattened else call
 
     def _force(self, change: int) -> None:
         with self._operator.lock:

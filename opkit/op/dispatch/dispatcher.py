@@ -73,7 +73,7 @@ class Dispatcher:
             self.fast.suspend(routes)
         elif not renewed:
             self.fast.resume()
-        below = operator.overload if operator.bridged.serving or operator.signature.flattened else self.fast.call
+        below = operator.overload if operator.bridged.serving else self.fast.call
         for device, kernel in self.autocast.items():
             kernel.casts = operator.autocast is not None or device in operator.registered.autocast
             kernel.below[0] = functools.partial(self._cast, device, below) if kernel.casts else below

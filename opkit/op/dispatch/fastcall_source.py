@@ -18,12 +18,13 @@ import torch
 
 from opkit.op.core import Operator
 from opkit.op.schema.annotations import without_none
-from opkit.op.schema.signature import OperatorParameter
+from opkit.op.schema.signature import EMPTY, KINDS, OperatorParameter
 
 _SCALAR_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "dtype": torch.dtype, "device": torch.device}
 _TENSORS = ("tensor", "tensors")
 _LISTS = (list, tuple, Sequence)
 _NUMBERS = (int, float, bool)
+_NUMBER_LISTS = {"SymInt[]": list[int], "float[]": list[float], "bool[]": list[bool]}
 _RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "known", "type", "len", "tuple", "any"}
 
 _TEMPLATE = """
@@ -135,10 +136,10 @@ _RECORDED = "(entry.recorded is None or entry.recorded is grad_enabled())"  # th
 
 def has_fast_form(operator: Operator) -> bool:
     """Return whether fast calls can be generated for the operator's signature."""
-    schema, parameters = operator.schema, operator.signature.parameters
+    schema, parameters = operator.schema, parameters_of(operator)
     known = all(p.kind == "tensor" or p.kind in _SCALAR_TYPES or _is_list(p) for p in parameters)
     named_apart = not any(p.name in _RESERVED or p.name.startswith("_opkit") for p in parameters)
-    plain = not (schema.is_mutable or schema._is_view_op() or operator.signature.flattened)  # pyright: ignore[reportPrivateUsage]
+    plain = not (schema.is_mutable or schema._is_view_op())  # pyright: ignore[reportPrivateUsage]
     same_names = [p.name for p in parameters] == [a.name for a in schema.arguments]
     return (
         any(p.kind in _TENSORS for p in parameters)
@@ -147,6 +148,27 @@ def has_fast_form(operator: Operator) -> bool:
         and plain
         and same_names
         and len(schema.returns) > 0
+    )
+
+
+def parameters_of(operator: Operator) -> tuple[OperatorParameter, ...]:
+    """Return the operator's parameters; those of the schema if Python's are structures."""
+    signature = operator.signature
+    if not signature.flattened:
+        return signature.parameters
+    known = {argument.name: argument.type for argument in signature.arguments}
+    return tuple([_of_schema(argument, known[argument.name]) for argument in operator.schema.arguments])
+
+
+def _of_schema(argument: Any, text: str) -> OperatorParameter:
+    plain = text.removesuffix("?")
+    return OperatorParameter(
+        name=argument.name,
+        kind=KINDS.get(plain, "other"),
+        optional=plain != text,
+        keyword_only=argument.kwarg_only,
+        default=argument.default_value if argument.has_default_value() else EMPTY,
+        annotation=_NUMBER_LISTS.get(plain),
     )
 
 
@@ -163,7 +185,7 @@ def _items(p: OperatorParameter) -> type | None:
 
 def kernels(operator: Operator) -> dict[str, Any]:
     """Return functions that make the dispatcher's kernels; see ``_KERNELS``."""
-    parameters, namespace = operator.signature.parameters, dict[str, Any]()
+    parameters, namespace = parameters_of(operator), dict[str, Any]()
     declared = passed = "*args, **kwargs"
     if has_fast_form(operator):  # to pass arguments by name takes less time
         declared, passed = _parameter_list(parameters, namespace), _passed(parameters, lambda p: p.name)
@@ -173,7 +195,7 @@ def kernels(operator: Operator) -> dict[str, Any]:
 
 def source(operator: Operator, namespace: dict[str, Any]) -> str:
     """Return the source of ``call``, ``dispatched``, ``bound`` and ``planned``; the names that they need go to ``namespace``."""
-    parameters = operator.signature.parameters
+    parameters = parameters_of(operator)
     conditional = any(
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
     )
@@ -236,9 +258,7 @@ def _returned(operator: Operator) -> str:
     one = len(operator.schema.returns) == 1
     return (
         " or ".join(
-            f"result is {p.name}"
-            for p in operator.signature.parameters
-            if one and p.kind == "tensor" and not p.optional
+            f"result is {p.name}" for p in parameters_of(operator) if one and p.kind == "tensor" and not p.optional
         )
         or "False"
     )

@@ -129,8 +129,11 @@ class RecordCodec(Codec):
     def __init__(self, kind: Any, parts: Mapping[str, Codec]) -> None:
         super().__init__(*[Field(f"_{name}{f.suffix}", f.type) for name, part in parts.items() for f in part.fields])
         self.kind, self.parts = kind, parts
+        self._as_they_are = all(type(part) is Codec for part in parts.values())
 
     def encode(self, value: Any) -> tuple[Any, ...]:
+        if self._as_they_are:
+            return tuple(self._items(value))
         return tuple(
             [
                 item
@@ -149,9 +152,9 @@ class RecordCodec(Codec):
         return [getattr(value, name) for name in self.parts]
 
     def decode(self, values: Sequence[Any]) -> Any:
-        items: list[Any] = []
+        items: list[Any] = [*values] if self._as_they_are else []
         start = 0
-        for part in self.parts.values():
+        for part in () if self._as_they_are else self.parts.values():
             items.append(part.decode(values[start : start + len(part.fields)]))
             start += len(part.fields)
         return tuple(items) if self.kind is tuple else self.kind(**dict(zip(self.parts, items, strict=True)))

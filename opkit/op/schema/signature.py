@@ -18,7 +18,7 @@ from opkit.errors import ArgumentTypeError, DefinitionError
 from opkit.op.schema import annotations, patterns
 from opkit.op.schema.codecs import Codec, Field, ReturnCodec, codec_for, return_codec, strip
 
-_KINDS = {
+KINDS = {
     "Tensor": "tensor", "Tensor[]": "tensors", "Tensor?[]": "tensors", "SymInt": "int", "float": "float", "bool": "bool",
     "str": "str", "ScalarType": "dtype", "Device": "device",
 }  # fmt: skip
@@ -63,19 +63,33 @@ class OperatorParameter:
         """Whether a call must pass this argument."""
         return self.default is EMPTY
 
+    @functools.cached_property
+    def has_stand_in(self) -> bool:
+        """Whether None stands for a default that the schema language cannot spell."""
+        return any(argument.stands_for is not EMPTY for argument in self.arguments)
+
     def encode(self, value: Any) -> tuple[Any, ...]:
         """Return the values of its schema arguments for a Python value."""
         return (value,) if self.codec is None else self.codec.encode(value)
 
     def decode(self, values: Sequence[Any]) -> Any:
         """Return the Python value for its schema arguments; ``EMPTY`` stands for one that was left out."""
-        if any(value is EMPTY for value in values):
+        values = [*values] + [EMPTY] * (len(self.arguments) - len(values))
+        missing = [value is EMPTY for value in values]
+        if all(missing):
+            return self.default
+        if any(missing):
             default = self.encode(self.default)
             values = [d if value is EMPTY else value for value, d in zip(values, default, strict=True)]
-        values = [
-            argument.stands_for if value is None and argument.stands_for is not EMPTY else value
-            for value, argument in zip(values, self.arguments, strict=True)
-        ]
+        return self.restore(values)
+
+    def restore(self, values: Sequence[Any]) -> Any:
+        """As :meth:`decode`, of all its schema arguments."""
+        if self.has_stand_in:
+            values = [
+                argument.stands_for if value is None and argument.stands_for is not EMPTY else value
+                for value, argument in zip(values, self.arguments, strict=True)
+            ]
         return values[0] if self.codec is None else self.codec.decode(values)
 
 
@@ -98,8 +112,7 @@ class Signature:
     @functools.cached_property
     def flattened(self) -> bool:
         """Whether a codec converts some argument or result between Python and the schema."""
-        as_they_are = all(argument.stands_for is EMPTY for argument in self.arguments)
-        return self.returns is not None or not as_they_are or any(parameter.codec for parameter in self.parameters)
+        return self.returns is not None or any(p.codec or p.has_stand_in for p in self.parameters)
 
     @functools.cached_property
     def annotated(self) -> bool:
@@ -112,15 +125,17 @@ class Signature:
         Raises:
             ArgumentTypeError: the call does not fit the signature, or an argument is not of its parameter's type.
         """
-        bound = self.bind(args, kwargs)
-        bound.apply_defaults()
+        try:
+            given = self._in_order(*args, **kwargs)
+        except TypeError:
+            self.bind(args, kwargs)
+            raise
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        for parameter in self.parameters:
-            value = bound.arguments[parameter.name]
+        for parameter, value in zip(self.parameters, given, strict=True):
             try:
                 values = parameter.encode(value)
-                if any(
+                if parameter.has_stand_in and any(
                     v is None and a.stands_for is not EMPTY for v, a in zip(values, parameter.arguments, strict=True)
                 ):
                     raise ArgumentTypeError(
@@ -133,6 +148,24 @@ class Signature:
             else:
                 positional.extend(values)
         return positional, named
+
+    def through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the Python result of a Python call, by a function of schema values."""
+        positional, named = self.encode(args, kwargs)
+        result = call(*positional, **named)
+        return result if self.returns is None else self.returns.decode(result)
+
+    @functools.cached_property
+    def _in_order(self) -> Callable[..., tuple[Any, ...]]:
+        """A function with this signature that returns its arguments, which takes less time than :meth:`bind`."""
+        parameters = self.python.parameters.values()
+        shown = [
+            p.replace(annotation=EMPTY, default=p.default if p.default is EMPTY else _Spelled(f"_default_{p.name}"))
+            for p in parameters
+        ]
+        declared = str(self.python.replace(parameters=shown, return_annotation=EMPTY))[1:-1]
+        defaults = {f"_default_{p.name}": p.default for p in parameters}
+        return eval(f"lambda {declared}: ({''.join(f'{p.name}, ' for p in parameters)})", defaults)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Return the Python arguments of a call by name.
@@ -154,22 +187,30 @@ class Signature:
         """Return the Python arguments for a call through the schema; one that was left out is the parameter's default."""
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        start = 0
+        start, complete = 0, len(args) == len(self.arguments)
         for parameter in self.parameters:
-            fields = field_names(parameter)
+            count = len(parameter.arguments)
             if parameter.keyword_only:
-                values = [kwargs.get(name, EMPTY) for name in fields]
+                values = [kwargs.get(name, EMPTY) for name in field_names(parameter)]
             else:
-                values = [*args[start : start + len(fields)]]
-                start += len(fields)
-                values += [EMPTY] * (len(fields) - len(values))
-            absent = all(value is EMPTY for value in values)
-            value = parameter.default if absent else parameter.decode(values)
+                values = args[start : start + count]
+                start += count
+            value = parameter.restore(values) if complete else parameter.decode(values)
             if parameter.keyword_only:
                 named[parameter.name] = value
             else:
                 positional.append(value)
         return positional, named
+
+
+class _Spelled:
+    """A default that is shown as this text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 def field_names(parameter: OperatorParameter) -> list[str]:
@@ -261,7 +302,7 @@ def _parameter(item: inspect.Parameter, scope: dict[str, Any]) -> OperatorParame
         return dataclasses.replace(unread, problem=problem)
     read = dataclasses.replace(
         unread,
-        kind="other" if codec else _KINDS.get((kind or "").removesuffix("?"), "other"),
+        kind="other" if codec else KINDS.get((kind or "").removesuffix("?"), "other"),
         optional=annotations.without_none(plain)[1],
         annotation=plain,
         pattern=_first_pattern(annotation),
