@@ -1,14 +1,15 @@
 """The eager fast path: functions written for one operator's signature.
 
 Dispatching through torch costs several microseconds a call in Python. When nothing needs the dispatcher (no mode, no
-transform, no autocast, no profiler, only ordinary dense tensors) a call can go straight to its plan. Two functions are
-generated as Python source for the operator's own parameters (``fastcall_source``), as ``dataclasses`` does for ``__init__``;
-loops over the parameters would cost more than they save:
+transform, no profiler, only ordinary dense tensors) a call can go straight to its plan. Functions are generated as Python
+source for the operator's own parameters (``fastcall_source``), as ``dataclasses`` does for ``__init__``; loops over the
+parameters would cost more than they save:
 
 - ``call`` evaluates one compiled guard, the one that torch.compile's own programs use (``TensorGuards``: types, dispatch keys
   with the thread's modes, dtypes, devices, sizes, need of gradients), to see whether this call is like a recent one;
 - ``planned`` looks the plan up by shapes, dtypes and flags (``planning`` makes it if it is new), and installs that guard once
-  the plan is used often.
+  the plan is used often;
+- ``dispatched`` and ``below`` do the same for the Autograd kernel and the one below it.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -166,17 +167,29 @@ class FastCalls:
         self._generated["_opkit_plans"].clear()
         self._generated["_opkit_entries"].clear()
         self.call, self.dispatched = self._generated["call"], self._generated["dispatched"]
-        self.planned, self.below = self._generated["planned"], self._generated["below"]
-        self.bound = self._generated["bound"]
+        self.planned, self.bound = self._generated["planned"], self._generated["bound"]
+        self.below = self._generated.get("below", self._first_below)
+
+    def _first_below(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._operator is not None
+        with self._operator.lock:
+            if self.below == self._first_below:
+                _define(self._operator, self._generated, fastcall_source.BELOW)
+                self.below = self._generated["below"]
+        return self.below(*args, **kwargs)
 
 
 def _functions(operator: Operator, routes: Routes) -> dict[str, Any]:
     """Return the generated functions of an operator and the names that they use, as one namespace."""
     namespace = _namespace(operator, routes)
-    source = fastcall_source.source(operator, namespace)
-    exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
+    _define(operator, namespace, fastcall_source.CALLS)
     namespace["_opkit_planned"] = namespace["planned"]
     return namespace
+
+
+def _define(operator: Operator, namespace: dict[str, Any], template: str) -> None:
+    source = fastcall_source.source(operator, namespace, template)
+    exec(compile(source, f"<opkit call of {operator.name}>", "exec"), namespace)
 
 
 def _namespace(operator: Operator, routes: Routes) -> dict[str, Any]:
@@ -202,10 +215,15 @@ def _namespace(operator: Operator, routes: Routes) -> dict[str, Any]:
         known[sizes] = plan = plans.get(key) or new_plan(key, args, kwargs)
         return plan
 
+    def any_size(known: dict[Any, CallPlan], training: bool) -> Callable[..., Any]:
+        if "any_size" not in namespace:
+            _define(operator, namespace, fastcall_source.ANY_SIZE)
+        return namespace["any_size"](known, training)
+
     def install(training: bool, plan: CallPlan, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
         plan.uses, plan.patience = 0, plan.patience * 2
         if tensors and not any(tensor is None for tensor in tensors):
-            guards.install(training, plan, namespace["any_size"], tensors, flags)
+            guards.install(training, plan, any_size, tensors, flags)
 
     def install_around(plan: CallPlan, kernel: AutocastKernel, tensors: Sequence[Any], flags: tuple[Any, ...]) -> None:
         private.set_excluded(kernel.key, True)

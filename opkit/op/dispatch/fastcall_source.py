@@ -9,6 +9,8 @@ because it must be called with as many tensors as it was made for.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 from textwrap import indent
@@ -27,7 +29,7 @@ _NUMBERS = (int, float, bool)
 _NUMBER_LISTS = {"SymInt[]": list[int], "float[]": list[float], "bool[]": list[bool]}
 _RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "known", "type", "len", "tuple", "any"}
 
-_TEMPLATE = """
+CALLS = """
 def call({parameters}):
     if {types}:
         flags = ({flags})
@@ -56,19 +58,6 @@ def dispatched(keyset, {parameters}):
                 return result
     return decide(keyset, {passed})
 
-def below({parameters}):
-    if grad_enabled() or profiling() or dispatch_modes():
-        return backend({passed})
-    if {types}:
-        flags = ({flags})
-        for entry in entries:
-            if {like}:
-                result = entry.fn({passed})
-                if {returned}:
-                    returned_argument()
-                return result
-    return planned({passed})
-
 def bound({parameters}):
     if {types}:
         flags = ({flags})
@@ -86,7 +75,24 @@ def planned({parameters}):
         plan = new_plan({key}, ({positional}), {named})
     training = {gradients}
     {run}
+"""
 
+# What few operators need.
+BELOW = """
+def below({parameters}):
+    if grad_enabled() or profiling() or dispatch_modes():
+        return backend({passed})
+    if {types}:
+        flags = ({flags})
+        for entry in entries:
+            if {like}:
+                result = entry.fn({passed})
+                if {returned}:
+                    returned_argument()
+                return result
+    return planned({passed})
+"""
+ANY_SIZE = """
 def any_size(known, training):
     def sized({parameters}):
         plan = known.get({sizes})
@@ -188,13 +194,20 @@ def kernels(operator: Operator) -> dict[str, Any]:
     parameters, namespace = parameters_of(operator), dict[str, Any]()
     declared = passed = "*args, **kwargs"
     if has_fast_form(operator):  # to pass arguments by name takes less time
+        if not any(p.keyword_only for p in parameters):  # other operators then have the same source
+            parameters = tuple([dataclasses.replace(p, name=f"_{number}") for number, p in enumerate(parameters)])
         declared, passed = _parameter_list(parameters, namespace), _passed(parameters, lambda p: p.name)
-    exec(_KERNELS.format(parameters=declared, passed=passed), namespace)
+    exec(_compiled(_KERNELS.format(parameters=declared, passed=passed)), namespace)
     return namespace
 
 
-def source(operator: Operator, namespace: dict[str, Any]) -> str:
-    """Return the source of ``call``, ``dispatched``, ``bound`` and ``planned``; the names that they need go to ``namespace``."""
+@functools.cache
+def _compiled(source: str) -> Any:
+    return compile(source, "<opkit kernels>", "exec")
+
+
+def source(operator: Operator, namespace: dict[str, Any], template: str) -> str:
+    """Return the source of a template's functions; the names that they need go to ``namespace``."""
     parameters = parameters_of(operator)
     conditional = any(
         kernel.when is not None or kernel.autotune or kernel.prepared for kernel in operator.kernels.kernels
@@ -217,7 +230,7 @@ def source(operator: Operator, namespace: dict[str, Any]) -> str:
         "sizes": _key(parameters, conditional, bool(operator.kernels.kernels), sizes_only=True),
     }
     run = _RUN.format(**parts)
-    text = _TEMPLATE.format(**parts, run=indent(run, " " * 4).strip(), run_sized=indent(run, " " * 8).strip())
+    text = template.format(**parts, run=indent(run, " " * 4).strip(), run_sized=indent(run, " " * 8).strip())
     for name in _HELPERS:  # the helpers' names are prefixed, so that no parameter can hide one
         text = text.replace(f"{name}(", f"_opkit_{name}(").replace(f" {name}:", f" _opkit_{name}:")
     text = text.replace("forward_ad.", "_opkit_forward_ad.").replace("plans.get", "_opkit_plans.get")
