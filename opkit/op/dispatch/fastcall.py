@@ -46,11 +46,11 @@ class AutocastKernel:
         self.below: list[Callable[..., Any]] = [make]
         self.casts = True
         self._make = make
-        self.kernel = private.untraced(make(private.set_excluded, key, self.below))
+        self.kernel = private.untraced(make(private.is_excluded, private.set_excluded, key, self.below))
 
     def around(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs ``fn`` with autocast off."""
-        return self._make(private.set_excluded, self.key, [fn])
+        return self._make(private.is_excluded, private.set_excluded, self.key, [fn])
 
 
 class Routes(NamedTuple):

@@ -27,7 +27,7 @@ _TENSORS = ("tensor", "tensors")
 _LISTS = (list, tuple, Sequence)
 _NUMBERS = (int, float, bool)
 _NUMBER_LISTS = {"SymInt[]": list[int], "float[]": list[float], "bool[]": list[bool]}
-_RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "known", "type", "len", "tuple", "any"}
+_RESERVED = {"plan", "result", "training", "entry", "keyset", "flags", "known", "before", "type", "len", "tuple", "any"}
 
 CALLS = """
 def call({parameters}):
@@ -121,13 +121,14 @@ def autograd(_opkit_fast):
         return _opkit_fast.dispatched(keyset, {passed})
     return kernel
 
-def autocast(_opkit_exclude, _opkit_key, _opkit_below):
+def autocast(_opkit_is_excluded, _opkit_set_excluded, _opkit_key, _opkit_below):
     def kernel({parameters}):
-        _opkit_exclude(_opkit_key, True)
+        before = _opkit_is_excluded(_opkit_key)
+        _opkit_set_excluded(_opkit_key, True)
         try:
             return _opkit_below[0]({passed})
         finally:
-            _opkit_exclude(_opkit_key, False)
+            _opkit_set_excluded(_opkit_key, before)
     return kernel
 
 def backend(_opkit_fast):
