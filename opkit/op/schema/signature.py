@@ -112,7 +112,11 @@ class Signature:
     @functools.cached_property
     def flattened(self) -> bool:
         """Whether a codec converts some argument or result between Python and the schema."""
-        return self.returns is not None or any(p.codec or p.has_stand_in for p in self.parameters)
+        stand_ins = [p.has_stand_in for p in self.parameters]
+        flattened = self.returns is not None or any(stand_ins) or any(p.codec for p in self.parameters)
+        if flattened:
+            _ = self._in_order  # now, as Dynamo cannot trace how a cached property is computed
+        return flattened
 
     @functools.cached_property
     def annotated(self) -> bool:
