@@ -76,38 +76,41 @@ KERNEL = opkit.c_kernel(SOURCE, bind={"y": "out"})
 int4_linear.register_kernel("cpu", KERNEL, when=lambda x: x.numel() <= 2 * x.shape[-1])
 
 
-# A program has some outputs of one row of x, and computes in float32. Other rows read the weights from the cache.
+# A program has some outputs of one row of x, and reads some groups of each at once, in float32. A group has one scale.
 @triton.jit
 def _int4_linear(
-    x, packed, scale, out, half, outputs, groups, GROUP: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr
-):  # fmt: skip
-    output, row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.program_id(0).to(tl.int64)
-    total = tl.zeros([OUTPUTS, BYTES], tl.float32)
-    for first in range(0, half, BYTES):
-        byte = first + tl.arange(0, BYTES)[None, :]
-        even = tl.load(x + row * 2 * half + 2 * byte, byte < half, other=0.0).to(tl.float32)
-        odd = tl.load(x + row * 2 * half + 2 * byte + 1, byte < half, other=0.0).to(tl.float32)
-        inside = (output < outputs) & (byte < half)
-        both = tl.load(packed + output * half + byte, inside, other=0).to(tl.int32)
-        factor = tl.load(scale + output * groups + byte // GROUP, inside, other=0.0).to(tl.float32)
-        total += even * (((both & 15) - 8) * factor) + odd * (((both >> 4) - 8) * factor)
-    tl.store(out + row * outputs + output, tl.sum(total, 1)[:, None], output < outputs)
+    x, packed, scale, out, half, outputs, groups, GROUP: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr
+):
+    output, row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(0).to(tl.int64)
+    which, byte = output[:, None, None], tl.arange(0, GROUP)[None, None, :]
+    total = tl.zeros([OUTPUTS, GROUPS, GROUP], tl.float32)
+    for first in range(0, groups, GROUPS):
+        group = first + tl.arange(0, GROUPS)[None, :, None]
+        at = group * GROUP + byte
+        pairs = 2 * at[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
+        even, odd = tl.split(tl.load(x + row * 2 * half + pairs, pairs < 2 * half, other=0.0).to(tl.float32))
+        inside = (which < outputs) & (group < groups)
+        both = tl.load(packed + which * half + at, inside, other=0).to(tl.int32)
+        factor = tl.load(scale + which * groups + group, inside, other=0.0).to(tl.float32)
+        total += (even * ((both & 15) - 8).to(tl.float32) + odd * ((both >> 4) - 8).to(tl.float32)) * factor
+    tl.store(out + row * outputs + output, tl.sum(tl.sum(total, 2), 1), output < outputs)
+
+
+def _fits(x, packed, scale):
+    """Return whether the kernel takes the call: with more rows, the reference's product of matrices is faster."""
+    half, groups = packed.shape[1], scale.shape[1]
+    return x.numel() <= 8 * x.shape[-1] and groups > 0 and half % groups == 0 and (half // groups).bit_count() == 1
 
 
 TRITON = opkit.triton_kernel(
     _int4_linear,
     grid=lambda batch, outputs, OUTPUTS: (batch, triton.cdiv(outputs, OUTPUTS)),
-    GROUP=lambda half, groups: max(half // groups, 1),
-    OUTPUTS=4,
-    BYTES=512,
+    GROUP=lambda half, groups: half // groups,
+    OUTPUTS=16,
+    GROUPS=lambda GROUP: max(256 // GROUP, 1),
     examples=[{"x": "bf16[1, 4096]", "packed": "u8[4096, 2048]", "scale": "bf16[4096, 32]"}],
 )
-int4_linear.register_kernel(
-    "cuda",
-    TRITON,
-    when=lambda x, scale: x.numel() <= 8 * x.shape[-1] and scale.shape[1] and x.shape[-1] // 2 % scale.shape[1] == 0,
-    dtypes=[torch.float32, torch.bfloat16, torch.float16],
-)
+int4_linear.register_kernel("cuda", TRITON, when=_fits, dtypes=[torch.float32, torch.bfloat16, torch.float16])
 
 _FLOAT, _FILLS = (torch.float32, torch.float64), ("normal", "integers", "ones", "zeros", "small")
 OPKIT_CHECKS = {
