@@ -4,15 +4,20 @@ Forward and backward in float32 and bfloat16, causal and windowed masks, short s
 (``errors`` of lengths, ``numerics`` of head sizes). FlexAttention is compiled by Inductor, with opkit's masks and biases.
 All alternate, round by round, in one process, on two threads; a figure is the median of the rounds, a ratio the median of
 the rounds' own. The peak is what a loop of independent multiply-adds reaches in the same rounds, in the widest
-instructions that the processor has (VDPBF16PS for bfloat16; none where it has no such instruction)::
+instructions that opkit uses (VDPBF16PS for bfloat16; those of float32 where there is no such instruction)::
 
-    python benchmarks/attention_cpu.py [--what forward,backward,masks,flex,short,call,errors,numerics] [--rounds 7] [--quick]
-        [--markdown FILE]
+    python benchmarks/attention_cpu.py [--what forward,backward,cases,masks,flex,short,call,errors,numerics] [--rounds 7]
+        [--threads 2] [--quick] [--markdown FILE]
+
+``cases`` has head sizes, masks and lengths of many kinds. With ``OPKIT_ISA=avx2 ATEN_CPU_CAPABILITY=avx2
+ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2`` set, both sides use AVX2 (MKL ignores the last one on AMD's
+processors, but has nothing wider for them).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -39,59 +44,67 @@ SIZES = [  # batch, heads, sequence, head
 ]  # fmt: skip
 QUICK = [(1, 2, 128, 64)]
 
+CASES = [  # batch, heads, heads of keys, sequence, head, mask
+    (8, 8, 8, 32, 64, ""), (4, 8, 8, 64, 64, "causal"), (8, 8, 8, 128, 64, ""), (2, 8, 8, 512, 40, ""),
+    (2, 8, 8, 512, 80, "causal"), (1, 8, 8, 1024, 64, ""), (1, 8, 8, 1024, 96, ""), (1, 8, 2, 1024, 128, "causal"),
+    (1, 4, 4, 1024, 256, ""), (1, 4, 4, 2048, 64, "window"), (1, 4, 4, 4096, 64, ""), (1, 2, 2, 4096, 128, "causal"),
+]  # fmt: skip
+WINDOW = 256
+
 PEAK = r"""
 #include <immintrin.h>
 #include <stdint.h>
-// 24 sums are enough for two instructions a cycle with a latency of four.
+// %(sums)s sums are enough for two instructions a cycle with a latency of four.
 __attribute__((target("%(target)s"))) static void loop(float* out, int64_t n) {
-    __m512 sum[24];
-    for (int i = 0; i < 24; i++) sum[i] = _mm512_setzero_ps();
-    const __m512 a = _mm512_set1_ps(1.0f);
+    __m%(bits)s sum[%(sums)s];
+    const __m%(bits)s a = _mm%(bits)s_set1_ps(1.0f);
+    for (int i = 0; i < %(sums)s; i++) sum[i] = a;
     for (int64_t k = 0; k < n; k++) {
         #pragma GCC unroll 24
-        for (int i = 0; i < 24; i++) sum[i] = %(step)s;
+        for (int i = 0; i < %(sums)s; i++) sum[i] = %(step)s;
     }
-    for (int i = 0; i < 24; i++) out[i] = _mm512_reduce_add_ps(sum[i]);
+    for (int i = 0; i < %(sums)s; i++) _mm%(bits)s_storeu_ps(out + 16 * i, sum[i]);
 }
 void %(name)s(const float* seed, float* out, int64_t n) { (void)seed; loop(out, n); }
 """
-KINDS = {  # the target, a step, its FLOPs
-    torch.float32: ("avx512f", "_mm512_fmadd_ps(a, a, sum[i])", 32),
-    torch.bfloat16: ("avx512f,avx512bf16", "_mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)a)", 64),
+KINDS = {  # by the kernel's ISA: the target, bits, sums, a step, its FLOPs
+    "avx2": ("avx2,fma", "256", 12, "_mm256_fmadd_ps(a, a, sum[i])", 16),
+    "avx512": ("avx512f", "512", 24, "_mm512_fmadd_ps(a, a, sum[i])", 32),
+    "avx512_bf16": ("avx512f,avx512bf16", "512", 24, "_mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)a)", 64),
 }
 
 
 def peak(dtype: torch.dtype) -> tuple[Callable[[int], Any], int] | None:
-    """A function that makes n steps on one thread, and the FLOPs of a step; None where the processor has no such vectors."""
+    """A function that makes n steps on one thread, and the FLOPs of a step; None for ISAs without a loop here."""
     from opkit import _core
 
-    features = _core.cpu_features()
-    target, step, flops = KINDS[dtype]
-    needed = {"avx512f": "avx512f", "avx512bf16": "avx512_bf16"}
-    if not all(features.get(needed[each], False) for each in target.split(",")):
+    isa = _core.isa_table()["attention_bf16" if dtype == torch.bfloat16 else "attention_f32"]
+    if isa not in KINDS:
         return None
+    target, bits, sums, step, flops = KINDS[isa]
     name = f"peak_{str(dtype)[6:]}"
 
     @opkit.custom_op(f"benchmark::{name}", inline=False)
     def op(seed: Tensor, n: int) -> Tensor:
-        return seed.new_zeros(24)
+        return seed.new_zeros(24 * 16)
 
-    kernel = opkit.c_kernel(PEAK % {"target": target, "step": step, "name": name}, name=name)
-    op.register_kernel("cpu", kernel)
+    source = PEAK % {"target": target, "bits": bits, "sums": sums, "step": step, "name": name}
+    op.register_kernel("cpu", opkit.c_kernel(source, name=name))
     seed = torch.zeros(24)
-    return lambda n: op(seed, n), 24 * flops
+    return lambda n: op(seed, n), sums * flops
 
 
 def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, round by round."""
+    """Seconds of each call, round by round; of CPU time on one thread, which other processes disturb less."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
@@ -178,6 +191,41 @@ def backward(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[d
             batch, heads, length, head = size
             flops = 10.0 * batch * heads * length * length * head
             yield row(f"{size} {str(dtype)[6:]}", interleaved(calls, options.rounds), flops, ceiling[dtype])
+
+
+def cases(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The forward and the backward of calls of many kinds; what a mask hides is no work. A window is a bool mask of torch's."""
+    for training in (False, True):
+        for dtype in DTYPES:
+            for case in [(1, 2, 1, 128, 64, "window")] if options.quick else CASES:
+                batch, heads, kv_heads, length, head, kind = case
+                seen = torch.ones(length, length, dtype=torch.bool).tril()
+                if kind == "window":
+                    seen = seen.triu(1 - WINDOW)
+                flops = (10.0 if training else 4.0) * batch * heads * head * (int(seen.sum()) if kind else length**2)
+                name = f"{'backward' if training else 'forward'} {str(dtype)[6:]}, "
+                name += f"{batch} x {heads} x {length} x {head}"
+                name += (f", {kv_heads} heads of keys" if heads != kv_heads else "") + (kind and f", {kind}")
+                rounds = options.rounds * (10 if flops < 1e9 else 1)  # of short calls more
+                times = interleaved(_case(case, dtype, training, seen), rounds)
+                yield row(name, times, flops, ceiling[dtype])
+
+
+def _case(case: tuple[Any, ...], dtype: torch.dtype, training: bool, seen: Tensor) -> dict[str, Call]:
+    batch, heads, kv_heads, length, head, kind = case
+    q, gradient = tensors((batch, heads, length, head), dtype, 2)
+    leaves = [each.requires_grad_(training) for each in (q, *tensors((batch, kv_heads, length, head), dtype, 2))]
+    mask = {"": None, "causal": Causal(), "window": Causal() & SlidingWindow(WINDOW - 1)}[kind]
+    how: dict[str, Any] = {"attn_mask": seen} if kind == "window" else {"is_causal": kind == "causal"}
+    how["enable_gqa"] = heads != kv_heads
+    calls: dict[str, Call] = {
+        "opkit": functools.partial(opkit.attention, *leaves, mask=mask),
+        "torch": functools.partial(F.scaled_dot_product_attention, *leaves, **how),
+    }
+    if not training:
+        return calls
+    backwards = {name: (call(), leaves, gradient) for name, call in calls.items()}
+    return {name: functools.partial(torch.autograd.grad, *each, retain_graph=True) for name, each in backwards.items()}
 
 
 def masks(options: argparse.Namespace, ceiling: dict[Any, Any]) -> Iterator[dict[str, Any]]:
@@ -335,8 +383,8 @@ def _errors(length: int, head: int, dtype: torch.dtype, causal: bool) -> dict[st
 
 
 PARTS = {
-    "forward": forward, "backward": backward, "masks": masks, "flex": flex, "short": short, "call": call, "errors": errors,
-    "numerics": numerics,
+    "forward": forward, "backward": backward, "cases": cases, "masks": masks, "flex": flex, "short": short, "call": call,
+    "errors": errors, "numerics": numerics,
 }  # fmt: skip
 
 
