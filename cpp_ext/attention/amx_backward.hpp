@@ -49,7 +49,7 @@ void attend_backward(const BackwardTile& tile) {
     for (int64_t i = 0; i < tile.rows; i += kGroup) {
         product(rows_of(tile.queries, i, tile.head), tile.keys, scores + i * kKeys, kKeys, false);
         product(rows_of(tile.gradients, i, tile.value), tile.values, slopes + i * kKeys, kKeys, false);
-        differentiate_rows<PairProduct>(tile, i, kGroup, scores + i * kKeys, slopes + i * kKeys);
+        differentiate_rows<PairProduct>(tile, i, kGroup, Span(), scores + i * kKeys, slopes + i * kKeys);
         if (!tile.query_sums) continue;
         for (int64_t row = i; row < i + kGroup; ++row) keep_row<PairProduct>(slopes + row * kKeys, cells + (row - i) * (kKeys / 2));
         product({cells, 2 * kKeys, kKeys / isa::kTileK}, tile.key_words, tile.query_sums + i * tile.columns, tile.columns, true);

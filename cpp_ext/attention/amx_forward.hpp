@@ -183,7 +183,7 @@ void run_chunk(const Block& block, const Memory& memory, const Chunk& chunk) {
         const int64_t rows = block.rows - first < kRows ? block.rows - first : kRows;
         for (int64_t n = 0; n < chunk.count; ++n) {
             const uint64_t* visible = chunk.states[n] == kPartial ? memory.visible[n] + first : nullptr;
-            if (visible && none_visible(visible, static_cast<int>(rows))) continue;
+            if (visible && span_of(visible, rows).empty()) continue;
             run_item(block, memory, {chunk.tiles[n], first, rows, visible, block.biased ? memory.biases[n] + first * kKeys : nullptr});
         }
     }

@@ -32,21 +32,24 @@ struct Cut {
 struct Queries {
     char *cells, *gradient_cells;
     uint32_t *words, *gradient_words;
+    const uint32_t **block_words, **block_gradient_words;  // of each block: there or, where these are the same, in its cells
     int64_t of_cells, of_gradient_cells, of_words, of_gradient_words;  // of a block
 
     Queries(const Call& call, const Cut& cut, Pieces& pieces) {
         of_cells = 4 * kBackwardRows * rounded_up(call.head, kWidest);
         of_gradient_cells = 4 * kBackwardRows * rounded_up(call.columns, kWidest);
-        of_words = value_words(call.q.type, call.head, kBackwardRows);
-        of_gradient_words = value_words(call.q.type, call.columns, kBackwardRows);
+        of_words = value_words(call.paired(), call.head, kBackwardRows);
+        of_gradient_words = value_words(call.paired(), call.columns, kBackwardRows);
         cells = pieces.take<char>(of_cells * cut.blocks);
         gradient_cells = pieces.take<char>(of_gradient_cells * cut.blocks);
         words = pieces.take<uint32_t>(of_words * cut.blocks);
         gradient_words = pieces.take<uint32_t>(of_gradient_words * cut.blocks);
+        block_words = pieces.take<const uint32_t*>(cut.blocks);
+        block_gradient_words = pieces.take<const uint32_t*>(cut.blocks);
     }
     static int64_t bytes(const Call& call, const Cut& cut) {
         const int64_t row = 8 * (rounded_up(call.head, kWidest) + rounded_up(call.columns, kWidest));
-        return cut.blocks * kBackwardRows * row + 4 * 64;
+        return cut.blocks * (kBackwardRows * row + 16) + 6 * 64;
     }
 };
 
@@ -57,9 +60,9 @@ struct Keys {
     int64_t of_keys, of_values, of_words;
 
     Keys(const Call& call, const Cut& cut, Pieces& pieces)
-        : of_keys(key_words(call.k.type, call.head)),
-          of_values(key_words(call.v.type, call.columns)),
-          of_words(value_words(call.k.type, call.head)) {
+        : of_keys(key_words(call.paired(), call.head)),
+          of_values(key_words(call.paired(), call.columns)),
+          of_words(value_words(call.paired(), call.head)) {
         keys = pieces.take<uint32_t>(of_keys * cut.of_piece);
         values = pieces.take<uint32_t>(of_values * cut.of_piece);
         words = pieces.take<uint32_t>(of_words * cut.of_piece);
@@ -67,26 +70,30 @@ struct Keys {
         value_sums = pieces.take<float>(kKeys * cut.value_columns * cut.of_piece);
     }
     static int64_t bytes(const Call& call, const Cut& cut) {
-        const int64_t words = key_words(call.k.type, call.head) + key_words(call.v.type, call.columns) +
-                              value_words(call.k.type, call.head);
+        const int64_t words = key_words(call.paired(), call.head) + key_words(call.paired(), call.columns) +
+                              value_words(call.paired(), call.head);
         return 4 * cut.of_piece * (words + kKeys * (cut.columns + cut.value_columns)) + 5 * 64;
     }
 };
 
 void pack_queries(const Call& call, const Gradients& arrays, const Cut& cut, const Queries& to, int64_t batch, int64_t head) {
     thread_local Store store;
-    const auto fill = is_paired(call.q.type) ? call.kernels->attention_cells_bf16 : call.kernels->attention_cells_f32;
+    const auto fill = call.paired() ? call.kernels->attention_cells_bf16 : call.kernels->attention_cells_f32;
     const auto pack = [&](const Operand& operand, int64_t elements, int64_t block, bool clean, char* cells, uint32_t* words) {
+        const bool same = !call.paired() && elements == padded_columns(elements);
         const int64_t first = block * kBackwardRows, count = std::min(kBackwardRows, call.queries - first);
         auto* copy = reinterpret_cast<float*>(store.of(4 * count * elements));
-        const Rows rows = widened(rows_of(operand, batch, head, first, count, elements), copy);
+        const Rows rows = widened(*call.kernels, rows_of(operand, batch, head, first, count, elements), copy);
         fill(rows.data, rows.stride, count, elements, cells);
-        pack_values(*call.kernels, rows, kBackwardRows, clean, words);
+        const auto* filled = reinterpret_cast<const uint32_t*>(cells);
+        if (same && !(clean && any_unclean(filled, count * elements, false))) return filled;
+        pack_values(*call.kernels, rows, rounded_up(count, kMostRows), clean, words);
+        return static_cast<const uint32_t*>(words);
     };
     for (int64_t n = 0; n < cut.blocks; ++n) {
-        pack(call.q, call.head, n, true, to.cells + n * to.of_cells, to.words + n * to.of_words);
-        pack(arrays.gradient, call.columns, n, false, to.gradient_cells + n * to.of_gradient_cells,
-             to.gradient_words + n * to.of_gradient_words);
+        to.block_words[n] = pack(call.q, call.head, n, true, to.cells + n * to.of_cells, to.words + n * to.of_words);
+        to.block_gradient_words[n] = pack(arrays.gradient, call.columns, n, false, to.gradient_cells + n * to.of_gradient_cells,
+                                          to.gradient_words + n * to.of_gradient_words);
     }
 }
 
@@ -131,7 +138,7 @@ void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Q
     auto* memory = pieces.take<char>(kBackwardMemory);
     auto *scratch = pieces.take<uint64_t>(bits), *visible = pieces.take<uint64_t>(kBackwardRows);
     auto* biases = pieces.take<float>(kBackwardRows * kKeys);
-    const auto kernel = is_paired(call.q.type) ? call.kernels->attention_backward_bf16 : call.kernels->attention_backward_f32;
+    const auto kernel = call.paired() ? call.kernels->attention_backward_bf16 : call.kernels->attention_backward_f32;
     for (int64_t block = 0; block < cut.blocks; ++block) {
         const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row);
         const Tile where{batch, head, row, rows, tile * kKeys, std::min(kKeys, call.keys - tile * kKeys)};
@@ -142,7 +149,7 @@ void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Q
         const bool differentiates = call.biases.applies() || !sums.empty();
         const int64_t at = (batch * call.heads + head) * call.queries + row;
         kernel({queries.cells + block * queries.of_cells, queries.gradient_cells + block * queries.of_gradient_cells,
-                queries.words + block * queries.of_words, queries.gradient_words + block * queries.of_gradient_words,
+                queries.block_words[block], queries.block_gradient_words[block],
                 keys.keys + local * keys.of_keys, keys.values + local * keys.of_values, keys.words + local * keys.of_words, rows,
                 call.head, call.columns, cut.columns, cut.value_columns, arrays.lse + at, arrays.delta + at,
                 arrays.log_totals ? arrays.log_totals + at : nullptr, state == kPartial ? visible : nullptr, call.biases.adds() ? biases : nullptr, call.scale, call.softcap,
@@ -210,13 +217,25 @@ struct BiasSums {
     std::vector<Copies> copies;
 };
 
+// The sums of a block of queries of a head, over the pieces in their order.
+void merge(const Call& call, const Gradients& arrays, const Cut& cut, int64_t batch, int64_t head, int64_t block, float* sums) {
+    const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row), n = rows * cut.columns;
+    sums += row * cut.columns;
+    for (int64_t piece = 1; piece < cut.pieces; ++piece)
+        for (int64_t i = 0; i < n; ++i) sums[i] += sums[piece * cut.sums() + i];
+    scale_by(sums, n, call.scale);
+    write_rows(call, arrays.q, batch, head, row, rows, call.head, sums, cut.columns);
+}
+
 // A piece of a head of keys, against all queries of the heads that read it.
-// Without `query_sums` for the gradients of biases alone.
+// `query_sums`: of all pieces, where a head has several.
 void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums, BiasSums& of_biases) {
     thread_local Store store;
     const int64_t piece = unit % cut.pieces, kv = unit / cut.pieces % call.kv_heads, batch = unit / cut.pieces / call.kv_heads;
     const int64_t group = call.heads / call.kv_heads, first = piece * cut.of_piece, count = std::min(cut.of_piece, cut.tiles - first);
-    Pieces pieces(store.of(Queries::bytes(call, cut) + Keys::bytes(call, cut)));
+    const int64_t own = arrays.q.data && cut.pieces == 1 ? cut.sums() : 0;
+    Pieces pieces(store.of(Queries::bytes(call, cut) + Keys::bytes(call, cut) + Pieces::bytes(own, 4)));
+    auto* own_sums = pieces.take<float>(own);
     const Queries queries(call, cut, pieces);
     const Keys keys(call, cut, pieces);
     pack_piece(call, keys, batch, kv, first, count);
@@ -224,28 +243,18 @@ void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_
     std::memset(keys.value_sums, 0, static_cast<size_t>(4 * count * kKeys * cut.value_columns));
     const Sums bias_sums = of_biases.at(batch, kv, piece);
     for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-        float* sums = query_sums ? query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums() : nullptr;
+        float* sums = own ? own_sums : query_sums ? query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums() : nullptr;
         if (sums) std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
         pack_queries(call, arrays, cut, queries, batch, head);
         for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums, bias_sums);
+        for (int64_t block = 0; own && block < cut.blocks; ++block) merge(call, arrays, cut, batch, head, block, own_sums);
     }
-    if (!query_sums) return store.trim();
+    if (!arrays.q.data) return store.trim();
     const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);
     scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
     write_rows(call, arrays.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
     write_rows(call, arrays.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
     store.trim();
-}
-
-// The sums of a block of queries, over the pieces in their order.
-void merge(const Call& call, const Gradients& arrays, const Cut& cut, int64_t unit, float* query_sums) {
-    const int64_t block = unit % cut.blocks, head = unit / cut.blocks % call.heads, batch = unit / cut.blocks / call.heads;
-    const int64_t row = block * kBackwardRows, rows = std::min(kBackwardRows, call.queries - row), n = rows * cut.columns;
-    float* sums = query_sums + (batch * call.heads + head) * cut.pieces * cut.sums() + row * cut.columns;
-    for (int64_t piece = 1; piece < cut.pieces; ++piece)
-        for (int64_t i = 0; i < n; ++i) sums[i] += sums[piece * cut.sums() + i];
-    scale_by(sums, n, call.scale);
-    write_rows(call, arrays.q, batch, head, row, rows, call.head, sums, cut.columns);
 }
 
 // The sums of result * gradient of a head's rows, less the gradient of the lse.
@@ -294,10 +303,14 @@ void backward(const Call& call, const Gradients& gradients, const std::vector<Bi
         deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, nullptr, of_biases); });
         return of_biases.merge(workers);
     }
-    auto* query_sums = reinterpret_cast<float*>(store.of(4 * call.batch * call.heads * cut.pieces * cut.sums()));
-    deal(call.batch * call.heads, workers, [&](int64_t unit) { write_delta(call, arrays, unit); });
+    const int64_t heads = call.batch * call.heads, of_head = cut.pieces * cut.sums();
+    auto* query_sums = cut.pieces == 1 ? nullptr : reinterpret_cast<float*>(store.of(4 * heads * of_head));
+    deal(heads, workers, [&](int64_t unit) { write_delta(call, arrays, unit); });
     deal(cut.heads * cut.pieces, workers, [&](int64_t unit) { run_piece(call, arrays, cut, unit, query_sums, of_biases); });
-    deal(call.batch * call.heads * cut.blocks, workers, [&](int64_t unit) { merge(call, arrays, cut, unit, query_sums); });
+    deal(query_sums ? heads * cut.blocks : 0, workers, [&](int64_t unit) {
+        const int64_t head = unit / cut.blocks;
+        merge(call, arrays, cut, head / call.heads, head % call.heads, unit % cut.blocks, query_sums + head * of_head);
+    });
     of_biases.merge(workers);
     store.trim();
 }

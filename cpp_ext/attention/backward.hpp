@@ -27,40 +27,55 @@ inline __attribute__((always_inline)) void stretch_columns(const typename P::Cel
         }
 }
 
-// c[R][columns] += a[R][steps] b[steps][columns], of rows or keys of a tile; or without adding, of elements of a head, which may be many.
 template <class P, int R, int COLS, bool ADD>
 inline __attribute__((always_inline)) void product_columns(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b,
-                                                           int64_t b_pitch, int64_t steps, float* c, int64_t c_pitch) {
-    if constexpr (ADD) {
-        stretch_columns<P, R, COLS, true>(a, a_pitch, b, b_pitch, steps, c, c_pitch);
-    } else {
-        in_stretches<P>(a, b, b_pitch, steps, [&](const typename P::Cell* cells, const uint32_t* words, int64_t count, auto first) {
-            stretch_columns<P, R, COLS, !first.value>(cells, a_pitch, words, b_pitch, count, c, c_pitch);
-        });
+                                                           int64_t b_pitch, int64_t steps, float* c, int64_t c_pitch, int64_t at,
+                                                           int64_t blocks, const Span* spans) {
+    for (int64_t n = 0; n < blocks; ++n, a += R * a_pitch, c += R * c_pitch) {
+        const Span span = spans[n];
+        if constexpr (ADD) {
+            const int64_t first = span.first / P::kPerCell, last = cells_of<P>(span.last);
+            if (first < last)
+                stretch_columns<P, R, COLS, true>(a + first, a_pitch, b + first * b_pitch + at, b_pitch, last - first, c + at, c_pitch);
+        } else if (at < span.last && at + COLS * P::V::kLanes > span.first) {
+            in_stretches<P>(a, b + at, b_pitch, steps, [&](const typename P::Cell* cells, const uint32_t* words, int64_t count, auto first) {
+                stretch_columns<P, R, COLS, !first.value>(cells, a_pitch, words, b_pitch, count, c + at, c_pitch);
+            });
+        }
     }
 }
 
-template <class P, int R, bool ADD>
+// c[R][columns] = a[R][steps] b[steps][columns] for blocks of R rows, where a column lies in the block's span; or, adding, of rows or
+// keys of a tile, += for those steps. Some columns of b stay in the first cache for all blocks.
+template <class P, int R, int COLS, bool ADD>
 __attribute__((noinline)) void product(const typename P::Cell* a, int64_t a_pitch, const uint32_t* b, int64_t b_pitch, int64_t steps,
-                                       float* c, int64_t c_pitch, int64_t columns) {
-    constexpr int64_t kWide = P::V::kGroupCols * P::V::kLanes;
+                                       float* c, int64_t c_pitch, int64_t columns, int64_t blocks, const Span* spans) {
+    constexpr int64_t kWide = COLS * P::V::kLanes;
     int64_t at = 0;
-    for (; at + kWide <= columns; at += kWide)
-        product_columns<P, R, P::V::kGroupCols, ADD>(a, a_pitch, b + at, b_pitch, steps, c + at, c_pitch);
-    for (; at < columns; at += P::V::kLanes) product_columns<P, R, 1, ADD>(a, a_pitch, b + at, b_pitch, steps, c + at, c_pitch);
+    for (; at + kWide <= columns && (COLS != 3 || columns - at != 4 * P::V::kLanes); at += kWide)
+        product_columns<P, R, COLS, ADD>(a, a_pitch, b, b_pitch, steps, c, c_pitch, at, blocks, spans);
+    for (; at + 2 * P::V::kLanes <= columns; at += 2 * P::V::kLanes)
+        product_columns<P, R, 2, ADD>(a, a_pitch, b, b_pitch, steps, c, c_pitch, at, blocks, spans);
+    for (; at < columns; at += P::V::kLanes)
+        product_columns<P, R, 1, ADD>(a, a_pitch, b, b_pitch, steps, c, c_pitch, at, blocks, spans);
 }
 
 // Scores of a row to probabilities, and gradients of probabilities to those of scores (without the scale).
 template <class P>
-inline __attribute__((always_inline)) void differentiate(const BackwardTile& tile, int64_t row, float* scores, float* gradients) {
+inline __attribute__((always_inline)) void differentiate(const BackwardTile& tile, int64_t row, Span span, float* scores, float* gradients) {
     using V = typename P::V;
     const float lse = tile.lse[row];
     const auto scale = V::broadcast(tile.scale), base = V::broadcast(lse), delta = V::broadcast(tile.delta[row]);
     const bool plain = !(tile.softcap > 0) && !tile.biases && !tile.log_totals;
     const auto log_total = V::broadcast(tile.log_totals ? tile.log_totals[row] : 0.0f);
     const uint64_t visible = lse == -__builtin_inff() ? 0 : tile.visible ? tile.visible[row] : ~uint64_t{0};
-    for (int j = 0; j < kKeys / V::kLanes; ++j) {
+    for (int64_t j = 0; j < kKeys / V::kLanes; ++j) {
         float *at = scores + j * V::kLanes, *slope = gradients + j * V::kLanes;
+        if (j * V::kLanes < span.first || j * V::kLanes >= span.last) {
+            V::store(at, V::zero());
+            V::store(slope, V::zero());
+            continue;
+        }
         auto score = V::times(V::load(at), scale), inner = V::broadcast(1.0f);
         if (tile.softcap > 0) {
             const auto capped = hyperbolic_tangent<V>(V::times(score, V::broadcast(1.0f / tile.softcap)));
@@ -68,7 +83,7 @@ inline __attribute__((always_inline)) void differentiate(const BackwardTile& til
             score = V::times(capped, V::broadcast(tile.softcap));
         }
         if (tile.biases) score = V::plus(score, V::load(tile.biases + row * kKeys + j * V::kLanes));
-        const auto seen = V::bits(visible, j);
+        const auto seen = V::bits(visible, static_cast<int>(j));
         auto above = plain ? V::fused_minus(V::load(at), scale, base) : V::minus(score, base);
         if (tile.log_totals) above = V::minus(above, log_total);
         const auto power = V::where(seen, exponential<V, P::kDegree>(above), V::zero());
@@ -126,14 +141,15 @@ __attribute__((noinline)) void differentiate_functions(const BackwardTile& tile,
         }
 }
 
-// Scores of a group of `group` rows to probabilities, and gradients of probabilities to those of scores; zeros beyond the last row.
+// Scores of a group of `group` rows to probabilities, and gradients of probabilities to those of scores; zeros beyond the last row
+// and outside of a span of whole vectors.
 template <class P>
-void differentiate_rows(const BackwardTile& tile, int64_t first, int64_t group, float* scores, float* gradients) {
+void differentiate_rows(const BackwardTile& tile, int64_t first, int64_t group, Span span, float* scores, float* gradients) {
     const int64_t left = tile.rows - first, rows = left < group ? left : group;
     if (tile.differentiate)
         differentiate_functions<P>(tile, first, rows, scores, gradients);
     else
-        for (int64_t i = 0; i < rows; ++i) differentiate<P>(tile, first + i, scores + i * kKeys, gradients + i * kKeys);
+        for (int64_t i = 0; i < rows; ++i) differentiate<P>(tile, first + i, span, scores + i * kKeys, gradients + i * kKeys);
     if (rows == group) return;
     __builtin_memset(scores + rows * kKeys, 0, static_cast<size_t>(4 * (group - rows) * kKeys));
     __builtin_memset(gradients + rows * kKeys, 0, static_cast<size_t>(4 * (group - rows) * kKeys));
@@ -147,15 +163,24 @@ void keep_row(const float* row, typename P::Cell* cells) {
     P::store_weights(cells, all);
 }
 
-// c[kKeys][columns] += rows^T words, of what `rows` rows of kKeys hold, which is lost.
+// c[kKeys][columns] += rows^T words, of what `rows` rows of kKeys hold, which is lost. `spans`: of keys, for each group of rows.
 template <class P>
-void add_turned(float* rows, int64_t count, typename P::Cell* cells, const uint32_t* words, float* sums, int64_t columns) {
-    constexpr int R = P::V::kColumnGroup;
-    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
-    const int64_t even = rounded_up(count, 2), pitch = even / P::kPerCell;
+void add_turned(float* rows, int64_t count, const Span* spans, typename P::Cell* cells, const uint32_t* words, float* sums,
+                int64_t columns) {
+    using V = typename P::V;
+    constexpr int R = V::kColumnGroup;
+    const int64_t even = rounded_up(count, 2), pitch = even / P::kPerCell, groups = (count + V::kGroup - 1) / V::kGroup;
     P::transpose_rows(rows, even, cells, pitch);
-    for (int64_t key = 0; key < kKeys; key += R)
-        product<P, R, true>(cells + key * pitch, pitch, words, columns, even / kPerStep, sums + key * columns, columns, columns);
+    Span turned[kKeys / R];  // of rows, for each block of keys
+    for (int64_t key = 0; key < kKeys; key += R) {
+        const auto hidden = [&](int64_t group) { return spans[group].last <= key || spans[group].first >= key + R; };
+        int64_t first = 0, last = groups;
+        while (first < last && hidden(first)) ++first;
+        while (first < last && hidden(last - 1)) --last;
+        turned[key / R] = {first * V::kGroup, last == groups ? even : last * V::kGroup, false};
+        if (first == last) turned[key / R] = {0, 0, false};
+    }
+    product<P, R, V::kColumnGroupCols, true>(cells, pitch, words, columns, 0, sums, columns, columns, kKeys / R, turned);
 }
 
 template <class P>
@@ -163,25 +188,32 @@ void attend_backward(const BackwardTile& tile) {
     using V = typename P::V;
     using Cell = typename P::Cell;
     constexpr int R = V::kGroup;
-    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
+    constexpr int64_t kWide = V::kGroupCols * V::kLanes, kChunk = 24 / R;  // groups, whose scores stay in the first cache
+    static_assert(R % 2 == 0 && kBackwardRows % R == 0);
     auto* scores = static_cast<float*>(tile.memory);
     float* slopes = scores + kBackwardRows * kKeys;
     Cell* cells = reinterpret_cast<Cell*>(slopes + kBackwardRows * kKeys);
-    const int64_t pitch = cells_of<P>(tile.head), value_pitch = cells_of<P>(tile.value), padded = rounded_up(tile.rows, R);
-    for (int64_t i = 0; i < padded; i += R) {
-        product<P, R, false>(static_cast<const Cell*>(tile.queries) + i * pitch, pitch, tile.keys, kKeys,
-                             (tile.head + kPerStep - 1) / kPerStep, scores + i * kKeys, kKeys, kKeys);
-        product<P, R, false>(static_cast<const Cell*>(tile.gradients) + i * value_pitch, value_pitch, tile.values, kKeys,
-                             (tile.value + kPerStep - 1) / kPerStep, slopes + i * kKeys, kKeys, kKeys);
-        differentiate_rows<P>(tile, i, R, scores + i * kKeys, slopes + i * kKeys);
-        if (!tile.query_sums) continue;
-        for (int64_t row = i; row < i + R; ++row) keep_row<P>(slopes + row * kKeys, cells + (row - i) * (kKeys / P::kPerCell));
-        product<P, R, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, kKeys / kPerStep,
-                            tile.query_sums + i * tile.columns, tile.columns, tile.columns);
+    const int64_t pitch = cells_of<P>(tile.head), value_pitch = cells_of<P>(tile.value), groups = (tile.rows + R - 1) / R;
+    Span spans[kBackwardRows / R];
+    if (tile.visible && !tile.differentiate)  // users' functions see whole tiles
+        for (int64_t n = 0; n < groups; ++n)
+            spans[n] = span_of(tile.visible + n * R, tile.rows - n * R < R ? tile.rows - n * R : R).widened(kWide);
+    for (int64_t n = 0; n < groups; n += kChunk) {
+        const int64_t row = n * R, count = groups - n < kChunk ? groups - n : kChunk;
+        float *score = scores + row * kKeys, *slope = slopes + row * kKeys;
+        product<P, R, V::kGroupCols, false>(static_cast<const Cell*>(tile.queries) + row * pitch, pitch, tile.keys, kKeys, pitch, score,
+                                            kKeys, kKeys, count, spans + n);
+        product<P, R, V::kGroupCols, false>(static_cast<const Cell*>(tile.gradients) + row * value_pitch, value_pitch, tile.values, kKeys,
+                                            value_pitch, slope, kKeys, kKeys, count, spans + n);
+        for (int64_t i = 0; i < count; ++i)
+            differentiate_rows<P>(tile, row + i * R, R, spans[n + i], score + i * R * kKeys, slope + i * R * kKeys);
+        for (int64_t i = 0; i < count * R; ++i) keep_row<P>(slope + i * kKeys, cells + (row + i) * (kKeys / P::kPerCell));
     }
     if (!tile.query_sums) return;
-    add_turned<P>(scores, tile.rows, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
-    add_turned<P>(slopes, tile.rows, cells, tile.query_words, tile.key_sums, tile.columns);
+    product<P, R, V::kGroupCols, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, 0, tile.query_sums, tile.columns, tile.columns, groups,
+                        spans);
+    add_turned<P>(scores, tile.rows, spans, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
+    add_turned<P>(slopes, tile.rows, spans, cells, tile.query_words, tile.key_sums, tile.columns);
 }
 
 }  // namespace

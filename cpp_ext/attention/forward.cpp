@@ -18,8 +18,8 @@ constexpr int64_t kFloatRows = 12; // a multiple of the groups of float32
 struct Packing {
     explicit Packing(const Call& call)
         : tiles((call.keys + kKeys - 1) / kKeys),
-          of_keys(key_words(call.k.type, call.head)),
-          of_values(value_words(call.v.type, call.columns)) {}
+          of_keys(key_words(call.paired(), call.head)),
+          of_values(value_words(call.paired(), call.columns)) {}
     int64_t bytes() const { return rounded_up(4 * tiles * (of_keys + of_values) + tiles, 64); }
     uint32_t* keys(char* memory) const { return reinterpret_cast<uint32_t*>(memory); }
     uint32_t* values(char* memory) const { return keys(memory) + tiles * of_keys; }
@@ -32,7 +32,7 @@ void pack_tile(const Call& call, const Packing& packing, int64_t batch, int64_t 
     uint32_t* values = packing.values(memory) + tile * packing.of_values;
     pack_keys(*call.kernels, rows_of(call.k, batch, head, first, count, call.head), packing.keys(memory) + tile * packing.of_keys);
     pack_values(*call.kernels, rows_of(call.v, batch, head, first, count, call.columns), kKeys, false, values);
-    packing.unclean(memory)[tile] = any_unclean(values, packing.of_values, call.v.type);
+    packing.unclean(memory)[tile] = !call.mask.empty() && any_unclean(values, packing.of_values, call.paired());
 }
 
 // A block of query rows, and what decides which keys its tiles see.
@@ -65,7 +65,7 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
     thread_local Store store;
     const int64_t columns = padded_columns(call.columns), memory = block_memory(tile.rows, call.head, call.biases.adds());
     const int64_t bits = call.mask.scratch(tile.rows), summed = rounded_up(tile.rows, kMostRows) * columns;
-    const int64_t copied = call.q.type == Type::Half ? tile.rows * call.head : 0;
+    const int64_t copied = call.q.type == Type::Float ? 0 : tile.rows * call.head;
     Pieces pieces(store.of(Pieces::bytes(memory, 1) + Pieces::bytes(summed, 4) + Pieces::bytes(bits, 8) +
                            2 * Pieces::bytes(tile.rows, 4) + Pieces::bytes(copied, 4)));
     char* inside = pieces.take<char>(memory);
@@ -73,13 +73,13 @@ void run_block(const Call& call, const Packing& packing, char* packed, Tile tile
     TileContext tile_context{call, tile, pieces.take<uint64_t>(bits)};
     auto *lse = pieces.take<float>(tile.rows), *log_totals = pieces.take<float>(tile.rows);
     const Rows queries =
-        widened(rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
+        widened(*call.kernels, rows_of(call.q, tile.batch, tile.head, tile.row, tile.rows, call.head), pieces.take<float>(copied));
     const float sink = call.sinks ? call.sinks[tile.head] : -std::numeric_limits<float>::infinity();
     const Block block{queries.data, queries.stride, tile.rows, call.head, packing.keys(packed), packing.of_keys, call.keys,
                       packing.values(packed), packing.unclean(packed), columns, 0, packing.tiles, prepare, &tile_context, call.scale,
                       call.softcap, call.biases.adds(), sink, sums, lse, call.log_totals ? log_totals : nullptr, inside,
                       call.biases.applies() ? apply : nullptr};
-    (is_paired(call.q.type) ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
+    (call.paired() ? call.kernels->attention_bf16 : call.kernels->attention_f32)(block);
     const int64_t size = call.q.type == Type::Float ? 4 : 2;
     for (int64_t i = 0; i < tile.rows && call.out; ++i) {
         const int64_t at = tile.batch * call.out_stride[0] + tile.head * call.out_stride[1] + (tile.row + i) * call.out_stride[2];
@@ -102,7 +102,7 @@ struct Blocks {
         const int64_t first = (count - 1 - number) * rows;
         return {batch, head, first, std::min(rows, queries - first), 0, 0};
     }
-    static int64_t together(const Call& call) { return is_paired(call.q.type) ? call.kernels->pair_rows : kFloatRows; }
+    static int64_t together(const Call& call) { return call.paired() ? call.kernels->pair_rows : kFloatRows; }
     int64_t count, rows, queries;
 };
 

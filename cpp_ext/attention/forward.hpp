@@ -27,6 +27,7 @@ struct Group {
     float* sums;                       // up to R rows of `columns`
     int64_t rows;                      // that there are
     const uint64_t* visible;           // null: everything
+    Span span;                         // of the keys that one of them sees
     const float* biases;               // kKeys to a row
     int64_t first;                     // the number of the first in the block
 };
@@ -36,16 +37,16 @@ struct Scratch {
     using V = typename P::V;
     alignas(64) float scores[V::kGroup * kKeys];
     alignas(64) typename P::Cell cells[V::kGroup * kKeys];
-    float correction[V::kGroup];
+    alignas(64) float correction[rounded_up(V::kGroup, V::kLanes)];  // what sums so far must be multiplied by
 };
 
 template <class P>
-__attribute__((noinline)) void scores(const Block& block, const Group<P>& group, const uint32_t* keys, int64_t count, float* out) {
+__attribute__((noinline)) void scores(const Block& block, const Group<P>& group, const uint32_t* keys, float* out) {
     using V = typename P::V;
     constexpr int COLS = V::kGroupCols;
     static_assert(kKeys % (COLS * V::kLanes) == 0);
-    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
-    for (int64_t j = 0; j < count; j += COLS * V::kLanes) {
+    const Span span = group.span.widened(COLS * V::kLanes);
+    for (int64_t j = span.first; j < span.last; j += COLS * V::kLanes) {
         const auto part = [&](const typename P::Cell* queries, const uint32_t* words, int64_t steps, auto first) {
             typename V::Floats sum[V::kGroup][COLS];
             multiply<P, V::kGroup, COLS>(sum, queries, group.pitch, words, kKeys, steps);
@@ -57,7 +58,7 @@ __attribute__((noinline)) void scores(const Block& block, const Group<P>& group,
                     V::store(at, first.value ? sum[i][c] : V::plus(V::load(at), sum[i][c]));
                 }
         };
-        in_stretches<P>(group.queries, keys + j, kKeys, (block.head + kPerStep - 1) / kPerStep, part);
+        in_stretches<P>(group.queries, keys + j, kKeys, cells_of<P>(block.head), part);
     }
 }
 
@@ -75,55 +76,62 @@ __attribute__((noinline)) void adjust(const Block& block, const Group<P>& group,
     }
 }
 
-// Probabilities of one row, up to the factor that is known at the end, from scores that are still to be multiplied by a positive
-// factor; what sums so far must be multiplied by.
-template <class P, bool PARTIAL>
-inline __attribute__((always_inline)) float softened(const float* scores, float factor, uint64_t visible, float* largest,
-                                                     float* total, typename P::Cell* cells) {
+// Probabilities of N vectors of keys from `first` on, up to the factors that are known at the end, from scores that are still to
+// be multiplied by a positive factor. Corrections are computed for all rows at once.
+template <class P, bool PARTIAL, int N>
+__attribute__((noinline)) void soften(const Group<P>& group, int64_t first, float factor, Scratch<P>& scratch) {
     using V = typename P::V;
-    constexpr int N = kKeys / V::kLanes;
-    typename V::Floats score[N];
-    OPKIT_UNROLL
-    for (int j = 0; j < N; ++j) {
-        score[j] = V::load(scores + j * V::kLanes);
-        if constexpr (PARTIAL) score[j] = V::where(V::bits(visible, j), score[j], V::broadcast(-__builtin_inff()));
-    }
-    auto top = score[0];
-    OPKIT_UNROLL
-    for (int j = 1; j < N; ++j) top = V::greatest(top, score[j]);
-    const float before = *largest, found = V::greatest_lane(top) * factor, after = found > before ? found : before;
-    const float base = after == -__builtin_inff() ? 0.0f : after;
-    auto sum = V::load(total);
-    float correction = 1.0f;
-    if (after != before) {
-        correction = exponential_of<V, 6>(before - base);
-        sum = V::times(sum, V::broadcast(correction));
-        *largest = after;
-    }
-    if (__builtin_expect(__builtin_fabsf(base) > kFar, 0)) {
+    constexpr int kPadded = rounded_up(V::kGroup, V::kLanes);
+    const auto load = [&](int i, int j) {
+        const auto score = V::load(scratch.scores + i * kKeys + first + j * V::kLanes);
+        if constexpr (PARTIAL) return V::where(V::bits(group.visible[i] >> first, j), score, V::broadcast(-__builtin_inff()));
+        return score;
+    };
+    alignas(64) float largest[kPadded] = {}, base[kPadded] = {};
+    __builtin_memcpy(largest, group.largest, 4 * V::kGroup);
+    for (int i = 0; i < V::kGroup; ++i) {
+        auto top = load(i, 0);
         OPKIT_UNROLL
-        for (int j = 0; j < N; ++j) score[j] = V::times(score[j], V::broadcast(factor));
-        factor = 1.0f;
+        for (int j = 1; j < N; ++j) top = V::greatest(top, load(i, j));
+        base[i] = V::greatest_lane(top) * factor;
     }
-    OPKIT_UNROLL
-    for (int j = 0; j < N; ++j) {
-        auto power = exponential<V, P::kDegree>(V::fused_minus(score[j], V::broadcast(factor), V::broadcast(base)));
-        if constexpr (PARTIAL) power = V::where(V::bits(visible, j), power, V::zero());
-        sum = V::plus(sum, power);
-        score[j] = power;
+    const auto finite = [](auto x) { return V::least(V::broadcast(__FLT_MAX__), V::greatest(V::broadcast(-__FLT_MAX__), x)); };
+    for (int i = 0; i < V::kGroup; i += V::kLanes) {
+        const auto before = V::load(largest + i), after = V::greatest(V::load(base + i), before);
+        V::store(largest + i, after);
+        V::store(base + i, finite(after));
+        V::store(scratch.correction + i, exponential<V, 6>(V::minus(finite(before), finite(after))));
     }
-    P::store_weights(cells, score);
-    V::store(total, sum);
-    return correction;
+    __builtin_memcpy(group.largest, largest, 4 * V::kGroup);
+    for (int i = 0; i < V::kGroup; ++i) {
+        const bool far = __builtin_fabsf(base[i]) > kFar;
+        auto sum = V::times(V::load(group.total + i * V::kLanes), V::broadcast(scratch.correction[i]));
+        typename V::Floats powers[N];
+        OPKIT_UNROLL
+        for (int j = 0; j < N; ++j) {
+            auto score = load(i, j), multiple = V::broadcast(factor);
+            if (__builtin_expect(far, 0)) {
+                score = V::times(score, multiple);
+                multiple = V::broadcast(1.0f);
+            }
+            auto power = exponential<V, P::kDegree>(V::fused_minus(score, multiple, V::broadcast(base[i])));
+            if constexpr (PARTIAL) power = V::where(V::bits(group.visible[i] >> first, j), power, V::zero());
+            sum = V::plus(sum, power);
+            powers[j] = power;
+        }
+        P::store_weights(scratch.cells + (i * kKeys + first) / P::kPerCell, powers);
+        V::store(group.total + i * V::kLanes, sum);
+    }
 }
 
 template <class P, int COLS>
 inline __attribute__((always_inline)) void add_columns(const Block& block, const Group<P>& group, const Scratch<P>& scratch,
-                                                       const uint32_t* values, int64_t count, int64_t at) {
+                                                       const uint32_t* values, int64_t at) {
     using V = typename P::V;
-    constexpr int64_t kPerStep = P::kPhases * P::kPerCell;
     typename V::Floats sum[V::kGroup][COLS];
-    multiply<P, V::kGroup, COLS>(sum, scratch.cells, kKeys / P::kPerCell, values + at, block.columns, (count + kPerStep - 1) / kPerStep);
+    const int64_t first = group.span.first / P::kPerCell, last = cells_of<P>(group.span.last);
+    multiply<P, V::kGroup, COLS>(sum, scratch.cells + first, kKeys / P::kPerCell, values + first * block.columns + at, block.columns,
+                                 last - first);
     OPKIT_UNROLL
     for (int i = 0; i < V::kGroup; ++i) {
         if (i == group.rows) break;
@@ -136,12 +144,12 @@ inline __attribute__((always_inline)) void add_columns(const Block& block, const
 
 template <class P>
 __attribute__((noinline)) void add_values(const Block& block, const Group<P>& group, const Scratch<P>& scratch,
-                                          const uint32_t* values, int64_t count) {
+                                          const uint32_t* values) {
     using V = typename P::V;
     constexpr int COLS = V::kGroupCols;
     int64_t at = 0;
-    for (; at + COLS * V::kLanes <= block.columns; at += COLS * V::kLanes) add_columns<P, COLS>(block, group, scratch, values, count, at);
-    for (; at < block.columns; at += V::kLanes) add_columns<P, 1>(block, group, scratch, values, count, at);
+    for (; at + COLS * V::kLanes <= block.columns; at += COLS * V::kLanes) add_columns<P, COLS>(block, group, scratch, values, at);
+    for (; at < block.columns; at += V::kLanes) add_columns<P, 1>(block, group, scratch, values, at);
 }
 
 // Where values that are no numbers are hidden from some rows: key after key, of each row those that it sees. It is slow, and rare.
@@ -154,7 +162,7 @@ __attribute__((noinline)) void add_visible(const Block& block, const Group<P>& g
         for (int64_t key = 0; key < kKeys; ++key) {
             if (!(group.visible[i] >> key & 1)) continue;
             const float weight = P::weight(scratch.cells + i * (kKeys / P::kPerCell), key);
-            const uint32_t* words = values + key / P::kKeysPerWord * block.columns;
+            const uint32_t* words = values + key / P::kPerCell * block.columns;
             for (int64_t c = 0; c < block.columns; ++c) row[c] += weight * P::value(words[c], key);
         }
     }
@@ -163,25 +171,24 @@ __attribute__((noinline)) void add_visible(const Block& block, const Group<P>& g
 template <class P>
 void add_tile(const Block& block, const Group<P>& group, int64_t tile, Scratch<P>& scratch) {
     const uint32_t* keys = block.keys + tile * block.of_keys;
-    const uint32_t* values = block.values + tile * (kKeys / P::kKeysPerWord) * block.columns;
-    const int64_t left = block.count - tile * kKeys, count = left < kKeys ? left : kKeys;
-    scores<P>(block, group, keys, count, scratch.scores);
+    const uint32_t* values = block.values + tile * (kKeys / P::kPerCell) * block.columns;
+    scores<P>(block, group, keys, scratch.scores);
     const bool adjusted = block.biased || block.apply || block.softcap > 0 || !(block.scale > 0) || block.log_totals;
     if (adjusted) adjust<P>(block, group, scratch.scores);
     if (block.apply) block.apply(block.context, tile, group.first, group.rows, scratch.scores, kKeys);
     const float factor = adjusted ? 1.0f : block.scale;
-    for (int64_t i = 0; i < P::V::kGroup; ++i) {
-        const float* row = scratch.scores + i * kKeys;
-        float* total = group.total + i * P::V::kLanes;
-        auto* cells = scratch.cells + i * (kKeys / P::kPerCell);
-        scratch.correction[i] =
-            group.visible ? softened<P, true>(row, factor, group.visible[i], group.largest + i, total, cells)
-                          : softened<P, false>(row, factor, 0, group.largest + i, total, cells);
-    }
+    constexpr int N = kKeys / P::V::kLanes;
+    const bool upper = group.span.first >= kKeys / 2;
+    if (!group.visible)
+        soften<P, false, N>(group, 0, factor, scratch);
+    else if (upper || group.span.last <= kKeys / 2)
+        soften<P, true, N / 2>(group, upper ? kKeys / 2 : 0, factor, scratch);
+    else
+        soften<P, true, N>(group, 0, factor, scratch);
     if (group.visible && block.unclean[tile])
         add_visible<P>(block, group, scratch, values);
     else
-        add_values<P>(block, group, scratch, values, count);
+        add_values<P>(block, group, scratch, values);
 }
 
 // The memory of a block, cut up.
@@ -195,8 +202,7 @@ struct Memory {
         using V = typename P::V;
         groups = (block.rows + V::kGroup - 1) / V::kGroup;
         const int64_t rows = groups * V::kGroup;
-        pitch = (block.head + P::kPerCell - 1) / P::kPerCell;
-        if (P::kPhases == 2) pitch = rounded_up(pitch, 2);
+        pitch = cells_of<P>(block.head);
         total = static_cast<float*>(block.memory);
         visible = reinterpret_cast<uint64_t*>(total + rows * V::kLanes);
         largest = reinterpret_cast<float*>(visible + rounded_up(rows, 8));
@@ -239,12 +245,6 @@ void end(const Block& block, const Memory<P>& memory) {
     }
 }
 
-bool none_visible(const uint64_t* visible, int rows) {
-    uint64_t any = 0;
-    for (int i = 0; i < rows; ++i) any |= visible[i];
-    return any == 0;
-}
-
 template <class P>
 void attend(const Block& block) {
     using V = typename P::V;
@@ -256,10 +256,11 @@ void attend(const Block& block) {
         if (state == kHidden) continue;
         for (int64_t g = 0, i = 0; g < memory.groups; ++g, i += V::kGroup) {
             const uint64_t* visible = state == kPartial ? memory.visible + i : nullptr;
-            if (visible && none_visible(visible, V::kGroup)) continue;
             const int64_t rows = block.rows - i < V::kGroup ? block.rows - i : V::kGroup;
+            const Span span = visible ? span_of(visible, rows) : Span();
+            if (span.empty()) continue;
             add_tile<P>(block, {memory.queries + i * memory.pitch, memory.pitch, memory.largest + i, memory.total + i * V::kLanes,
-                                block.sums + i * block.columns, rows, visible, memory.biases + i * kKeys, i}, tile, scratch);
+                                block.sums + i * block.columns, rows, span.whole ? nullptr : visible, span, memory.biases + i * kKeys, i}, tile, scratch);
         }
     }
     end<P>(block, memory);

@@ -21,6 +21,8 @@ struct Call {
     const Biases& biases;
     const isa::Table* kernels;
     float* log_totals = nullptr;  // of the size of lse; or null (see Block)
+
+    bool paired() const { return is_paired(*kernels, q.type); }
 };
 
 // Of the forward; the backward has two and a half times as many. Whole tiles of keys are multiplied.

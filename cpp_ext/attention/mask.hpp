@@ -31,6 +31,8 @@ public:
     // Throws std::invalid_argument where the program is none.
     Mask(const std::vector<int64_t>& program, std::vector<Strided> tensors, int64_t batch, int64_t keys, Functions functions = {});
 
+    bool empty() const { return steps_.empty(); }
+
     // The words of scratch that `look` needs for so many rows.
     int64_t scratch(int64_t rows) const { return depth_ * rows; }
 

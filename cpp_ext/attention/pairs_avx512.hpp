@@ -10,7 +10,7 @@ namespace {
 
 struct PairProduct : isa::ProductPairs {
     using V = Vectors;
-    static constexpr int kDegree = 4, kKeysPerWord = 2;
+    static constexpr int kDegree = 4;
     template <int N>
     static void store_weights(uint32_t* cells, const V::Floats (&powers)[N]) {
         OPKIT_UNROLL

@@ -21,7 +21,7 @@ inline __attribute__((always_inline)) typename V::Floats polynomial(typename V::
 // e^x, for x <= 88. e^-inf is 0, NaN stays; results below the smallest normal number may be 0.
 template <class V, int DEGREE>
 inline __attribute__((always_inline)) typename V::Floats exponential(typename V::Floats x) {
-    const auto bounded = V::greatest(V::broadcast(-150.0f), x);  // what is less gives 0 too; -inf less itself would be NaN
+    const auto bounded = V::greatest(V::broadcast(V::kLeastPower), x);  // what is less gives 0 too; -inf less itself would be NaN
     const auto log2_e = V::broadcast(1.4426950408889634f), scaled = V::times(bounded, log2_e), n = V::nearest(scaled);
     return V::scaled(polynomial<V, DEGREE>(V::fused_minus(bounded, log2_e, n)), n, scaled);
 }

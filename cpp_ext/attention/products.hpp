@@ -1,4 +1,4 @@
-// How attention multiplies: float32, and bf16 that is widened in registers. V has what forward.hpp needs.
+// How attention multiplies float32. V has what forward.hpp needs.
 #pragma once
 
 #include "../isa/vector_products.hpp"
@@ -24,17 +24,11 @@ struct FloatWeights {
 
 template <class Vectors>
 struct FloatProduct : isa::ProductF32<Vectors>, FloatWeights<Vectors> {
-    static constexpr int kDegree = 6, kKeysPerWord = 1;
+    static constexpr int kDegree = 6;
     static float value(uint32_t word, int64_t) { return isa::float_of(word); }
 };
 
 inline float half_of(uint32_t word, int64_t key) { return isa::float_of(key % 2 ? word & 0xFFFF0000u : word << 16); }
-
-template <class Vectors>
-struct WidenedProduct : isa::ProductBf16<Vectors>, FloatWeights<Vectors> {
-    static constexpr int kDegree = 6, kKeysPerWord = 2;
-    static float value(uint32_t word, int64_t key) { return half_of(word, key); }
-};
 
 }  // namespace
 }  // namespace opkit::attention

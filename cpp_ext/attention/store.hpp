@@ -28,7 +28,7 @@ public:
     }
 
 private:
-    static constexpr int64_t kKept = int64_t{16} << 20;
+    static constexpr int64_t kKept = int64_t{64} << 20;
     void release() {
         if (data_) ::operator delete(data_, std::align_val_t{64});
         data_ = nullptr;

@@ -9,8 +9,9 @@ namespace opkit::attention {
 namespace {
 
 struct Avx2Vectors : isa::Avx2Vectors {
-    static constexpr int kGroup = 6, kGroupCols = 2, kColumnGroup = 4;
+    static constexpr int kGroup = 6, kGroupCols = 2, kColumnGroup = 4, kColumnGroupCols = 3;
     static constexpr int kSums = 8, kMaxRows = 8;
+    static constexpr float kLeastPower = -88.02969f;  // 2^-127, whose bits are those of 0
 
     static Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats over(Floats a, Floats b) { return _mm256_div_ps(a, b); }
@@ -18,10 +19,9 @@ struct Avx2Vectors : isa::Avx2Vectors {
     static Floats greatest(Floats a, Floats b) { return _mm256_max_ps(a, b); }
     static Floats least(Floats a, Floats b) { return _mm256_min_ps(a, b); }
     static Floats nearest(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    static Floats scaled(Floats power, Floats n, Floats x) {
+    static Floats scaled(Floats power, Floats n, Floats) {
         const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-        const Floats result = _mm256_mul_ps(power, _mm256_castsi256_ps(exponent));
-        return _mm256_and_ps(result, _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ));
+        return _mm256_mul_ps(power, _mm256_castsi256_ps(exponent));
     }
     static float greatest_lane(Floats x) {
         __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -8,7 +8,8 @@ namespace opkit::attention {
 namespace {
 
 struct Vectors : isa::Vectors {
-    static constexpr int kGroup = 12, kGroupCols = 2, kColumnGroup = 8;
+    static constexpr int kGroup = 12, kGroupCols = 2, kColumnGroup = 8, kColumnGroupCols = 2;
+    static constexpr float kLeastPower = -150.0f;
     static constexpr int kSums = 16, kMaxRows = 16;
 
     static Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

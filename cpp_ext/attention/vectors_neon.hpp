@@ -9,8 +9,9 @@ namespace opkit::attention {
 namespace {
 
 struct NeonVectors : isa::NeonVectors {
-    static constexpr int kGroup = 6, kGroupCols = 4, kColumnGroup = 4;
+    static constexpr int kGroup = 6, kGroupCols = 4, kColumnGroup = 4, kColumnGroupCols = 4;
     static constexpr int kSums = 16, kMaxRows = 16;
+    static constexpr float kLeastPower = -88.02969f;  // 2^-127, whose bits are those of 0
 
     static Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
     static Floats over(Floats a, Floats b) { return vdivq_f32(a, b); }
@@ -18,10 +19,9 @@ struct NeonVectors : isa::NeonVectors {
     static Floats greatest(Floats a, Floats b) { return vmaxq_f32(a, b); }
     static Floats least(Floats a, Floats b) { return vminq_f32(a, b); }
     static Floats nearest(Floats x) { return vrndnq_f32(x); }
-    static Floats scaled(Floats power, Floats n, Floats x) {
+    static Floats scaled(Floats power, Floats n, Floats) {
         const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
-        const Floats result = vmulq_f32(power, vreinterpretq_f32_s32(exponent));
-        return floats(vbicq_u32(as_words(result), vcltq_f32(x, vdupq_n_f32(-126.0f))));
+        return vmulq_f32(power, vreinterpretq_f32_s32(exponent));
     }
     static float greatest_lane(Floats x) { return vmaxvq_f32(x); }
     static float sum_of_lanes(Floats x) { return vaddvq_f32(x); }

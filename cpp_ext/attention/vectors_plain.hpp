@@ -1,10 +1,11 @@
 // Vectors of four floats for a compiler that knows them (GCC and Clang), on any processor. A group is 4 x 8.
 //
 // It is the model of what attention needs of an ISA's vectors, besides what isa/vector_products.hpp and isa/vector_convert.hpp do:
-//   kGroup, kGroupCols   rows that are computed together, and vectors of keys or columns; kColumnGroup: rows of a transposed tile
+//   kGroup, kGroupCols   rows that are computed together, and vectors of keys or columns; kColumnGroup, kColumnGroupCols: of a transposed tile
+//   kLeastPower          x whose e^x is 0 by way of `scaled`
 //   kSums, kMaxRows      of decoding: vectors of sums that registers hold, and the most rows that share keys
 //   greatest, least      NaN where the second operand is
-//   scaled(x, n, y)      x 2^n, at most 128; 0 where y, of which n is the nearest integer, is below -126 (or subnormal); NaN stays
+//   scaled(x, n, y)      x 2^n, at most 128; 0 where y, of which n is the nearest integer, is below -126.5 (or subnormal); NaN stays
 //   bits(visible, n)     which lanes of vector n are visible; where(chosen, yes, no)
 //   from(type, at)       a vector's worth of elements (elements.hpp), as floats; part(at, bytes): words, zeros after so many bytes
 //   even_bytes, odd_bytes, add_pairs   words of four int8 as pairs of int16: bytes 0 and 2, 1 and 3; sum + the products of a pair
@@ -25,8 +26,9 @@ struct PlainVectors {
     using Floats = float __attribute__((vector_size(16)));
     using Words = uint32_t __attribute__((vector_size(16)));
     using Ints = int32_t __attribute__((vector_size(16)));
-    static constexpr int kLanes = 4, kGroup = 4, kGroupCols = 2, kColumnGroup = 4;
+    static constexpr int kLanes = 4, kGroup = 4, kGroupCols = 2, kColumnGroup = 4, kColumnGroupCols = 2;
     static constexpr int kSums = 8, kMaxRows = 8;
+    static constexpr float kLeastPower = -150.0f;
 
     template <class T>
     static T taken(const void* at) {
@@ -40,7 +42,6 @@ struct PlainVectors {
     static Words words(const void* at) { return taken<Words>(at); }
     static Floats floats(Words words) { return (Floats)words; }
     static Floats even(Words pairs) { return (Floats)(pairs << 16); }
-    static Floats odd(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
     static Floats broadcast(float x) { return Floats{x, x, x, x}; }
     static Floats plus(Floats a, Floats b) { return a + b; }
     static Floats minus(Floats a, Floats b) { return a - b; }

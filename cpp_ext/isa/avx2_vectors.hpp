@@ -19,7 +19,6 @@ struct Avx2Vectors {
     static Words words(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
     static Floats floats(Words words) { return _mm256_castsi256_ps(words); }
     static Floats even(Words pairs) { return floats(_mm256_slli_epi32(pairs, 16)); }
-    static Floats odd(Words pairs) { return floats(_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000))); }
     static Floats broadcast(float value) { return _mm256_set1_ps(value); }
     static Floats plus(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats minus(Floats a, Floats b) { return _mm256_sub_ps(a, b); }

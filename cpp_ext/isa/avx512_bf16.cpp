@@ -11,6 +11,7 @@ namespace {
 
 constexpr Table make_table() {
     Table table{"avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}};
+    table.pair_rows = 12;
     table.attention_bf16 = attention::attend<attention::PairProduct>;
     table.attention_cells_bf16 = attention::fill_cells<attention::PairProduct>;
     table.attention_backward_bf16 = attention::attend_backward<attention::PairProduct>;

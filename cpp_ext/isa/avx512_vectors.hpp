@@ -19,7 +19,6 @@ struct Vectors {
     static Words words(const void* at) { return _mm512_loadu_si512(at); }
     static Floats floats(Words words) { return _mm512_castsi512_ps(words); }
     static Floats even(Words pairs) { return floats(_mm512_slli_epi32(pairs, 16)); }
-    static Floats odd(Words pairs) { return floats(_mm512_and_si512(pairs, _mm512_set1_epi32(-0x10000))); }
     static Floats broadcast(float value) { return _mm512_set1_ps(value); }
     static Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }

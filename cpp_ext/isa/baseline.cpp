@@ -28,16 +28,15 @@ struct ProductVectors : attention::PlainVectors {
 
 constexpr Table make_table() {
     Table table{"baseline"};
-    table.pair_rows = 12;
     table.f32_to_bf16 = f32_to_bf16;
     table.pack_b_bf16 = pack_b_bf16;
     table.transpose_words = attention::transpose_words<attention::PlainVectors>;
     table.attention_f32 = attention::attend<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<attention::PlainVectors>>;
     table.attention_backward_f32 = attention::attend_backward<attention::FloatProduct<attention::PlainVectors>>;
-    table.attention_bf16 = attention::attend<attention::WidenedProduct<attention::PlainVectors>>;
-    table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<attention::PlainVectors>>;
-    table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<attention::PlainVectors>>;
+    table.attention_bf16 = table.attention_f32;
+    table.attention_cells_bf16 = table.attention_cells_f32;
+    table.attention_backward_bf16 = table.attention_backward_f32;
     table.attend_decode = attention::attend_decode<attention::PlainVectors>;
     table.product_f32 = product::multiply<ProductVectors>;
     table.depthwise_f32 = product::depthwise<ProductVectors>;

@@ -28,9 +28,9 @@ constexpr Table make_table() {
     table.attention_f32 = attention::attend<attention::FloatProduct<Attention>>;
     table.attention_cells_f32 = attention::fill_cells<attention::FloatProduct<Attention>>;
     table.attention_backward_f32 = attention::attend_backward<attention::FloatProduct<Attention>>;
-    table.attention_bf16 = attention::attend<attention::WidenedProduct<Attention>>;
-    table.attention_cells_bf16 = attention::fill_cells<attention::WidenedProduct<Attention>>;
-    table.attention_backward_bf16 = attention::attend_backward<attention::WidenedProduct<Attention>>;
+    table.attention_bf16 = table.attention_f32;
+    table.attention_cells_bf16 = table.attention_cells_f32;
+    table.attention_backward_bf16 = table.attention_backward_f32;
     table.attend_decode = attention::attend_decode<Attention>;
     table.product_f32 = product::multiply<ProductVectors>;
     table.depthwise_f32 = product::depthwise<ProductVectors>;

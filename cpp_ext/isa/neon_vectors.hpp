@@ -19,7 +19,6 @@ struct NeonVectors {
     static Words words(const void* at) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(at))); }
     static Floats floats(Words words) { return vreinterpretq_f32_u32(words); }
     static Floats even(Words pairs) { return floats(vshlq_n_u32(pairs, 16)); }
-    static Floats odd(Words pairs) { return floats(vandq_u32(pairs, vdupq_n_u32(0xFFFF0000u))); }
     static Floats broadcast(float value) { return vdupq_n_f32(value); }
     static Floats plus(Floats a, Floats b) { return vaddq_f32(a, b); }
     static Floats minus(Floats a, Floats b) { return vsubq_f32(a, b); }

@@ -59,7 +59,8 @@ struct Table {
     const char* name = nullptr;
     const char* features[8] = {};         // names of cpu_features.hpp that must all be usable; a null pointer ends them
     bool (*permitted)() = nullptr;        // asks the operating system, once, where CPU features are not enough
-    int64_t pair_rows = 0;                // that attention_bf16 computes together; 0: as the next narrower ISA
+    int64_t pair_rows = 0;                // of pairs of bf16 that attention_bf16 computes together; 0: as the next narrower ISA;
+                                          // 0 everywhere: attention_*_bf16 read float32, to which the caller converts
 #define OPKIT_ISA_MEMBER(kernel, parameters) void(*kernel) parameters = nullptr;
     OPKIT_ISA_KERNELS(OPKIT_ISA_MEMBER)
 #undef OPKIT_ISA_MEMBER
