@@ -243,7 +243,8 @@ void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_
     std::memset(keys.value_sums, 0, static_cast<size_t>(4 * count * kKeys * cut.value_columns));
     const Sums bias_sums = of_biases.at(batch, kv, piece);
     for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-        float* sums = own ? own_sums : query_sums ? query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums() : nullptr;
+        float* sums = own ? own_sums : nullptr;
+        if (query_sums) sums = query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums();
         if (sums) std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
         pack_queries(call, arrays, cut, queries, batch, head);
         for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums, bias_sums);

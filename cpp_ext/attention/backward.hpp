@@ -210,8 +210,8 @@ void attend_backward(const BackwardTile& tile) {
         for (int64_t i = 0; i < count * R; ++i) keep_row<P>(slope + i * kKeys, cells + (row + i) * (kKeys / P::kPerCell));
     }
     if (!tile.query_sums) return;
-    product<P, R, V::kGroupCols, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, 0, tile.query_sums, tile.columns, tile.columns, groups,
-                        spans);
+    product<P, R, V::kGroupCols, true>(cells, kKeys / P::kPerCell, tile.key_words, tile.columns, 0, tile.query_sums, tile.columns,
+                                       tile.columns, groups, spans);
     add_turned<P>(scores, tile.rows, spans, cells, tile.gradient_words, tile.value_sums, tile.value_columns);
     add_turned<P>(slopes, tile.rows, spans, cells, tile.query_words, tile.key_sums, tile.columns);
 }
