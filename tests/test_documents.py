@@ -24,7 +24,16 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for p
 PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
 WARNINGS = [option for each in PYTEST["filterwarnings"] for option in ("-W", each)]
 SHOWING = [f"docs/{name}.md" for name in ("compiler", "libraries", "models", "optimize", "runtime")]
-KEPT = [name for name in DOCUMENTS if name.count("/") < 2] + [
+_LONG = (
+    "compiler",
+    "distributed",
+    "jax",
+    "layers",
+    "libraries",
+    "optimize",
+    "triton",
+)  # pages whose blocks take seconds
+KEPT = [name for name in DOCUMENTS if name.count("/") < 2 and Path(name).stem not in _LONG] + [
     "docs/migrate/torch_library.md",
     "docs/tutorials/c_kernel.md",
 ]

@@ -112,6 +112,7 @@ def test_a_run_goes_on_after_an_interruption(measured, tmp_path):
 # ---- models that do not pass -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_failures_are_reported(tmp_path, monkeypatch):
     """A package in place of timm: a model ends the process when it is trained, and another cannot be made.
 

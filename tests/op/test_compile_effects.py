@@ -13,7 +13,7 @@ import opkit
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_side_effects_are_kept_in_order(name, backend):
     log = []
 
