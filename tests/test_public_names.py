@@ -172,10 +172,10 @@ def test_every_public_name_says_what_it_raises():
 
 def test_tensors_have_shapes_or_dtypes():
     """Whatever takes tensors or returns them says of which shapes or dtypes, or that it takes any."""
-    told = re.compile(r"shape|dtype|\([\w*]+( \+ 1)?,[^()]*\)")
+    described = re.compile(r"shape|dtype|\([\w*]+( \+ 1)?,[^()]*\)")
     taking = [(name, text) for name, value, text in documented() if re.search(r"\bTensor\b", signature(value))]
     assert len(taking) > 20
-    assert [name for name, text in taking if not told.search(text.partition(">>>")[0])] == []
+    assert [name for name, text in taking if not described.search(text.partition(">>>")[0])] == []
 
 
 def signature(value):

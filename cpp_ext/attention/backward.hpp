@@ -52,6 +52,7 @@ __attribute__((noinline)) void product(const typename P::Cell* a, int64_t a_pitc
                                        float* c, int64_t c_pitch, int64_t columns, int64_t blocks, const Span* spans) {
     constexpr int64_t kWide = COLS * P::V::kLanes;
     int64_t at = 0;
+    // The last four vectors are two and two: a product of one has too few sums in flight.
     for (; at + kWide <= columns && (COLS != 3 || columns - at != 4 * P::V::kLanes); at += kWide)
         product_columns<P, R, COLS, ADD>(a, a_pitch, b, b_pitch, steps, c, c_pitch, at, blocks, spans);
     for (; at + 2 * P::V::kLanes <= columns; at += 2 * P::V::kLanes)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import opkit
 from opkit.testing import tensor
@@ -137,13 +138,14 @@ def alternative(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 
     torch's private ``_weight_int4pack_mm_for_cpu`` is faster than the kernel in bfloat16, and 20 times slower in float32.
     """
-    key = packed.data_ptr(), packed.shape
-    if key not in _weights:
-        _weights[key] = int4_linear.reference(torch.eye(x.shape[-1], device=x.device), packed, scale).t().contiguous()
-    return torch.nn.functional.linear(x, _weights[key])
+    if packed not in _weights:
+        _weights[packed] = (
+            int4_linear.reference(torch.eye(x.shape[-1], device=x.device), packed, scale).t().contiguous()
+        )
+    return torch.nn.functional.linear(x, _weights[packed])
 
 
-_weights: dict = {}
+_weights = WeakTensorKeyDictionary()
 
 
 def main() -> None:
