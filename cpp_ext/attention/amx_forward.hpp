@@ -68,7 +68,7 @@ void begin(const Block& block, const Memory& memory) {
     for (int64_t i = 0; i < block.rows; ++i) {
         __builtin_memcpy(memory.queries + i * memory.pitch, rows + i * block.query_pitch, static_cast<size_t>(2 * block.head));
         memory.base[i] = sunk ? sink : kLowest;
-        memory.total[16 * i] = sunk ? 1.0f : 0.0f;
+        memory.total[16 * i] = sunk ? kWeight : 0.0f;
     }
 }
 
@@ -79,7 +79,7 @@ void end(const Block& block, const Memory& memory) {
         const __m512 inverse = _mm512_set1_ps(total == 0.0f ? 0.0f : 1.0f / total);
         float* row = block.sums + i * block.columns;
         for (int64_t c = 0; c < block.columns; c += 16) _mm512_storeu_ps(row + c, _mm512_mul_ps(_mm512_loadu_ps(row + c), inverse));
-        const float base = memory.base[i] * unit, log_total = total == 0.0f ? 0.0f : __builtin_logf(total);
+        const float base = memory.base[i] * unit, log_total = total == 0.0f ? 0.0f : __builtin_logf(total / kWeight);
         block.lse[i] = total == 0.0f ? -__builtin_inff() : block.log_totals ? base : base + log_total;
         if (block.log_totals) block.log_totals[i] = log_total;
     }

@@ -17,15 +17,17 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -3.402823466e38f;  // the base where nothing was seen: -inf less it is no NaN
 constexpr float kRise = 8.0f;
 
-// 2^x: the polynomial of least relative error on [0, 1), 7.5e-8, times 2^floor(x). 2^-inf is 0, NaN stays.
+// 2^x, or that times kWeight: the polynomial of least relative error on [0, 1), 7.5e-8, times 2^floor(x). 2^-inf is 0, NaN stays.
+template <bool WEIGHT = false>
 inline __m512 power_of_two(__m512 x) {
     constexpr int kDown = 0x9;  // to the integer below, exceptions suppressed
     constexpr float c[] = {0.9999999403953552f, 0.6931530833244324f, 0.24015361070632935f, 0.05582631751894951f,
                            0.00898933969438076f, 0.0018775766948238015f};
     const __m512 f = _mm512_reduce_ps(x, kDown);
-    __m512 sum = _mm512_set1_ps(c[5]);
+    constexpr float kTimes = WEIGHT ? kWeight : 1.0f;
+    __m512 sum = _mm512_set1_ps(c[5] * kTimes);
     OPKIT_UNROLL
-    for (int i = 4; i >= 0; --i) sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(c[i]));
+    for (int i = 4; i >= 0; --i) sum = _mm512_fmadd_ps(sum, f, _mm512_set1_ps(c[i] * kTimes));
     return _mm512_scalef_ps(sum, x);
 }
 
@@ -77,7 +79,7 @@ inline __attribute__((always_inline)) bool soften(const float* scores, float fac
     __m512 sum = _mm512_loadu_ps(row.total);
     OPKIT_UNROLL
     for (int j = 0; j < 4; ++j) {
-        score[j] = power_of_two(exponents<PLAIN>(score[j], scale, base));
+        score[j] = power_of_two<true>(exponents<PLAIN>(score[j], scale, base));
         sum = _mm512_add_ps(sum, score[j]);
     }
     _mm512_storeu_ps(row.total, sum);

@@ -17,6 +17,9 @@ constexpr int64_t kTilesAhead = 4;   // that an ISA may request at a time
 // of what is rounded away overflows: then the other scores are to be rounded too.
 constexpr float kFar = 0x1p23f;
 
+// What weights, the exponentials of a row, are times: then the sum of 2^24 products with finite values is finite, as is their mean.
+constexpr float kWeight = 0x1p-24f;
+
 enum State : int32_t { kHidden = 0, kFull = 1, kPartial = 2 };
 
 // What the rows see of a tile. Where that is a part, bit j of visible[row] is set if key j is seen. Where the block has biases,

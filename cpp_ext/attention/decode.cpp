@@ -261,7 +261,7 @@ private:
         for (int64_t part = 0; part < sequence.parts; ++part)
             most = std::max(most, totals_[slot(sequence, part, head) + query]);
         const float base = most == hidden ? 0.0f : most;
-        float total = std::exp(sink - base);
+        float total = kWeight * std::exp(sink - base);
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int64_t part = 0; part < sequence.parts; ++part) {
             const int64_t at = slot(sequence, part, head) + query;
@@ -282,7 +282,7 @@ private:
                       token * call_.out_token);
         float* lse = pointer<float>(call_.lse) + sequence.index * call_.lse_sequence + head * call_.lse_head +
                      token * call_.lse_token;
-        *lse = base + std::log(total);
+        *lse = base + std::log(total / kWeight);
     }
 
     const DecodeCall& call_;

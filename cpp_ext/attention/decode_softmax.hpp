@@ -59,7 +59,7 @@ float update(const TileRow& row, float& maximum, float& total, typename P::Weigh
     const float decay = exponential_of<V, 6>(maximum - base);
     auto sum = V::zero();
     for (int64_t j = 0; j < row.keys; j += V::kLanes) {
-        const auto exps = exponential<V, 6>(V::plus(V::load(row.logits + j), V::broadcast(-base)));
+        const auto exps = exponential<V, 6, true>(V::plus(V::load(row.logits + j), V::broadcast(-base)));
         sum = V::plus(sum, exps);
         V::store(row.logits + j, row.v_scale ? V::times(exps, V::load(row.v_scale + j)) : exps);
         P::weigh(row.logits + j, weights + j);

@@ -42,7 +42,7 @@ struct DecodeTask {
     float scale, softcap;         // softcap 0: none
     ElementType q_type, kv_type;
     int64_t kv_bytes;             // of an element
-    float *maximum, *total, *sum; // results: of each row its greatest logit, sum of exps, and dv weighted sums of values
+    float *maximum, *total, *sum; // results: of each row its greatest logit, sum of weights, and dv weighted sums of values
     DecodeLook look;              // null: the band and the length decide alone
     DecodeApply apply;            // null: nothing is added
     const void* context;          // of both

@@ -114,7 +114,7 @@ __attribute__((noinline)) void soften(const Group<P>& group, int64_t first, floa
                 score = V::times(score, multiple);
                 multiple = V::broadcast(1.0f);
             }
-            auto power = exponential<V, P::kDegree>(V::fused_minus(score, multiple, V::broadcast(base[i])));
+            auto power = exponential<V, P::kDegree, true>(V::fused_minus(score, multiple, V::broadcast(base[i])));
             if constexpr (PARTIAL) power = V::where(V::bits(group.visible[i] >> first, j), power, V::zero());
             sum = V::plus(sum, power);
             powers[j] = power;
@@ -223,7 +223,7 @@ void begin(const Block& block, const Memory<P>& memory) {
             __builtin_memset(cells, 0, static_cast<size_t>(memory.pitch) * sizeof *cells);
         const bool sunk = block.sink > -__builtin_inff();
         memory.largest[i] = sunk ? block.sink : -__builtin_inff();
-        for (int lane = 0; lane < V::kLanes; ++lane) memory.total[i * V::kLanes + lane] = sunk && lane == 0 ? 1.0f : 0.0f;
+        for (int lane = 0; lane < V::kLanes; ++lane) memory.total[i * V::kLanes + lane] = sunk && lane == 0 ? kWeight : 0.0f;
         memory.visible[i] = 0;
     }
     __builtin_memset(block.sums, 0, static_cast<size_t>(block.rows * block.columns) * 4);
@@ -239,7 +239,7 @@ void end(const Block& block, const Memory<P>& memory) {
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
         float* row = block.sums + i * block.columns;
         for (int64_t c = 0; c < block.columns; c += V::kLanes) V::store(row + c, V::times(V::load(row + c), V::broadcast(inverse)));
-        const float log_total = total == 0.0f ? 0.0f : __builtin_logf(total);
+        const float log_total = total == 0.0f ? 0.0f : __builtin_logf(total / kWeight);
         block.lse[i] = total == 0.0f ? -__builtin_inff() : block.log_totals ? memory.largest[i] : memory.largest[i] + log_total;
         if (block.log_totals) block.log_totals[i] = log_total;
     }

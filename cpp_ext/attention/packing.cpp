@@ -23,7 +23,7 @@ const uint32_t* words_of(const Rows& rows, bool paired, uint32_t* copy, int64_t*
     *pitch = words_of_row(paired, rows.elements);
     for (int64_t i = 0; i < rows.count; ++i) {
         uint32_t* to = copy + i * *pitch;
-        to[*pitch - 1] = 0;
+        if (rows.elements % 2) to[*pitch - 1] = 0;  // of its pair, the second
         if (paired)
             std::memcpy(to, row_of(rows, i), static_cast<size_t>(rows.elements) * 2);
         else

@@ -131,3 +131,14 @@ def test_merged_parts():
     out, merged = opkit.merge_attention([(each, lse) for each in outs])
     torch.testing.assert_close(out, torch.full((2, 3), 2.0))
     torch.testing.assert_close(merged, lse)
+
+
+@pytest.mark.parametrize("queries", [1, 70])  # one is decoding
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_of_huge_values_are_finite(isa, dtype, queries):
+    """The sum of 300 of these values is not."""
+    value = torch.finfo(dtype).max / 4
+    q, k, v = torch.zeros(1, 2, queries, 64), torch.zeros(1, 1, 300, 64), torch.full((1, 1, 300, 64), value)
+    out, lse = opkit.attention(*(x.to(dtype) for x in (q, k, v)), sinks=torch.zeros(2), return_lse=True)
+    torch.testing.assert_close(out.double(), torch.full((1, 2, queries, 64), value * 300 / 301).double(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(lse, torch.full((1, 2, queries), 301.0).log())
