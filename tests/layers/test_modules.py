@@ -72,7 +72,8 @@ class Block(nn.Module):
     def __init__(self, width=2 * D, dropout=0.0):
         super().__init__()
         self.up, self.down, self.dropout = nn.Linear(D, width), nn.Linear(width, D), nn.Dropout(dropout)
-        self.register_buffer("calls", torch.zeros(()))
+        # Inductor of torch 2.13 loses what is added to a double without dimensions, which a float would become.
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x, mask, scale=1.0):
         self.calls.add_(1)

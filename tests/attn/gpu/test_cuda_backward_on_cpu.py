@@ -324,7 +324,7 @@ class TestDefects:
     @pytest.mark.sweep(2)
     @pytest.mark.parametrize("case", [*BACKWARD_DEFECTS, *HELPERS_DEFECTS])
     def test_of_the_backward_are_found(self, case, tmp_path, monkeypatch):
-        if case in HELPERS_DEFECTS:  # tiles are short: helpers have little time; there are two, whose gradients are added
+        if case in HELPERS_DEFECTS:  # two short tiles: helpers have little time, and sums of gradients to round
             call, expected = gradient_call((2, (8, 8), 128, 160, 64, 64))
         else:
             call, expected = gradient_call((1, (2, 1), 400, 300, 64, 64), mask=CAUSAL)

@@ -232,6 +232,7 @@ def test_cuda_backward_of_the_formula_of_larger_heads(machine, monkeypatch, name
 def test_cuda_backward_of_the_formula_of_huge_logits(machine):
     call = call_of("soft cap and more", torch.float16, 64, 64)
     large(call[:3], some=True)
+    call.v.mul_(0.25)  # gradients are within float16
     check_cuda_backward(backward_cuda.backward, call)
 
 
