@@ -90,10 +90,10 @@ def swiglu(gate: Float[Tensor, "*batch d"], up: Float[Tensor, "*batch d"]) -> Fl
 
     Args:
         gate: ``(*batch, d)``, any floating dtype.
-        up: ``(*batch, d)``, the dtype of ``gate``.
+        up: ``(*batch, d)``, any floating dtype.
 
     Returns:
-        ``(*batch, d)`` in the dtype of ``gate``.
+        ``(*batch, d)`` in the dtype that torch promotes these to.
 
     Raises:
         ShapeError: the shapes differ.

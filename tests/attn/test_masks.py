@@ -217,6 +217,18 @@ def test_names_are_as_good_as_signs():
     assert Not(a) == ~a
 
 
+@pytest.mark.parametrize("made", [lambda: And((Causal(), 1)), lambda: Or((lambda *_: True,)), lambda: Not(None)])
+def test_parts_are_masks(made):
+    with pytest.raises(opkit.errors.ArgumentTypeError, match=r"a part is a mask of opkit\.masks, got"):
+        made()
+
+
+@pytest.mark.parametrize("kind", [And, Or])
+def test_no_parts_are_refused(kind):
+    with pytest.raises(opkit.errors.ArgumentError, match=f"{kind.__name__}: there are no parts"):
+        kind(())
+
+
 def test_masks_are_frozen_and_compare_by_value_or_by_tensor():
     assert Causal() == Causal("top-left")
     assert hash(Causal() & SlidingWindow(3)) == hash(Causal() & SlidingWindow(3))

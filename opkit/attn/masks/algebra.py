@@ -287,6 +287,11 @@ class _Combination(Mask):
 
     parts: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ArgumentError(f"{type(self).__name__}: there are no parts, expected one or more masks.")
+        _check_parts(self, self.parts)
+
     @property
     def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether no part holds tensors."""
@@ -294,7 +299,12 @@ class _Combination(Mask):
 
 
 class And(_Combination):
-    """A query sees the keys that it sees by every one of ``parts``; written ``a & b``."""
+    """A query sees the keys that it sees by every one of ``parts``; written ``a & b``.
+
+    Raises:
+        ArgumentError: there are no parts.
+        ArgumentTypeError: a part is no mask.
+    """
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit each part, and ``AND`` after all but the first."""
@@ -313,7 +323,12 @@ class And(_Combination):
 
 
 class Or(_Combination):
-    """A query sees the keys that it sees by any one of ``parts``; written ``a | b``."""
+    """A query sees the keys that it sees by any one of ``parts``; written ``a | b``.
+
+    Raises:
+        ArgumentError: there are no parts.
+        ArgumentTypeError: a part is no mask.
+    """
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit each part, and ``OR`` after all but the first."""
@@ -328,9 +343,16 @@ class Or(_Combination):
 
 @dataclasses.dataclass(frozen=True)
 class Not(Mask):
-    """A query sees the keys that it does not see by ``part``; written ``~a``."""
+    """A query sees the keys that it does not see by ``part``; written ``~a``.
+
+    Raises:
+        ArgumentTypeError: ``part`` is no mask.
+    """
 
     part: Mask
+
+    def __post_init__(self) -> None:
+        _check_parts(self, (self.part,))
 
     @property
     def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -344,6 +366,15 @@ class Not(Mask):
 
     def at(self, index: LogitIndex) -> Tensor:
         return ~self.part.at(index)
+
+
+def _check_parts(mask: Mask, parts: tuple[object, ...]) -> None:
+    for part in parts:
+        if not isinstance(part, Mask):
+            raise ArgumentTypeError(
+                f"{type(mask).__name__}: a part is a mask of opkit.masks, got {type(part).__name__}: {part!r}. Combine functions "
+                "and tensors with masks by &, | and ~."
+            )
 
 
 def conjuncts(mask: Mask) -> list[Mask]:
