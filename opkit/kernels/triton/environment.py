@@ -88,9 +88,9 @@ def installed_triton() -> tuple[str, tuple[int, int]] | None:
         return None
 
 
-def releases() -> tuple[str, str]:
-    """Return the releases of Python, and of torch if it is imported, which modules import in addition to Triton."""
-    return sys.version, str(getattr(sys.modules.get("torch"), "__version__", ""))
+def releases() -> tuple[str, ...]:
+    """Return the releases of Python, and of torch and NumPy if they are imported, which modules import besides Triton."""
+    return sys.version, *(str(getattr(sys.modules.get(name), "__version__", "")) for name in ("torch", "numpy"))
 
 
 def _folder() -> Path | None:
@@ -121,8 +121,8 @@ def _is_on(name: str) -> bool:
 
 
 _STARTED = time.time_ns()
-_LIBRARIES = frozenset({"triton", "torch", "__future__", *sys.stdlib_module_names})
-"""The packages that may also be imported: Triton and torch, whose releases count, and the standard library."""
+_LIBRARIES = frozenset({"triton", "torch", "numpy", "__future__", *sys.stdlib_module_names})
+"""The packages that may also be imported: Triton, torch and NumPy, whose releases count, and the standard library."""
 
 
 class SourceFile(NamedTuple):
