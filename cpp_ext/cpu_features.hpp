@@ -1,6 +1,7 @@
 // What the processor can run. One file an instruction set architecture implements detect(); the others compile to nothing.
 #pragma once
 
+#include <string>
 #include <vector>
 
 namespace opkit {
@@ -12,5 +13,7 @@ struct Feature {
 
 std::vector<Feature> detect_x86();
 std::vector<Feature> detect_arm();
+
+std::string x86_vendor();  // what CPUID says, as "GenuineIntel"; empty on other processors
 
 }  // namespace opkit

@@ -6,6 +6,7 @@
 #include <cpuid.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace opkit {
 namespace {
@@ -70,12 +71,22 @@ std::vector<Feature> detect_x86() {
     return features;
 }
 
+std::string x86_vendor() {
+    unsigned r[4] = {};
+    if (!__get_cpuid(0, &r[EAX], &r[EBX], &r[ECX], &r[EDX])) return {};
+    const unsigned letters[] = {r[EBX], r[EDX], r[ECX]};
+    char name[sizeof letters];
+    std::memcpy(name, letters, sizeof letters);
+    return {name, sizeof name};
+}
+
 }  // namespace opkit
 
 #else
 
 namespace opkit {
 std::vector<Feature> detect_x86() { return {}; }
+std::string x86_vendor() { return {}; }
 }  // namespace opkit
 
 #endif

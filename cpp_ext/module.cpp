@@ -31,6 +31,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     m.doc() = "The compiled core. It holds no torch code, so one build serves every torch release.";
     m.def("cpu_features", &cpu_features,
           "Which instruction sets this processor has and its operating system lets a program use, by name.");
+    m.def("x86_vendor", &opkit::x86_vendor, "What CPUID says, as \"GenuineIntel\"; empty on other processors.");
     opkit::bind_runtime(m);
     opkit::launch::bind(m);
     opkit::isa::bind(m);

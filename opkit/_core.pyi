@@ -8,6 +8,9 @@ from typing_extensions import Buffer
 def cpu_features() -> dict[str, bool]:
     """Which instruction sets this processor has and its operating system lets a program use, by name."""
 
+def x86_vendor() -> str:
+    """What CPUID says, as "GenuineIntel"; empty on other processors."""
+
 class Registration:
     """A kernel's place in torch's dispatcher."""
 
@@ -445,6 +448,9 @@ class AttentionBiasBackward(_Attention):
 
 # Products and convolutions of float32 with packed weights (cpp_ext/product), by addresses; 0 for none. The activation is "none"
 # or "relu".
+
+def product_functions() -> tuple[int, int]:
+    """The addresses of ``mm`` and ``bmm`` with the signatures of torch's shim, for the kernels within ``OPKIT_ISA``."""
 
 def packed_floats(columns: int, depth: int) -> int:
     """How many numbers the packed weight of a product has."""

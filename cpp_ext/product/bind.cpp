@@ -8,6 +8,7 @@
 #include "../runtime/failure.hpp"
 #include "../runtime/parallel.hpp"
 #include "product.hpp"
+#include "torch.hpp"
 
 namespace py = pybind11;
 
@@ -65,6 +66,10 @@ void bind_convolution(Address x, Address packed, Address bias, Address addend, A
 }  // namespace
 
 void bind(py::module_& m) {
+    m.def("product_functions", [] {
+        const Functions found = functions(isa::environment_table());
+        return std::pair(reinterpret_cast<Address>(found.mm), reinterpret_cast<Address>(found.bmm));
+    });
     m.def("packed_floats", &packed_floats, py::arg("columns"), py::arg("depth"));
     m.def(
         "pack",

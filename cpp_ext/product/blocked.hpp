@@ -9,6 +9,7 @@
 namespace opkit::product {
 
 constexpr int64_t kMaxRows = 144, kMaxDepth = 768;  // of a block: x and two panels stay in a second-level cache of 1 MiB
+constexpr int64_t kMaxSum = 256;                   // numbers that are summed one after the other: the error grows with them
 constexpr int64_t kMaxTaps = 1536;                  // numbers of all taps: rows share most of them
 constexpr int64_t kMinShared = 1 << 17;             // multiply-adds that take longer than it takes to wake a thread
 

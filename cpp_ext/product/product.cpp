@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::align_val_t kAlignment{64};
 constexpr int64_t kMinColumns = 64;      // of a task
+constexpr int64_t kMaxColumns = 1024;    // of one whose sums are added to several times: they stay in the second-level cache
 constexpr int64_t kTasks = 4;            // of a thread, so that one that is late holds the others up less; one where each copies x
 constexpr int64_t kFewRows = 48;         // of a block that is copied: as few as can be if the weight stays in the cache
 constexpr int64_t kMaxWeight = 1 << 17;  // floats that do
@@ -43,12 +44,13 @@ struct Plan {
         if (call.find)
             depth_parts = divided_up(call.taps, std::max<int64_t>(1, kMaxTaps / std::max<int64_t>(call.depth, 1)));
         else if (call.rows > 1 || call.copy)
-            depth_parts = std::max<int64_t>(1, divided_up(call.depth, kMaxDepth));
+            depth_parts = std::max<int64_t>(1, divided_up(call.depth, kMaxSum));
         const int64_t work = call.groups * call.rows * call.columns * std::max<int64_t>(call.taps * call.depth, 1);
         workers = threads > 1 && work >= kMinShared ? threads : 1;
+        if (depth_parts > 1 && !call.find) column_parts = std::max<int64_t>(1, divided_up(call.columns, kMaxColumns));
         if (workers == 1) return;
         const int64_t wanted = workers * (copied ? 1 : kTasks), others = call.groups * row_parts;
-        column_parts = std::clamp<int64_t>(divided_up(wanted, others), 1, divided_up(call.columns, kMinColumns));
+        column_parts = std::clamp<int64_t>(divided_up(wanted, others), column_parts, std::max(column_parts, divided_up(call.columns, kMinColumns)));
     }
     bool copied;
     int64_t row_parts, depth_parts = 1, column_parts = 1, workers;

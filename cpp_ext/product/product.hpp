@@ -1,6 +1,6 @@
 // Products and convolutions of float32 for CPUs, with weights that are packed beforehand. Needs neither torch nor Python.
 //
-// Every size may be zero. Sums are accumulated in float32, over at most kMaxDepth numbers at once. Scratch memory belongs to the
+// Every size may be zero. Sums are accumulated in float32, over at most kMaxSum numbers at once. Scratch memory belongs to the
 // threads; std::bad_alloc may be thrown, also by the bodies that Parallel runs.
 #pragma once
 

@@ -35,6 +35,8 @@ constexpr uint64_t kTorchVersion = (uint64_t{2} << 56) | (uint64_t{11} << 48);  
     X(torch_string_length, (Handle, size_t*))                                                                          \
     X(torch_string_c_str, (Handle, const char**))                                                                      \
     X(torch_delete_string, (Handle))                                                                                   \
+    X(aoti_torch_cpu_mm_out, (Handle, Handle, Handle))                                                                 \
+    X(aoti_torch_cpu_bmm_out, (Handle, Handle, Handle))                                                                \
     X(torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*))                       \
     X(torch_get_num_threads, (uint32_t*))                                                                              \
     X(torch_get_thread_idx, (uint32_t*))                                                                               \

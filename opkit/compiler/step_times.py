@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from opkit import _core
 from opkit.compiler.diagnostics import CompiledGraph
 from opkit.compiler.emit.c.source import source
 from opkit.compiler.ir.access import estimate
@@ -53,8 +54,17 @@ def measure_peaks(device: torch.device) -> MachinePeaks:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x, y = torch.ones(numbers, device=device), torch.empty(numbers, device=device)
     a = torch.randn(rows, rows, device=device, dtype=dtype)
-    copied, multiplied = _fastest(lambda: y.copy_(x), device), _fastest(lambda: a @ a, device)
+    copied, multiplied = _fastest(lambda: y.copy_(x), device), _fastest(_product(a), device)
     return MachinePeaks(2 * x.nbytes / copied, 2 * rows**3 / multiplied, dtype)
+
+
+def _product(a: torch.Tensor) -> Callable[[], Any]:
+    if a.device.type != "cpu" or not driver.multiplies():
+        return lambda: a @ a
+    n, y = len(a), torch.empty_like(a)
+    packed = torch.empty(_core.packed_floats(n, n))
+    _core.pack(a.data_ptr(), 1, n, n, n, packed.data_ptr())
+    return lambda: _core.linear(a.data_ptr(), n, packed.data_ptr(), 0, y.data_ptr(), n, n, n, "none")
 
 
 def _fastest(function: Callable[[], Any], device: torch.device) -> float:

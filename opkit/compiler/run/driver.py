@@ -124,10 +124,23 @@ def _shim() -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(_SHIM))(*addresses)
 
 
-@functools.cache
 def products(device: str) -> dict[str, int]:
-    """Return the addresses of torch's ``PRODUCTS`` for a kind of device; 0 for one that this torch does not have."""
-    return {target: _address(f"aoti_torch_{device}_{target.split('.')[1]}_out") for target in PRODUCTS}
+    """Return the addresses of the functions of ``PRODUCTS`` for a kind of device; 0 for one that this torch does not have."""
+    found = {target: _address(f"aoti_torch_{device}_{target.split('.')[1]}_out") for target in PRODUCTS}
+    if device == "cpu" and multiplies():
+        found |= zip(("aten.mm.default", "aten.bmm.default"), _core.product_functions(), strict=True)
+    return found
+
+
+def multiplies() -> bool:
+    """Return whether products of float32 on the CPU are opkit's own, of 64 rows, columns and numbers to sum or more.
+
+    They are on AMD's processors, where MKL, which torch calls, does not use AVX-512, and AVX2 to 0.8 of its peak. With fewer rows
+    MKL's are as fast, since opkit packs the right operand in each call.
+    """
+    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
+    exact = precision in ("none", "ieee")  # else they may be rounded to bfloat16
+    return exact and torch.backends.mkl.is_available() and _core.x86_vendor() in ("AuthenticAMD", "HygonGenuine")
 
 
 @functools.cache

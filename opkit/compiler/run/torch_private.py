@@ -47,9 +47,13 @@ def release_cublas_workspaces() -> None:
 
 
 def is_observed() -> bool:
-    """Return whether a profiler or a mode observes the operators that are called."""
+    """Return whether a profiler or a mode observes the operators that are called.
+
+    AOTAutograd's mode of first calls does not, which looks at custom operators alone: first calls give the bits of later ones.
+    """
     profiled = torch._C._autograd._profiler_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-    return profiled or has_dispatch_modes()
+    modes = _python_dispatch._get_current_dispatch_mode_stack() if has_dispatch_modes() else ()
+    return profiled or any(type(mode).__name__ != "_AnalyzeCustomOpInputOutputMode" for mode in modes)
 
 
 def has_dispatch_modes() -> bool:

@@ -1,8 +1,10 @@
 """The driver: what it calls itself and what through Python, who owns tensors, and what becomes of errors."""
 
+import contextlib
 import dataclasses
 import gc
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import opkit
+from opkit import _core
 from opkit.compiler import backend, graph_cache
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import driver, torch_operators
@@ -61,6 +64,14 @@ def test_a_graph_of_products_and_kernels_calls_no_python(runners):
     assert runners[0].code.python == ""
 
 
+@contextlib.contextmanager
+def at_threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 PRODUCTS = {
     "mm": lambda x, y: x @ y,
     "bmm": lambda x, y: torch.bmm(x.expand(3, *x.shape), y.expand(3, *y.shape)),
@@ -80,6 +91,49 @@ def test_products(product, dtype, runners):
     close: dict[str, Any] = {"rtol": 0.05, "atol": 0.3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(given, product(x, y) + 1, **close)
     assert any(isinstance(f, tuple) for f in runners[0].code.functions) == dtype.is_floating_point
+
+
+OWN = {  # left and right operands, of 70 numbers that are summed, or 300
+    "rows": lambda: (torch.randn(65, 300), torch.randn(300, 1030)),
+    "columns": lambda: (torch.randn(70, 65).t(), torch.randn(90, 70).t()),
+    "parts": lambda: (torch.randn(80, 100)[3:68, 7:77], torch.randn(70, 200)[:, 5:70]),
+    "batches": lambda: (torch.randn(3, 64, 70), torch.randn(3, 66, 70).mT),
+    "one for all": lambda: (torch.randn(64, 70).expand(3, 64, 70), torch.randn(70, 64).expand(3, 70, 64)),
+    "not finite": lambda: (torch.randn(64, 70), torch.full((70, 64), torch.inf)),
+}
+
+
+@pytest.mark.parametrize("made", OWN.values(), ids=OWN)
+def test_own_products(made, runners, monkeypatch):
+    monkeypatch.setattr(driver, "multiplies", lambda: True)
+    fast, (x, y) = compiled(lambda x, y: torch.matmul(x, y)), made()
+    for isa in _core.isas():
+        monkeypatch.setenv("OPKIT_ISA", isa)
+        fast(x, y)
+        driver.products("cpu")  # reads the variable
+        torch.testing.assert_close(fast(x, y).double(), x.double() @ y.double(), rtol=0, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_own_products_do_not_depend_on_threads_and_rows(threads, monkeypatch):
+    monkeypatch.setattr(driver, "multiplies", lambda: True)
+    x, y = torch.randn(300, 600), torch.randn(600, 700)
+    fast = compiled(lambda x, y: torch.matmul(x, y), dynamic=True)
+    expected = fast(x, y)
+    with at_threads(threads):
+        assert torch.equal(fast(x[100:170], y), expected[100:170])
+        assert torch.equal(fast(x, y[:, :65]), expected[:, :65])
+
+
+@pytest.mark.parametrize(("vendor", "own"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
+def test_whose_products_are_called(vendor, own, monkeypatch):
+    monkeypatch.setattr(driver._core, "x86_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    theirs = driver._address("aoti_torch_cpu_mm_out")
+    assert (driver.products("cpu")["aten.mm.default"] != theirs) == own
+    rounded = types.SimpleNamespace(fp32_precision="bf16")  # torch may round to bfloat16
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", rounded)
+    assert driver.products("cpu")["aten.mm.default"] == theirs
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])

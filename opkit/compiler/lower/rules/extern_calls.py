@@ -1,5 +1,7 @@
 """Operators that become calls of torch: products of matrices, attention, convolutions, sorts, FFTs.
 
+Products of float32 on AMD's processors are called as torch's, and are opkit's own (``run/driver.py``).
+
 Products and convolutions are called with operands of the dtype and layout that torch is fastest with.
 
 A bias is added by a step of its own, which joins what comes after; torch's ``addmm`` would copy it into the result first.
