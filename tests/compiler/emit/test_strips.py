@@ -243,3 +243,33 @@ def test_no_row_is_asked_for_where_that_does_not_pay():
     }
     for name, (rows, columns, second, dtype) in cases.items():
         assert "__builtin_prefetch" not in function(normed(rows, columns, SECOND[second], dtype), "k"), name
+
+
+def added(rows, columns, block):
+    """A kernel that adds up the columns of a matrix, a block of columns at a time."""
+    blocks, along, lane = Axis(0, index(columns // block)), Axis(1, index(rows)), Axis(2, index(block))
+    at = axis(2, index(block))
+    column = axis(0, blocks.extent) * block + at
+    element = load("x", "f32", axis(1, along.extent) * columns + column)
+    body = (
+        Scratch("s", "f64", index(block)),
+        Loop(lane, (Store("s", at, const(0.0, "f64")),), "vector"),
+        Loop(along, (Loop(lane, (Store("s", at, cast(element, "f64"), "add"),), "vector"),), "plain"),
+        Loop(lane, (Store("y", column, cast(load("s", "f64", at), "f32")),), "vector"),
+    )
+    arguments = (KernelArgument("x", "f32", False), KernelArgument("y", "f32", True))
+    return Kernel("added", arguments, (), (Loop(blocks, body, "parallel"),))
+
+
+def test_parts_of_later_rows_are_asked_for(run):
+    made = added(4000, 320, 32)
+    assert "ahead < 32; ahead += 16) __builtin_prefetch(p_x + (5120 + a0*32 + a1*320) + ahead" in function(made, "k")
+    x = np.random.default_rng(0).integers(-3, 4, (4000, 320)).astype(np.float32)
+    arrays = {"x": x, "y": np.zeros(320, np.float32)}
+    assert run(made, arrays, {}) == (0, [0, 0, 0])
+    np.testing.assert_array_equal(arrays["y"], x.sum(0))
+
+
+@pytest.mark.parametrize("sizes", [(4000, 32, 32), (100, 320, 32), (4000, 3200, 1600)], ids=["all", "small", "wide"])
+def test_no_part_is_asked_for_where_that_does_not_pay(sizes):
+    assert "__builtin_prefetch" not in function(added(*sizes), "k")

@@ -142,6 +142,8 @@ def _over(scope: CScope, loop: Loop, first: str, last: str, large: frozenset[str
         if vectorised:
             writer.line(f"SIMD(omp simd{_clauses(writer, loop)}{strips.far_clauses(writer, roots)})")
         writer.line(f"for ({'' if first == a else f'int64_t {a} = {first}'}; {a} < {last}; ++{a}) {{")
+        for row in prefetch.parts_of_rows(loop):
+            writer.line("  " + row.text(within.index(row.at), "0", str(row.length)))
         _inside(within, loop.body, large, loop.stop)
         writer.line("}")
 
