@@ -1,10 +1,11 @@
 """Compare ``torch.compile`` with opkit's backend with eager and Inductor: compile times, run times, memory, errors.
 
-Six models (``compile_models.py``), inference and training, float32 and bfloat16, two threads. What is measured::
+Six models (``compile_models.py``), inference and training, float32 and bfloat16, ``OMP_NUM_THREADS`` threads (two). What is
+measured::
 
     cold      the first call less a later one, in a new process with empty caches; torch and transformers are imported before
     warm      the same in another new process with the caches that the cold one left
-    run       a call: eager and all backends alternate in one process; medians of many rounds
+    run       a call: eager and all backends alternate in one process; medians of many rounds; of one thread its own time
     memory    the peak of a step beyond weights and code, by the process's resident set and by torch's allocator
     numbers   errors of loss and gradients compared with eager float64
     depth     cold compile times of 12, 24 and 48 narrow layers
@@ -45,7 +46,7 @@ from compile_backends import DYNAMO, EAGER, FLOOR, missing
 from compile_kernels import MEMORY as KEPT
 from compile_models import MODELS, TRANSFORMERS
 
-THREADS = 2
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 2))
 DTYPES, MODES = ("float32", "bfloat16"), ("inference", "training")
 DEPTHS = (12, 24, 48)
 PEER = "inductor"
