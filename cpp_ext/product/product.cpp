@@ -19,6 +19,9 @@ constexpr int64_t kFewRows = 48;         // of a block that is copied: as few as
 constexpr int64_t kMaxWeight = 1 << 17;  // floats that do
 constexpr int64_t kGap = 16;             // floats between copied rows, so that they are not in the same set of a cache
 
+constexpr int64_t kMaxPacked = 1 << 21;  // floats of right operands that are packed at once: they stay in a last-level cache
+constexpr int64_t kMinPacked = 256;      // columns, whatever the depth is
+
 constexpr int64_t kPlaceFloats = sizeof(const void*) / 4;  // that a pointer takes the memory of
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -187,10 +190,10 @@ void linear(const Linear& call, const Parallel& parallel, const isa::Table& kern
              parallel, kernels);
 }
 
-void matmul(const Matmul& call, const Parallel& parallel, const isa::Table& kernels) {
+// A product whose right operands are packed to `packed` first.
+void multiply_packed(const Matmul& call, float* packed, const Parallel& parallel, const isa::Table& kernels) {
     const int64_t weights = call.b_batch == 0 ? std::min<int64_t>(call.batch, 1) : call.batch, panels = divided_up(call.columns, kPanel);
     const int64_t panel = call.depth * kPanel;
-    const Memory packed(weights * panels * panel);
     const Parallel packers{parallel.run, weights * panels * panel < kMinShared ? 1 : parallel.threads, parallel.self};
     const int64_t some = divided_up(panels, 8);  // tasks of a matrix
     deal(packers, weights * some, [&](int64_t task) {
@@ -198,12 +201,32 @@ void matmul(const Matmul& call, const Parallel& parallel, const isa::Table& kern
         const Range part(panels, 1, some, task % some);
         pack(call.b + n * call.b_batch + part.begin * kPanel * call.b_column, call.b_column, call.b_depth,
              std::min(part.size() * kPanel, call.columns - part.begin * kPanel), call.depth,
-             packed.data() + (n * panels + part.begin) * panel);
+             packed + (n * panels + part.begin) * panel);
     });
-    multiply({call.a, packed.data(), call.bias, call.addend, call.y, call.a_row, call.addend_pitch, call.y_pitch, call.a_batch,
+    multiply({call.a, packed, call.bias, call.addend, call.y, call.a_row, call.addend_pitch, call.y_pitch, call.a_batch,
               call.b_batch == 0 ? 0 : panels * panel, 0, call.addend_batch, call.y_batch, call.batch, call.rows, call.rows,
               call.columns, 1, call.depth, kNone, call.a_depth == 1 ? nullptr : copy_strided, nullptr, &call},
              parallel, kernels);
+}
+
+void matmul(const Matmul& call, const Parallel& parallel, const isa::Table& kernels) {
+    const bool shared = call.b_batch == 0;
+    const int64_t padded = divided_up(call.columns, kPanel) * kPanel, most = kMaxPacked / std::max<int64_t>(call.depth, 1);
+    const int64_t batch = shared ? call.batch : std::clamp<int64_t>(most / std::max<int64_t>(padded, 1), 1, std::max<int64_t>(call.batch, 1));
+    const int64_t columns = std::min(padded, std::max(most / kPanel * kPanel, kMinPacked));
+    const Memory packed((shared ? 1 : batch) * columns * call.depth);
+    for (int64_t n = 0; n < call.batch; n += batch)
+        for (int64_t j = 0; j < call.columns; j += columns) {
+            Matmul part = call;
+            part.batch = std::min(batch, call.batch - n);
+            part.columns = std::min(columns, call.columns - j);
+            part.a += n * call.a_batch;
+            part.b += n * call.b_batch + j * call.b_column;
+            part.y += n * call.y_batch + j;
+            if (call.bias) part.bias += j;
+            if (call.addend) part.addend += n * call.addend_batch + j;
+            multiply_packed(part, packed.data(), parallel, kernels);
+        }
 }
 
 }  // namespace opkit::product
