@@ -6,8 +6,6 @@
 
 #include "../isa/bind.hpp"
 #include "../runtime/failure.hpp"
-#include "../runtime/parallel.hpp"
-#include "product.hpp"
 #include "torch.hpp"
 
 namespace py = pybind11;
@@ -21,11 +19,6 @@ using Pair = std::array<int64_t, 2>;
 const float* floats(Address address) { return reinterpret_cast<const float*>(address); }
 float* writable(Address address) { return reinterpret_cast<float*>(address); }
 
-// torch's threads.
-void run(void*, int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-    parallel_for(0, n, grain, body, context);
-}
-
 // Runs work(parallel, kernels) without the GIL.
 template <class Work>
 void compute(const Work& work) {
@@ -33,7 +26,7 @@ void compute(const Work& work) {
     const Report report;
     {
         const py::gil_scoped_release released;
-        work(Parallel{run, thread_count(), nullptr}, kernels);
+        work(torch_threads(), kernels);
     }
     if (report.failed()) throw std::runtime_error("opkit: a product failed: " + report.text());
 }

@@ -53,7 +53,8 @@ struct Plan {
         if (depth_parts > 1 && !call.find) column_parts = std::max<int64_t>(1, divided_up(call.columns, kMaxColumns));
         if (workers == 1) return;
         const int64_t wanted = workers * (copied ? 1 : kTasks), others = call.groups * row_parts;
-        column_parts = std::clamp<int64_t>(divided_up(wanted, others), column_parts, std::max(column_parts, divided_up(call.columns, kMinColumns)));
+        const int64_t most = std::max(column_parts, divided_up(call.columns, kMinColumns));
+        column_parts = std::clamp<int64_t>(divided_up(wanted, others), column_parts, most);
     }
     bool copied;
     int64_t row_parts, depth_parts = 1, column_parts = 1, workers;
@@ -212,7 +213,8 @@ void multiply_packed(const Matmul& call, float* packed, const Parallel& parallel
 void matmul(const Matmul& call, const Parallel& parallel, const isa::Table& kernels) {
     const bool shared = call.b_batch == 0;
     const int64_t padded = divided_up(call.columns, kPanel) * kPanel, most = kMaxPacked / std::max<int64_t>(call.depth, 1);
-    const int64_t batch = shared ? call.batch : std::clamp<int64_t>(most / std::max<int64_t>(padded, 1), 1, std::max<int64_t>(call.batch, 1));
+    const int64_t together = std::max<int64_t>(most / std::max<int64_t>(padded, 1), 1);
+    const int64_t batch = shared ? call.batch : std::min(together, std::max<int64_t>(call.batch, 1));
     const int64_t columns = std::min(padded, std::max(most / kPanel * kPanel, kMinPacked));
     const Memory packed((shared ? 1 : batch) * columns * call.depth);
     for (int64_t n = 0; n < call.batch; n += batch)

@@ -6,19 +6,14 @@
 #include "../runtime/failure.hpp"
 #include "../runtime/parallel.hpp"
 #include "../runtime/tensor.hpp"
-#include "product.hpp"
 #include "torch.hpp"
 
 namespace opkit::product {
 namespace {
 
-constexpr int64_t kFewest = 64;  // rows: the right operand is packed in each call, which takes as long as the product of a few
+constexpr int64_t kFewest = 64;  // rows, columns and depth: the right operand is packed in each call, which must pay
 
 std::atomic<const isa::Table*> chosen{nullptr};
-
-void run(void*, int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
-    parallel_for(0, n, grain, body, context);
-}
 
 // Whether the product was computed; if not, nothing was written that the product does not overwrite.
 bool computed(Handle out, Handle left, Handle right) {
@@ -39,7 +34,7 @@ bool computed(Handle out, Handle left, Handle right) {
         matmul({static_cast<const float*>(from_a), batch(a), a.strides[last - 1], a.strides[last], static_cast<const float*>(from_b),
                 batch(b), b.strides[last - 1], b.strides[last], nullptr, nullptr, 0, 0, static_cast<float*>(to), batch(y),
                 y.strides[last - 1], last == 2 ? y.sizes[0] : 1, rows, columns, depth},
-               Parallel{run, thread_count(), nullptr}, *chosen);
+               torch_threads(), *chosen);
     } catch (const std::bad_alloc&) {
         return false;
     }
@@ -47,6 +42,13 @@ bool computed(Handle out, Handle left, Handle right) {
 }
 
 }  // namespace
+
+Parallel torch_threads() {
+    const auto run = [](void*, int64_t n, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+        parallel_for(0, n, grain, body, context);
+    };
+    return {run, thread_count(), nullptr};
+}
 
 Functions functions(const isa::Table& kernels) {
     chosen = &kernels;

@@ -3,8 +3,12 @@
 
 #include "../isa/table.hpp"
 #include "../runtime/shim.hpp"
+#include "product.hpp"
 
 namespace opkit::product {
+
+// Torch's threads.
+Parallel torch_threads();
 
 // With the signatures of aoti_torch_cpu_mm_out and aoti_torch_cpu_bmm_out: out, left, right; other than 0 if torch failed.
 struct Functions {
