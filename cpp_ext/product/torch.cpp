@@ -11,7 +11,7 @@
 namespace opkit::product {
 namespace {
 
-constexpr int64_t kFewest = 64;  // rows, columns and depth: the right operand is packed in each call, which must pay
+constexpr int64_t kMinSize = 64;  // rows, columns and depth: the right operand is packed in each call, which must pay
 
 std::atomic<const isa::Table*> chosen{nullptr};
 
@@ -21,7 +21,7 @@ bool computed(Handle out, Handle left, Handle right) {
     if (!read(out, y) || !read(left, a) || !read(right, b)) return false;
     if (y.dtype != OPK_FLOAT32 || a.dtype != OPK_FLOAT32 || b.dtype != OPK_FLOAT32) return false;
     const int64_t last = y.rank - 1, rows = y.sizes[last - 1], columns = y.sizes[last], depth = a.sizes[last];
-    if (rows < kFewest || columns < kFewest || depth < kFewest || y.strides[last] != 1) return false;
+    if (rows < kMinSize || columns < kMinSize || depth < kMinSize || y.strides[last] != 1) return false;
     const auto batch = [last](const View& view) { return last == 2 ? view.strides[0] : 0; };
     const void *from_a = nullptr, *from_b = nullptr;
     void* to = nullptr;

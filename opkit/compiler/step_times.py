@@ -59,7 +59,7 @@ def measure_peaks(device: torch.device) -> MachinePeaks:
 
 
 def _product(a: torch.Tensor) -> Callable[[], Any]:
-    if a.device.type != "cpu" or not driver.multiplies():
+    if a.device.type != "cpu" or not driver.has_own_products():
         return lambda: a @ a
     n, y = len(a), torch.empty_like(a)
     packed = torch.empty(_core.packed_floats(n, n))

@@ -127,12 +127,12 @@ def _shim() -> ctypes.Array[ctypes.c_void_p]:
 def products(device: str) -> dict[str, int]:
     """Return the addresses of the functions of ``PRODUCTS`` for a kind of device; 0 for one that this torch does not have."""
     found = {target: _address(f"aoti_torch_{device}_{target.split('.')[1]}_out") for target in PRODUCTS}
-    if device == "cpu" and multiplies():
+    if device == "cpu" and has_own_products():
         found |= zip(("aten.mm.default", "aten.bmm.default"), _core.product_functions(), strict=True)
     return found
 
 
-def multiplies() -> bool:
+def has_own_products() -> bool:
     """Return whether products of float32 on the CPU are opkit's own, of 64 rows, columns and numbers to sum or more.
 
     They are on AMD's processors, where MKL, which torch calls, does not use AVX-512, and AVX2 to 0.8 of its peak. With fewer rows

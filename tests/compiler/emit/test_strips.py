@@ -261,7 +261,7 @@ def added(rows, columns, block):
     return Kernel("added", arguments, (), (Loop(blocks, body, "parallel"),))
 
 
-def test_parts_of_later_rows_are_asked_for(run):
+def test_parts_of_later_rows_are_prefetched(run):
     made = added(4000, 320, 32)
     assert "ahead < 32; ahead += 16) __builtin_prefetch(p_x + (5120 + a0*32 + a1*320) + ahead" in function(made, "k")
     x = np.random.default_rng(0).integers(-3, 4, (4000, 320)).astype(np.float32)
@@ -271,5 +271,5 @@ def test_parts_of_later_rows_are_asked_for(run):
 
 
 @pytest.mark.parametrize("sizes", [(4000, 32, 32), (100, 320, 32), (4000, 3200, 1600)], ids=["all", "small", "wide"])
-def test_no_part_is_asked_for_where_that_does_not_pay(sizes):
+def test_no_part_is_prefetched_where_that_does_not_pay(sizes):
     assert "__builtin_prefetch" not in function(added(*sizes), "k")
