@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import opkit
 from opkit.attn.api import lowered
@@ -49,6 +50,7 @@ SCORES = {
     "a tensor": lambda s, b, h, i, j: s + FULL[b, h, i, j] - SLOPES[h].exp(),
     "hidden": lambda s, b, h, i, j: torch.where(i >= j, s * SLOPES[h], -float("inf")),
     "product": lambda s, b, h, i, j: s * torch.sigmoid(s) + SLOPES[h] ** 2,
+    "infinite exponentials": lambda s, b, h, i, j: (F.silu(2000 * s) + F.softplus(2000 * s)) / 2000,
 }
 
 

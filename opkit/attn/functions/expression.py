@@ -346,6 +346,11 @@ def _of_least(g: Scalar, a: Scalar, b: Scalar) -> tuple[Scalar, Scalar]:
     )  # type: ignore[return-value]
 
 
+def _times_exponential(g: Scalar, y: Scalar) -> Scalar:
+    """Return ``g y``, and 0 where g is 0 and y may be infinite, as in the derivative of ``1 / (1 + exp(-x))`` at -100."""
+    return g * y if g.expr.op == "const" else scalar.where(scalar.apply("eq", g, 0.0), 0.0, g * y)
+
+
 _LN2, _LN10, _OF_ERF = math.log(2), math.log(10), 2 / math.sqrt(math.pi)
 _f = scalar
 _RULES: dict[str, Callable[..., tuple[Scalar, ...]]] = {
@@ -361,8 +366,8 @@ _RULES: dict[str, Callable[..., tuple[Scalar, ...]]] = {
     "max": lambda g, y, a, b: _of_least(g, b, a)[::-1],
     "pow": lambda g, y, a, b: (g * b * _f.power(a, b - 1.0), g * y * _f.log(a)),
     "sqrt": lambda g, y, a: (g / (y * 2.0),),
-    "exp": lambda g, y, a: (g * y,),
-    "exp2": lambda g, y, a: (g * y * _LN2,),
+    "exp": lambda g, y, a: (_times_exponential(g, y),),
+    "exp2": lambda g, y, a: (_times_exponential(g * _LN2, y),),
     "expm1": lambda g, y, a: (g * (y + 1.0),),
     "log": lambda g, y, a: (g / a,),
     "log2": lambda g, y, a: (g / (a * _LN2),),
