@@ -6,6 +6,7 @@ import torch
 
 from opkit.attn.api import lowered
 from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
+from opkit.masks import ALiBi, Causal, RelativePosition
 
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 2, 4, 2, 150, 170
 generator = torch.Generator().manual_seed(0)
@@ -74,13 +75,21 @@ SCORES = {
 }
 BOTH = {name: (mask, None) for name, mask in MASKS.items()} | {name: (None, score) for name, score in SCORES.items()}
 BOTH["both"] = MASKS["dilated"], SCORES["buckets"]
+BIASES = {
+    "ALiBi": (Causal(), ALiBi(SLOPES), None),
+    "dense": (None, FULL.bfloat16(), None),
+    "dense, of heads and keys": (MASKS["dilated"], made(1, HEADS, 1, KEYS, dtype=torch.float16), None),
+    "rows and columns": (None, RelativePosition(made(BATCH, HEADS, QUERIES, 17), made(BATCH, 1, QUERIES, 10)), None),
+    "a soft cap and more": (None, (ALiBi(SLOPES), SCORES["product"]), 2.0),
+}
 
 
 def call_of(name, dtype, head=16, values=16):
     """The operator's arguments."""
     sizes = ((HEADS, QUERIES, head), (KEY_HEADS, KEYS, head), (KEY_HEADS, KEYS, values))
     q, k, v = (made(BATCH, *size, dtype=dtype) for size in sizes)
-    return AttentionCall(*lowered(q, k, v, *BOTH[name], None, None, None, 0.0, "bhsd")[:13])
+    mask, bias, softcap = BIASES.get(name) or (*BOTH[name], None)
+    return AttentionCall(*lowered(q, k, v, mask, bias, None, softcap, None, 0.0, "bhsd")[:13])
 
 
 def gradient_call(call, out, lse):

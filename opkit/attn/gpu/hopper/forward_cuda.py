@@ -23,6 +23,7 @@ from opkit.attn.allocation import overwritten, rows
 from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, plans
 from opkit.attn.gpu.hopper import calls, functions, library
+from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.gpu.hopper.forward_kinds import ROWS, Layout, kind_of, layout_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
 from opkit.attn.gpu.hopper.masks import Mask, list_building, mask_of, shape_of
@@ -88,6 +89,7 @@ def register(op: CustomOp[Any, Any]) -> None:
 
 def takes(call: AttentionCall) -> bool:
     """Return whether a call is for :func:`forward`: it fits, on sm_90 with a CUDA compiler."""
+    call = as_functions(call)
     fits = calls.fits(call) and calls.applies(call)
     return fits and library.there(_SOURCE, call.q.dtype, lambda: kind_of(call).definitions)
 
@@ -101,9 +103,9 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compute the operator's result and log-sum-exp; the arguments are the operator's.
 
     It takes bfloat16 and float16; heads of up to 256 channels that 8 divides, those of queries and of values of any two such
-    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks; users'
-    functions. The factor of logits, which is the cap or else the scale, is at most 1024. It takes no other biases, no functions
-    after a soft cap, and no dropout.
+    sizes; grouped heads; any numbers of queries and keys but none; every mask; a positive scale; a soft cap; sinks; biases and
+    users' functions, up to the tensors and numbers that there is room for. The factor of logits, which is the cap or else the
+    scale, is at most 1024. It takes no dropout.
 
     Probabilities are rounded to q's dtype before they are multiplied with the values. Keys and values that are hidden do not
     reach a result, whatever they hold: 64 rows with a result that is not a number are computed once more, slowly, of what they
@@ -117,7 +119,7 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         KernelError: it does not take the call.
         ToolchainError: there is no CUDA compiler. One that refuses the source is warned of, and the portable kernel is called.
     """
-    call = AttentionCall(*args)
+    call = as_functions(AttentionCall(*args))
     if not calls.fits(call):
         shapes = dtypes_and_shapes(call[:3])
         raise KernelError(

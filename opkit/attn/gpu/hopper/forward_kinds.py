@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkit.attn.calls import AttentionCall
-from opkit.attn.gpu.hopper import calls
+from opkit.attn.gpu.hopper import calls, functions
 from opkit.attn.gpu.hopper.library import of_segments
 from opkit.attn.gpu.hopper.masks import Asked, asked_of, shape_of
 from opkit.attn.gpu.plans import MaskShape
@@ -88,7 +88,7 @@ def layout_of(call: AttentionCall) -> Layout:
 def _narrow(call: AttentionCall, shape: MaskShape, sizes: str) -> Layout:
     """Return the layout of heads of up to 64 channels."""
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    if (shape.mask and not of_segments(shape)) or is_low(call, shape):
+    if (shape.mask and not of_segments(shape)) or is_low(call, shape) or functions.reads_pairs(call):
         return Layout(f"Low<{sizes}>", 2, 128)
     if shape.mask or seen <= _FEW[shape.banded and call.q.shape[2] <= _FEW[1]]:
         return Layout(f"Brief<{sizes}>", 4, 64)

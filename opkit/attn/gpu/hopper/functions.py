@@ -2,7 +2,8 @@
 
 A kernel is compiled with the functions of its calls' masks and biases (``cuda/functions.cuh`` has what they call). One of a mask
 becomes bits of keys in the expression of the mask, and those of biases, one after another, become one of the logit, which in the
-backward gives its derivative too. Which tensors and numbers they capture is in :mod:`opkit.attn.gpu.functions`.
+backward gives its derivative too; :mod:`opkit.attn.gpu.hopper.biases` writes other biases as functions. Which tensors and
+numbers they capture is in :mod:`opkit.attn.gpu.functions`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall
+from opkit.attn.calls import AnyCall, AttentionCall
 from opkit.attn.functions.expression import coordinates, derivatives, indexed
 from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.functions import Placed
@@ -142,6 +143,12 @@ def _texts(shape: plans.MaskShape, wide: tuple[tuple[bool, ...], ...], sloped: b
     return Texts(" ".join(written), "user_score")
 
 
+def reads_pairs(call: AttentionCall) -> bool:
+    """Return whether functions of logits load something for each pair of a query and a key: many loads are under way at once."""
+    placed = plans.shape_of(tuple(call.mask), tuple(call.bias)).functions
+    return any(each.whose == "bias" and functions.pair_bytes(each, call.bias_tensors) for each in placed)
+
+
 def name_of(number: int) -> str:
     """Return the name of a function."""
     return f"user_{number}"
@@ -259,7 +266,7 @@ class _Writing:
         sizes = self.placed.sizes(tensor)
         steps: list[str] = []
         for dim, (at, variable) in enumerate(zip(coordinates(node), variables, strict=True)):
-            place = variable or f"within({self.names[at]}, problem.functions.numbers[{sizes + dim}])"
+            place = variable or f"within({self.names[at]}, {bits}(problem.functions.numbers[{sizes + dim}]))"
             steps.append(f"{bits}({place}) * {bits}({of}.by[{pad + dim}])")
         found = f"element_of<{_ELEMENTS[node.dtype]}>({of}, {' + '.join(steps) or 0})"
         return f"({found} != 0)" if node.dtype == "b1" else f"{_TYPES[node.dtype]}({found})"

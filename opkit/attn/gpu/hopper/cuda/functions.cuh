@@ -21,9 +21,9 @@ struct Functions {
 constexpr float LOG2_OF_E = 1.4426950408889634f;
 
 // A coordinate in a tensor: a negative one counts from the end, and none is out of range.
-template <typename I>
-SM90 int within(I at, int64_t size) {
-    const int64_t place = at < 0 ? at + size : at;
+template <typename I, typename Size>
+SM90 int within(I at, Size size) {
+    const decltype(at + size) place = at < 0 ? at + size : at;
     return int(place < 0 ? 0 : place < size ? place : size - 1);
 }
 template <typename E>
