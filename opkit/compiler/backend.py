@@ -28,7 +28,7 @@ from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.ir.program import Strided
 from opkit.compiler.lower.target import GPU, LoweringTarget
 from opkit.compiler.options import DEFAULT, CompileOptions, compile_options
-from opkit.compiler.run import cuda_graphs, plan_cache
+from opkit.compiler.run import cuda_graphs, driver, plan_cache
 from opkit.compiler.run.cuda_graphs import RecordedRunner
 from opkit.compiler.run.plan import GraphConstants
 from opkit.compiler.run.runner import Runner, release_arenas
@@ -335,7 +335,8 @@ def _is_observed() -> bool:
 
 
 def _target() -> LoweringTarget:
-    return LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
+    target = LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
+    return dataclasses.replace(target, own_products=driver.has_own_products())
 
 
 def gpu_target() -> LoweringTarget:

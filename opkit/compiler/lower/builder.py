@@ -13,7 +13,7 @@ from typing import Any
 from opkit.compiler.ir.dtypes import DTYPES, PARTS, is_complex
 from opkit.compiler.ir.expr import Expr, const, op, position
 from opkit.compiler.ir.graph import Graph, Node, OpaqueValue, Ref, TensorType, TypeName
-from opkit.compiler.ir.index import ZERO, Index, contiguous, index
+from opkit.compiler.ir.index import ZERO, Index, contiguous, flat, index
 from opkit.compiler.ir.program import Buffer, Compute, Extern, Program, Step, Strided, writes
 from opkit.compiler.lower.registry import NoRule
 from opkit.compiler.lower.rewrites import simplify, slow_cost
@@ -147,14 +147,13 @@ class Builder:
         """
         if len(kind.shape) != 4 or not self.target.channels_last:
             return kind.strides
-        axes, (_, rows, columns, channels) = formal(kind.shape), kind.shape
-        loads = [node.data for node in body.walk() if node.op == "load" and set(node.data[1]) == set(axes)]
-        read = [(at, self.buffers[name]) for name, at in loads if len(at) == 4]
-        seen = {tuple((b.shape[at.index(x)], b.strides[at.index(x)]) for x in axes) for at, b in read}
+        _, rows, columns, channels = kind.shape
+        loads = (node.data for node in body.walk() if node.op == "load")
+        read = {flat(at, self.buffers[name].strides) for name, at in loads}
         layouts = [channels_last(kind.shape)]
         if kind.strides == (channels * rows * columns, columns, index(1), rows * columns):
             layouts.append(contiguous(kind.shape))
-        return next((each for each in layouts if tuple(zip(kind.shape, each, strict=True)) in seen), kind.strides)
+        return next((each for each in layouts if flat(formal(kind.shape), each) in read), kind.strides)
 
     def _lazy(self, body: Expr) -> bool:
         """Return whether every use computes a formula again: it reads nothing, and is cheap or the same for all elements."""

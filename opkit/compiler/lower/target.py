@@ -65,6 +65,7 @@ class LoweringTarget:
             fast kernels only for such sizes.
         deterministic: whether only algorithms may run whose results never vary.
         tf32: whether convolutions of float32 round their operands to TF32.
+        own_products: whether products of float32 are opkit's own, and faster than torch's convolutions (``run/driver.py``).
         tiles: the sizes of tiles, if kernels compute tiles, so that no loop over columns is needed.
     """
 
@@ -82,6 +83,7 @@ class LoweringTarget:
     product_alignment: int = 1
     deterministic: bool = False
     tf32: bool = True
+    own_products: bool = False
     tiles: TileSizes | None = None
 
     @staticmethod

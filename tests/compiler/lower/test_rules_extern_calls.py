@@ -11,6 +11,7 @@ from tests.compiler import graphs
 
 WIDE = LoweringTarget(narrow_products=False, channels_last=True)
 NATIVE = LoweringTarget(narrow_products=True, channels_last=True)
+OWN = LoweringTarget(channels_last=True, own_products=True)
 
 
 def r(*shape, dtype=torch.float32):
@@ -156,6 +157,56 @@ def test_a_convolution_with_few_places_and_many_channels_is_products(settings, l
 def test_a_convolution_with_as_many_places_as_channels_is_called():
     program = check(lambda x, w: F.conv2d(x, w, padding=1), r(1, 3, 5, 5), r(25, 3, 3, 3), rtol=1e-4, atol=1e-4)
     assert [call.target for call in calls(program)] == ["aten.convolution.default"]
+
+
+def forward_and_backward(x, w, *settings, target):
+    """The operators that a convolution and its derivatives call."""
+    stride, padding, groups = settings
+    settings = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+
+    def backward(g, x, w):
+        return list(torch.ops.aten.convolution_backward(g, x, w, [len(w)], *settings, [True, True, True]))
+
+    def forward(x, w):
+        return torch.ops.aten.convolution(x, w, None, *settings)
+
+    g = torch.randn_like(forward(x, w))
+    programs = (
+        check(each, *args, target=target, rtol=1e-3, atol=1e-3)
+        for each, *args in ((forward, x, w), (backward, g, x, w))
+    )
+    return [[call.target.split(".")[1] for call in calls(program)] for program in programs]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_convolutions_with_one_tap_are_products_where_these_are_faster(batch, layout):
+    x, w = (each.to(memory_format=layout) for each in (r(batch, 64, 8, 9), r(65, 64, 1, 1)))
+    assert forward_and_backward(x, w, 1, 0, 1, target=OWN) == [["mm"], ["mm", "mm" if batch == 1 else "bmm"]]
+    assert forward_and_backward(x, w, 1, 0, 1, target=NATIVE) == [["convolution"], ["convolution_backward"]]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "settings"),
+    [
+        ((2, 64, 8, 9), (65, 64, 1, 1), (2, 0, 1)),
+        ((2, 64, 8, 9), (65, 64, 1, 1), (1, 1, 1)),
+        ((2, 128, 8, 9), (66, 64, 1, 1), (1, 0, 2)),
+        ((2, 63, 8, 9), (65, 63, 1, 1), (1, 0, 1)),
+        ((2, 64, 5, 5), (65, 64, 1, 1), (1, 0, 1)),
+    ],
+    ids=["stride", "padding", "groups", "few channels", "few places"],
+)
+def test_other_convolutions_with_one_tap_are_called(x, w, settings):
+    assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]
+
+
+def test_what_is_computed_from_a_convolution_that_is_a_product_has_its_layout():
+    program = check(
+        lambda x, w: F.conv2d(x, w).relu() + 1, r(2, 64, 8, 9), r(64, 64, 1, 1), target=OWN, rtol=1e-3, atol=1e-3
+    )
+    made = (buffer for buffer in program.buffers.values() if len(buffer.shape) == 4 and buffer.role == "made")
+    assert (4608, 1, 576, 64) in [tuple(s.constant for s in buffer.strides) for buffer in made]
 
 
 @pytest.mark.parametrize("image", [True, False])

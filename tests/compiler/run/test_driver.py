@@ -132,6 +132,23 @@ def test_own_products_do_not_depend_on_threads_and_rows(threads, monkeypatch):
         assert torch.equal(fast(x, y[:, :65]), expected[:, :65])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_convolutions_with_one_tap_are_own_products(threads, monkeypatch):
+    monkeypatch.setattr(driver, "has_own_products", lambda: True)
+    x, w, g = torch.randn(2, 80, 9, 8), torch.randn(70, 80, 1, 1), torch.randn(2, 70, 9, 8)
+    x, w = (each.to(memory_format=torch.channels_last).requires_grad_() for each in (x, w))
+    rows, grads = (each.detach().movedim(1, 3).flatten(1, 2) for each in (x, g))
+    multiply = compiled(lambda x, y: torch.matmul(x, y), dynamic=True)
+    matrix = w.detach()[:, :, 0, 0]
+    expected = multiply(rows.flatten(0, 1), matrix.t()), multiply(grads.flatten(0, 1), matrix)
+    with at_threads(threads):
+        y = compiled(torch.nn.functional.conv2d)(x, w)
+        y.backward(g)
+        for found, product in zip((y.detach(), x.grad), expected, strict=True):
+            assert torch.equal(found.movedim(1, 3).flatten(0, 2), product)
+        assert torch.equal(w.grad[:, :, 0, 0], multiply(grads.mT, rows).sum(0))
+
+
 @pytest.mark.parametrize(("vendor", "own"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
 def test_whose_products_are_called(vendor, own, monkeypatch):
     monkeypatch.setattr(driver._core, "x86_vendor", lambda: vendor)

@@ -183,9 +183,10 @@ def _convolution(
     kind = b.result()
     settings = (stride, padding, dilation, transposed, output_padding, groups)
     _check_images(b, x, kind, transposed)
-    if is_product(b, weight, kind.shape, groups):
+    windows = Windows(2, weight.shape[2:], stride, padding, dilation)
+    if is_product(b, weight, kind.shape, windows, groups):
         kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
-        image = convolved(b, x, weight, kind.shape, Windows(2, weight.shape[2:], stride, padding, dilation))
+        image = convolved(b, x, weight, kind.shape, windows)
     else:
         layout = _image_layout(b, weight, x.shape, kind.shape)
         kind = dataclasses.replace(kind, strides=layout(kind.shape))
@@ -204,8 +205,9 @@ def _convolution_backward(
     *rest, transposed, _, groups, _ = settings
     _check_images(b, x, None, transposed)
     kinds: Any = b.node.result
-    if is_product(b, weight, grad.shape, groups):
-        image, windows = as_image(b, grad), Windows(2, weight.shape[2:], *rest)
+    windows = Windows(2, weight.shape[2:], *rest)
+    if is_product(b, weight, grad.shape, windows, groups):
+        image = as_image(b, grad)
         results = [
             image_gradient(b, image, weight, x.shape, windows) if isinstance(kinds[0], TensorType) else None,
             weight_gradient(b, image, x, weight, windows) if isinstance(kinds[1], TensorType) else None,
