@@ -153,19 +153,19 @@ def attention(
         q, k = rows.before(q, k, v, query, key, output, layout, in_parts)
     if in_parts:
         return _in_parts(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, descales, return_lse, layout, kernel)
-    known = fn = asked = None
+    found = asked = None
     plain = sinks is None and dropout_p == 0 and kernel is None and descales is None
     if plain and not is_dynamo_compiling():
-        asked = recent.asked_of(mask, bias, (scale, softcap, layout, is_grad_enabled()))
-        known = None if asked is None else recent.find(q, k, v, asked)
-        fn = None if known is None else known.fn
-    if asked is not None and known is not None and fn is not None and no_active_modes():
-        out, lse = fn(*as_bhsd(q, k, v, layout), *known.result.arguments(asked.tensors))
+        options = (scale, softcap, layout, is_grad_enabled())
+        found = recent.find(q, k, v, mask, bias, options)
+        asked = recent.asked_of(mask, bias, options) if found is None else None
+    if found is not None and (fn := found[0].fn) is not None and no_active_modes():
+        out, lse = fn(*as_bhsd(q, k, v, layout), *found[0].result.arguments(found[1]))
     else:
         functions: Functions | None = [] if is_dynamo_compiling() else None
         call = lowered(q, k, v, mask, bias, scale, softcap, sinks, dropout_p, layout, functions)
-        if asked is not None and call[0].dtype not in float8.DTYPES:
-            recent.remember(_OPERATOR, q, k, v, asked, known, call)
+        if (found or asked) and call[0].dtype not in float8.DTYPES:
+            recent.remember(_OPERATOR, q, k, v, asked, found and found[0], call)
         if descales is not None or call[0].dtype in float8.DTYPES:
             out, lse = _call_float8(kernel, call, descales)
         elif functions:

@@ -6,6 +6,8 @@ sizes, strides and dtypes, have the same programs; the tensors of these are foun
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from opkit.attn import autocast
-from opkit.attn.functions.captures import Captures
+from opkit.attn.functions.captures import ROOT, Captures, Step, learned
+from opkit.attn.functions.readers import Reader, reader
 from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.program_builder import in_rows, one_each
 from opkit.attn.tensor_cache import operations_are_observed
@@ -22,10 +25,19 @@ from opkit.op.dispatch.fastcall import PLAIN_TYPES, GuardedCache, GuardedResult,
 
 
 class Asked(NamedTuple):
-    """What decides a call's programs apart from q, k and v, and the tensors that its functions capture, each once."""
+    """What decides a call's programs apart from q, k and v.
+
+    Attributes:
+        flags: the descriptions of the mask and of the bias, and the call's other options.
+        tensors: those that functions capture, each once.
+        steps: of both descriptions.
+        places: the number of each tensor that steps find.
+    """
 
     flags: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
+    steps: tuple[list[Step], ...]
+    places: list[int]
 
 
 class _View(NamedTuple):
@@ -42,19 +54,27 @@ class _View(NamedTuple):
 _Source = tuple[int, Callable[[Tensor], Tensor] | None]
 
 
-class Lowered(NamedTuple):
+@dataclasses.dataclass
+class Lowered:
     """The operator's arguments but for q, k and v; of each of its tensors the captured one that it is made of, and how."""
 
-    mask_sources: tuple[_Source, ...]
-    bias_sources: tuple[_Source, ...]
+    sources: tuple[tuple[_Source, ...], ...]
     mask: list[int]
     bias: list[int]
     numbers: tuple[Any, ...]
+    options: tuple[Any, ...]
+    steps: tuple[list[Step], ...]
+    places: list[int]
+
+    @functools.cached_property
+    def read(self) -> Reader:
+        """What finds the tensors that a mask and a bias capture; it is compiled when calls have come often."""
+        return reader(self.steps, self.places)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the operator's arguments after q, k and v."""
         masks, biases = [
-            [tensors[at] if how is None else how(tensors[at]) for at, how in sources] for sources in self[:2]
+            [tensors[at] if how is None else how(tensors[at]) for at, how in sources] for sources in self.sources
         ]
         return masks, biases, None, None, self.mask[:], self.bias[:], *self.numbers
 
@@ -63,63 +83,69 @@ Known = GuardedResult[Lowered]
 _RECENT: GuardedCache[Lowered] = GuardedCache()
 
 
-@private.untraced  # as `remember` is, since both are called where compilers give up on one of the user's functions
-def asked_of(mask: Any, bias: Any, options: tuple[Any, ...]) -> Asked | None:
-    """Return what decides the programs of a call; None if tensors' values do, or what cannot be compared."""
-    tensors: list[Tensor] = []
-    keys = (_key_of(mask, tensors), _key_of(bias, tensors))
-    return None if _NO_KEY in keys else Asked((*keys, *options), tuple(tensors))
-
-
-_NO_KEY: Any = object()
-
-
-def _key_of(value: Any, tensors: list[Tensor]) -> Any:
-    """Return what decides the program of a mask or a bias; append what it captures to ``tensors``."""
-    if value is None or (isinstance(value, Mask) and value.static):
-        return value
-    if not isinstance(value, types.FunctionType):
-        return _NO_KEY
-    captures = Captures.of(value)
-    numbers = [cell.cell_contents for cell in captures.numbers]
-    if captures.key is None or not all(type(x) in (int, float) for x in numbers):
-        return _NO_KEY
-    places: list[int] = []
-    for tensor in captures.tensors:
-        place = next((at for at, known in enumerate(tensors) if known is tensor), len(tensors))
-        if place == len(tensors):
-            tensors.append(tensor)
-        places.append(place)
-    return captures.key, tuple(numbers), tuple(places)
-
-
-@private.untraced
-def find(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Known | None:
-    """Return what is known about calls like this one."""
+@private.untraced  # as `remember` is, since all are called where compilers give up on one of the user's functions
+def find(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, options: tuple[Any, ...]
+) -> tuple[Known, tuple[Tensor, ...]] | None:
+    """Return what is known about calls like this one, and the tensors that its functions capture, each once."""
     for known in _RECENT.entries:
-        if known.flags == asked.flags and known.check(q, k, v, *asked.tensors):
-            return known
+        tensors = known.result.read(mask, bias) if known.result.options == options else None
+        if tensors is not None and known.check(q, k, v, *tensors):
+            return known, tensors
     return None
 
 
 @private.untraced
+def asked_of(mask: Any, bias: Any, options: tuple[Any, ...]) -> Asked | None:
+    """Return what decides the programs of a call; None if tensors' values do, or what cannot be compared."""
+    tensors: list[Tensor] = []
+    places: list[int] = []
+    described = [_described(each, tensors, places) for each in (mask, bias)]
+    if None in described:
+        return None
+    keys, steps = zip(*filter(None, described), strict=True)
+    return Asked((*keys, *options), tuple(tensors), steps, places)
+
+
+def _described(value: Any, tensors: list[Tensor], places: list[int]) -> tuple[Any, list[Step]] | None:
+    """Return what decides the program of a mask or a bias, and the steps of it; append what it captures to ``tensors``."""
+    if value is None or (isinstance(value, Mask) and value.static):
+        return value, [(*ROOT, "same", value)]
+    if not isinstance(value, types.FunctionType) or learned(value.__code__).reads_values:
+        return None
+    captures = Captures.of(value)
+    numbers = [cell.cell_contents for cell in captures.numbers]
+    if captures.key is None or not all(type(x) in (int, float) for x in numbers):
+        return None
+    of_function: list[int] = []
+    for tensor in captures.tensors:
+        place = next((at for at, known in enumerate(tensors) if known is tensor), len(tensors))
+        if place == len(tensors):
+            tensors.append(tensor)
+        of_function.append(place)
+    places += of_function
+    return (captures.key, tuple(numbers), tuple(of_function)), captures.steps
+
+
+@private.untraced
 def remember(
-    operator: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked, known: Known | None, call: tuple[Any, ...]
+    operator: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked | None, known: Known | None, call: tuple[Any, ...]
 ) -> None:
     """Record for the next calls like this one the operator's arguments ``call``, and later the function that it runs.
 
-    ``asked`` has the scale and the soft cap after its keys.
+    ``asked`` has the scale and the soft cap after its descriptions; it is None for a call that is known.
     """
-    if known is not None:
-        if known.fn is None:
-            bind(operator, known, *call)
+    if known is not None and known.fn is None:
+        bind(operator, known, *call)
+    if asked is None:
         return
     plain = all(x is None or type(x) is float for x in asked.flags[2:4]) and not operations_are_observed()
     if not plain or autocast.is_on(q.device.type) or any(type(x) not in PLAIN_TYPES for x in (q, *asked.tensors)):
         return
     masks, biases = ([_source_of(x, asked.tensors) for x in tensors] for tensors in call[3:5])
     if None not in masks and None not in biases:
-        lowered = Lowered(tuple(filter(None, masks)), tuple(filter(None, biases)), call[7], call[8], call[9:])
+        sources = tuple(filter(None, masks)), tuple(filter(None, biases))
+        lowered = Lowered(sources, call[7], call[8], call[9:], asked.flags[2:], asked.steps, asked.places)
         _RECENT.store((q, k, v, *asked.tensors), asked.flags, lowered)
 
 

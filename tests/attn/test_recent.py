@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import opkit
+from opkit.attn import recent
 
 _N = 40
 _Q, _K, _V = torch.randn(3, 2, 2, _N, 16, generator=torch.Generator().manual_seed(0))
@@ -87,3 +88,100 @@ def test_no_tensor_is_kept():
     del starts, ids
     gc.collect()
     assert alive() is None
+
+
+LIMIT, TABLE, COUNT = 3, torch.arange(_N) // 7, torch.tensor(0)
+
+
+class Near:
+    """What functions read of objects: of one, of its class, and by a method."""
+
+    step = 5
+
+    def __init__(self):
+        self.width, self.table, self.pair = 2, torch.arange(_N) // 5, (1, 2)
+
+    def near(self, i, j):
+        return (i - j).abs() < self.width
+
+
+def _nested(own):
+    width, ids, other, near = 4, torch.arange(_N) // 9, own, own.near
+
+    def inside(i, j, most=3, *, least=-2):
+        return (i - j <= most) & (i - j >= least)
+
+    def mask(b, h, i, j):
+        mine = (i - j).abs() < width
+        first = inside(i, j) | mine | near(i, j) | ((i - j) % own.step == 0)
+        second = (TABLE[i] == TABLE[j]) & (i < max(LIMIT, 9))
+        return first | second | (ids[i] == ids[j]) | ((i - j) % other.pair[1] == 7) | (own.table[i] == own.table[j] + 1)
+
+    def change(what, value):
+        nonlocal width, ids, inside, other, near
+        if what == "width":
+            width = value
+        elif what == "ids":
+            ids = value
+        elif what == "inside":
+            inside = value
+        elif what == "other":
+            other = value
+        elif what == "near":
+            near = value
+        elif what == "most":
+            inside.__defaults__ = (value,)
+        elif what == "least":
+            inside.__kwdefaults__ = {"least": value}
+
+    return mask, change
+
+
+def test_whatever_a_function_reads_may_change(monkeypatch):
+    """Each change is seen by the next call; what a call read before is read again when it is changed back."""
+    own = Near()
+    mask, change = _nested(own)
+    ids = torch.arange(_N) // 9
+    scope = globals()
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (2, 2, _N, _N)), indexing="ij")
+    changes = [
+        lambda: change("width", 7),
+        lambda: change("width", 7.5),
+        lambda: change("ids", ids),
+        lambda: ids.mul_(2),
+        lambda: ids.__setitem__(3, 5),
+        lambda: change("ids", ids[None].expand(2, -1)[0]),
+        lambda: change("ids", TABLE),
+        lambda: change("inside", lambda i, j: i - j == 9),
+        lambda: change("inside", lambda i, j, most=1, *, least=0: (i - j <= most) & (i - j >= least)),
+        lambda: change("most", 2),
+        lambda: change("least", -1),
+        lambda: setattr(own, "width", 1),
+        lambda: setattr(own, "step", 6),
+        lambda: setattr(own, "table", torch.arange(_N) // 3),
+        lambda: setattr(own, "pair", (1, 9)),
+        lambda: change("near", lambda i, j: i - j == 5),
+        lambda: change("near", Near().near),
+        lambda: change("other", Near()),
+        lambda: monkeypatch.setattr(Near, "step", 4),
+        lambda: delattr(own, "step"),
+        lambda: monkeypatch.setitem(scope, "LIMIT", 12),
+        lambda: monkeypatch.setitem(scope, "TABLE", torch.arange(_N) // 2),
+        lambda: monkeypatch.setitem(scope, "max", lambda a, b: a + b),
+        lambda: monkeypatch.delitem(scope, "max"),
+        lambda: setattr(mask, "__code__", _nested(own)[0].__code__.replace(co_name="other")),
+    ]
+    for step in [lambda: None, *changes]:
+        step()
+        for _ in range(4):
+            check(mask, None, mask(b, h, i, j), None)
+        assert recent.find(_Q, _K, _V, mask, None, (None, None, "bhsd", True)) is not None
+
+
+def test_values_that_a_function_reads_while_it_is_traced():
+    i = torch.arange(_N)
+    for value in (2, 5):
+        COUNT.fill_(value)
+        for _ in range(4):
+            near = (i[:, None] - i).abs() < value
+            check(lambda b, h, i, j: (i - j).abs() < COUNT.item(), None, near, None)

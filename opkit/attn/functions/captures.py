@@ -14,6 +14,12 @@ from torch import Tensor
 from opkit.attn.functions import attributes
 from opkit.attn.functions.attributes import Paths
 
+Place = tuple[int, str, Any]
+"""Where a value is found: the number of the step of another value, and what of that it is."""
+Step = tuple[int, str, Any, str, Any]
+"""A value's place, and what of it counts: a fact and what the fact is about, as :mod:`opkit.attn.functions.readers` says."""
+ROOT: Place = (-1, "argument", None)
+
 
 @dataclasses.dataclass
 class Captures:
@@ -26,6 +32,7 @@ class Captures:
         tensor_cells: its cells that hold tensors, and the place of each in ``tensors``.
         key: decides the expression, together with the captured tensors and numbers; None if something else may decide it.
         shapes: whether ``key`` contains the shapes of tensors.
+        steps: how each value was found, and what of it decides ``key``, for :mod:`opkit.attn.functions.readers`.
     """
 
     function: Any
@@ -34,12 +41,13 @@ class Captures:
     tensor_cells: list[tuple[types.CellType, int]] = dataclasses.field(default_factory=list[tuple[types.CellType, int]])
     key: Any = None
     shapes: bool = True
+    steps: list[Step] = dataclasses.field(default_factory=list[Step])
     _opaque: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any], shapes: bool = True) -> Captures:
         captures = cls(function if isinstance(function, types.FunctionType) else None, shapes=shapes)
-        key = captures._described(function, ())
+        key = captures._described(function, (), ROOT)
         captures.key = None if captures._opaque else key
         return captures
 
@@ -56,26 +64,36 @@ class Captures:
         made.__kwdefaults__ = function.__kwdefaults__
         return made
 
-    def _described(self, value: Any, outer: tuple[Any, ...], reads: Paths | None = None) -> Any:
+    def _described(self, value: Any, outer: tuple[Any, ...], place: Place, reads: Paths | None = None) -> Any:
         """Return a hashable description of a value that the function may read; collect tensors and numbers on the way.
 
-        ``reads`` are the attributes that are all that it reads of the value, None if it may read anything.
+        ``place`` is where it was found. ``reads`` are the attributes that are all that it reads of the value, None if it may read
+        anything.
         """
+        at = len(self.steps)
         if isinstance(value, Tensor):
-            return self._of_tensor(value)
+            return self._of_tensor(value, place)
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+            self.steps.append((*place, "same", value))
             return (type(value), value)
         if isinstance(value, types.BuiltinFunctionType) or _is_of_torch(value):
+            self.steps.append((*place, "same", value))
             return ("known", value)
         if isinstance(value, tuple):
-            return tuple([self._described(each, outer) for each in value])
+            self.steps.append((*place, "tuple", len(value)))
+            return tuple([self._described(each, outer, (at, "item", n)) for n, each in enumerate(value)])
         if isinstance(value, types.FunctionType):
-            return self._of_function(value, outer)
+            return self._of_function(value, outer, place)
         if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
+            self.steps.append((*place, "method", None))
             function = value.__func__
             of_self = attributes.read(function.__code__, next(iter(function.__code__.co_varnames), ""))
             within = outer or (value,)
-            return ("method", self._of_function(function, within), self._described(value.__self__, within, of_self))
+            return (
+                "method",
+                self._of_function(function, within, (at, "function", None)),
+                self._described(value.__self__, within, (at, "self", None), of_self),
+            )
         try:
             found = [attributes.plain_value(value, path) for path in reads] if reads is not None else None
         except AttributeError:
@@ -83,33 +101,43 @@ class Captures:
         if found is None:
             self._opaque = True  # an object, whose content may change
             return None
-        return ("object", reads, tuple([self._described(each, outer) for each in found]))
+        same = isinstance(value, (type, types.ModuleType))
+        self.steps.append((*place, "same", value) if same else (*place, "object", type(value)))
+        parts = zip(reads or (), found, strict=True)
+        return ("object", reads, tuple([self._described(each, outer, (at, "path", path)) for path, each in parts]))
 
-    def _of_tensor(self, tensor: Tensor) -> Any:
+    def _of_tensor(self, tensor: Tensor, place: Place) -> Any:
         first = next((k for k, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         self.tensors.append(tensor)
+        self.steps.append((*place, "tensor", None))
         if not all(type(n) is int for n in tensor.shape):
             self._opaque = True
             return None
         return ("tensor", first, tensor.dtype, tuple(tensor.shape) if self.shapes else None, tensor.device)
 
-    def _of_function(self, function: Any, outer: tuple[Any, ...]) -> Any:
+    def _of_function(self, function: Any, outer: tuple[Any, ...], place: Place) -> Any:
         if function in outer:
+            self.steps.append((*place, "recursive", outer.index(function)))
             return ("recursive", outer.index(function))
-        inner, scope = (*outer, function), function.__globals__
+        at, inner, scope = len(self.steps), (*outer, function), function.__globals__
         code = function.__code__
-        cells = [
-            self._of_cell(cell, inner, name)
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-        ]
-        defaults = [self._described(each, inner) for each in function.__defaults__ or ()]
         keywords: dict[str, Any] = function.__kwdefaults__ or {}
-        named = [(name, self._described(each, inner)) for name, each in keywords.items()]
-        used = [(name, scope[name], _reads(code, name, scope[name])) for name in _names(code) if name in scope]
-        of_globals = [(name, self._described(value, inner, reads)) for name, value, reads in used if reads != ()]
+        self.steps.append((*place, "function", (code, len(function.__defaults__ or ()), tuple(keywords))))
+        cells = [
+            self._of_cell(cell, inner, name, (at, "cell", n))
+            for n, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        ]
+        defaults = [self._described(x, inner, (at, "default", n)) for n, x in enumerate(function.__defaults__ or ())]
+        named = [(name, self._described(each, inner, (at, "keyword", name))) for name, each in keywords.items()]
+        used = [(name, scope[name], _reads(code, name, scope[name])) for name in names_in(code) if name in scope]
+        of_globals = [
+            (name, self._described(value, inner, (at, "global", name), reads))
+            for name, value, reads in used
+            if reads != ()
+        ]
         return (code, tuple(cells), tuple(defaults), tuple(named), tuple(of_globals))
 
-    def _of_cell(self, cell: types.CellType, outer: tuple[Any, ...], name: str) -> Any:
+    def _of_cell(self, cell: types.CellType, outer: tuple[Any, ...], name: str, place: Place) -> Any:
         try:
             value = cell.cell_contents
         except ValueError:
@@ -117,13 +145,14 @@ class Captures:
             return None
         reads = _reads(outer[-1].__code__, name, value)
         if len(outer) > 1:
-            return self._described(value, outer, reads)
+            return self._described(value, outer, place, reads)
         if isinstance(value, Tensor):
             self.tensor_cells.append((cell, len(self.tensors)))
         elif isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
             self.numbers.append(cell)
+            self.steps.append((*place, "same", value))
             return type(value) if not learned(self.function.__code__).needs_numbers else (type(value), value)
-        return self._described(value, outer, reads)
+        return self._described(value, outer, place, reads)
 
 
 def _reads(code: types.CodeType, name: str, value: Any) -> Paths | None:
@@ -133,9 +162,10 @@ def _reads(code: types.CodeType, name: str, value: Any) -> Paths | None:
 
 @dataclasses.dataclass
 class Learned:
-    """What calls of a function have shown: whether it needs the values of captured numbers."""
+    """What calls of a function have shown: whether it needs the values of captured numbers, and whether it reads tensors'."""
 
     needs_numbers: bool = False
+    reads_values: bool = False
 
 
 @functools.lru_cache(1024)
@@ -152,9 +182,9 @@ def _is_of_torch(value: Any) -> bool:
     return known and (is_module or (callable(value) and not isinstance(value, torch.nn.Module)))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names, of globals and attributes, that code and the functions defined in it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)

@@ -212,6 +212,8 @@ def _run(
     except Exception as error:
         raise _explained(error, function, name, captures, device) from error
     recipe = dataclasses.replace(_recipe(graph, captures, numbers, name, device), reads=reads)
+    if reads and hasattr(captures.function, "__code__"):
+        learned(captures.function.__code__).reads_values = True
     if kind == "score" and dtype != torch.float64:
         return dataclasses.replace(recipe, root=narrowed(recipe.root))
     return recipe
@@ -302,7 +304,9 @@ def _recipe(graph: Any, captures: Captures, numbers: list[Any], name: str, devic
     def captured(buffer: str) -> str:
         tensor = constants[buffer] if buffer in constants else captures.tensors[cells[buffer][1]]
         place = _place(tensor, captures, device, name)
-        known = [k for k, each in enumerate(tensors) if each is place or (isinstance(each, int) and each == place)]
+        known = [
+            k for k, each in enumerate(tensors) if each is place or (type(each) is type(place) is int and each == place)
+        ]
         if not known:
             tensors.append(place)
         return f"t{known[0] if known else len(tensors) - 1}"
