@@ -51,6 +51,7 @@ class TensorCache(Generic[T]):
         self._max_size = max_size
         self._entries: collections.OrderedDict[_Key, _CacheEntry[T]] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._latest = 0  # the id of the entry that was found last
         self._dead_keys: collections.deque[_Key] = collections.deque()  # keys whose tensors died
 
     def __len__(self) -> int:
@@ -71,25 +72,19 @@ class TensorCache(Generic[T]):
             stream: the handle from :func:`stream_of` of the stream on which ``create`` works.
         """
         key = (name, stream, *[(id(x), x._version, x.data_ptr(), x.shape) for x in sources])
-        entry = self._find(key, sources)
-        if entry is None:
+        entry = self._entries.get(key)
+        if entry is None or not all([ref() is x for ref, x in zip(entry.sources, sources, strict=True)]):  # noqa: C419
             on_death = functools.partial(self._invalidate, key)
             entry = _CacheEntry(create(), tuple([weakref.ref(x, on_death) for x in sources]))
             self._store(key, entry)
-        return entry.value
-
-    def _find(self, key: _Key, sources: Sequence[Tensor]) -> _CacheEntry[T] | None:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
+        elif id(entry) != self._latest:
+            self._latest = id(entry)
+            with self._lock:
+                if key in self._entries:
+                    self._entries.move_to_end(key)
         if self._dead_keys:
             self._sweep()
-        if entry is not None:
-            for ref, x in zip(entry.sources, sources, strict=True):
-                if ref() is not x:
-                    return None
-        return entry
+        return entry.value
 
     def _store(self, key: _Key, entry: _CacheEntry[T]) -> None:
         dropped = []  # destroyed after the lock is released, since other entries may be computed from these values

@@ -17,7 +17,7 @@ calls.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, is_alone, keys_of_tile, kind_of
 from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.gpu.hopper.library import Lists, Rows
-from opkit.attn.gpu.hopper.masks import Mask, list_building, mask_of, shape_of
+from opkit.attn.gpu.hopper.masks import Mask, list_building, reader_of, shape_of
 from opkit.attn.gpu.portable import backward as portable
 from opkit.attn.masks import program
 from opkit.errors import KernelError
@@ -193,12 +193,17 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
     if kernels is None:
         return portable.prepare_backward(call) if kind.asked.functions.functions else gluon.backward.prepare(*call)
-    shape, fits_slots = shape_of(call), arguments.shape_of(call).fits
-    masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
+    shape, fitted, tile = shape_of(call), arguments.fit_to_slots(call), (kind.rows, kind.keys)
+    fits_slots, captured = fitted is call, functions.places_of(call)
+    masked = shape.mask or shape.lengths
+    read_mask = reader_of(fitted, shape, tile, by_keys=True, in_order=ordered) if masked else None
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
     common, gpu, large = _problem(call, kind), call.q.get_device(), may_be_large(call)
+    inputs = (call.q, call.k, call.v, call.out, call.gradient)
+    described = all(map(calls.describable, inputs))
+    _set_rows(common, (*inputs, *made, call.lse, call.of_lse))
     launch = kernels.launching(*_steps(kernels, call, common, kind), BackwardProblem, gpu)
     total, sums, exact, counts = _room(call, kind)
     counter = calls.counters(call.q.device, _OF_LARGE + call.k.shape[0] * call.k.shape[1])
@@ -207,16 +212,17 @@ def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
         gradient, of_lse, q, k, v, out, lse = args[:7]
         results = [each() for each in new]
         room = allocate_scratch(q, total + sums + exact + counts, torch.float32)
-        inputs = [readable(each) for each in (q, k, v, out, gradient)]
-        problem = BackwardProblem.from_buffer_copy(common)
-        for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=True):
-            setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor, tensor.data_ptr()))
+        inputs, problem = (q, k, v, out, gradient), BackwardProblem.from_buffer_copy(common)
+        if not described or any(each.data_ptr() % 16 for each in inputs):
+            inputs = [readable(each) for each in inputs]
+            _set_rows(problem, inputs)
+        for name, tensor in zip(_TENSORS, (*inputs, *results[:3], lse, of_lse), strict=False):
+            if tensor is not None:
+                getattr(problem, name).data = tensor.data_ptr()
         held: list[Any] = []  # until the launch
-        if masked:
+        if read_mask is not None:
             of_mask = GradientCall(*args) if fits_slots else arguments.fit_to_slots(GradientCall(*args))
-            problem.mask, problem.lists, read = mask_of(
-                of_mask, shape, (kind.rows, kind.keys), by_keys=True, in_order=ordered
-            )
+            problem.mask, problem.lists, read = read_mask(of_mask)
             held += [of_mask, read]
         if captured:
             functions.set_addresses(problem.functions, captured, *args[7:9])
@@ -265,6 +271,12 @@ def _steps(
     after = min(max(-(-items // at_once), problem.processors), 2 * problem.processors)
     steps.append(library.Step("after_products", (after, 1, 1), early=True))
     return steps, maps
+
+
+def _set_rows(problem: BackwardProblem, tensors: Sequence[Tensor | None]) -> None:
+    """Set the strides of the first of ``_TENSORS``."""
+    for name, tensor in zip(_TENSORS, tensors, strict=False):
+        setattr(problem, name, Rows() if tensor is None else library.rows_of(tensor))
 
 
 def readable(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.gpu.hopper.forward_kinds import ROWS, Layout, kind_of, layout_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
-from opkit.attn.gpu.hopper.masks import Mask, list_building, mask_of, shape_of
+from opkit.attn.gpu.hopper.masks import Mask, list_building, reader_of, shape_of
 from opkit.attn.gpu.portable import forward as portable
 from opkit.errors import KernelError
 from opkit.op import torch_private as private
@@ -144,7 +144,8 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
     """
     roomy = arguments.fit_to_slots(call)
     fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
-    masked, captured = bool(shape.mask or shape.lengths), functions.places_of(call)
+    read_mask = reader_of(roomy, shape, layout.tile, by_keys=False) if shape.mask or shape.lengths else None
+    captured = functions.places_of(call)
     described = all(calls.describable(each) for each in call[:3])
     counter = calls.counters(call.q.device, _marks(call, layout))
     made = rows(like, call.v.shape[3], call.out_is_bshd)
@@ -167,9 +168,9 @@ def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Ca
         if (sinks := args[5]) is not None:
             held.append(sinks.to(torch.float32).contiguous())
             problem.sinks = held[-1].data_ptr()
-        if masked:
+        if read_mask is not None:
             of_mask = AttentionCall(*args) if fits else arguments.fit_to_slots(AttentionCall(*args))
-            problem.mask, problem.lists, read = mask_of(of_mask, shape, layout.tile, by_keys=False)
+            problem.mask, problem.lists, read = read_mask(of_mask)
             held += [of_mask, read]
         if captured:
             functions.set_addresses(problem.functions, captured, *args[3:5])

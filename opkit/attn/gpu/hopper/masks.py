@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -145,22 +145,34 @@ class MaskRead(NamedTuple):
 _cache: TensorCache[MaskRead] = TensorCache(_MAX_CACHED)
 
 
-def mask_of(
+@functools.lru_cache(maxsize=1024)
+def _name_of(*what: Hashable) -> object:
+    """Return what stands for these in keys: it is compared in less time."""
+    return object()
+
+
+def reader_of(
     call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool = False
-) -> MaskRead:
-    """Return what a call's mask reads, cached with the mask's tensors, which must live until the kernel is launched, too.
+) -> Callable[[AttentionCall | GradientCall], MaskRead]:
+    """Return a function that returns what the mask of a call like ``call`` reads.
+
+    That is cached with the mask's tensors, and must live until the kernel is launched.
 
     Args:
-        call: the call, whose mask fits the kernels' slots.
+        call: a call, whose mask fits the kernels' slots.
         shape: of its mask.
         tile: queries and keys.
         by_keys: whether tiles of keys have lists of those of queries.
         in_order: whether such lists have turns, by which sums are made in order.
     """
-    sizes = (*call.q.shape[:3], call.k.shape[2])
-    name = shape, tile, by_keys, in_order, sizes, tuple([x.stride() for x in call.mask_tensors])
-    build = functools.partial(_mask_of, call, shape, tile, by_keys, in_order, sizes)
-    return tile_lists.get_or_build(_cache, name, call, build)
+    sizes, strides = (*call.q.shape[:3], call.k.shape[2]), tuple([x.stride() for x in call.mask_tensors])
+    name = _name_of(shape, tile, by_keys, in_order, sizes, strides, call.q.device)
+
+    def read(call: AttentionCall | GradientCall) -> MaskRead:
+        build = functools.partial(_mask_of, call, shape, tile, by_keys, in_order, sizes)
+        return tile_lists.get_or_build(_cache, name, call, build)
+
+    return read
 
 
 def _mask_of(
@@ -204,4 +216,5 @@ def list_building(
     shape = shape_of(call)
     if not shape.mask or not call.q.is_cuda or private.capturing():
         return None
-    return functools.partial(mask_of, arguments.fit_to_slots(call), shape, tile, by_keys, in_order)
+    fitted = arguments.fit_to_slots(call)
+    return functools.partial(reader_of(fitted, shape, tile, by_keys, in_order), fitted)
