@@ -15,8 +15,9 @@ from torch.compiler import is_dynamo_compiling
 from opkit.attn import arguments, autocast, float8, parallel, recent, reference
 from opkit.attn.batch_invariant import NAME
 from opkit.attn.compat import torch_private
-from opkit.attn.functions import rows
-from opkit.attn.masks.lowering import Bias, Functions, MaskLike, programs_of
+from opkit.attn.functions import graph_calls, rows
+from opkit.attn.functions.pending import Functions
+from opkit.attn.masks.lowering import Bias, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.operator import attention_operator
 from opkit.attn.paged.api import paged_attention_operator
@@ -168,10 +169,8 @@ def attention(
             recent.remember(_OPERATOR, q, k, v, asked, found and found[0], call)
         if descales is not None or call[0].dtype in float8.DTYPES:
             out, lse = _call_float8(kernel, call, descales)
-        elif functions:
-            out, lse = _with_functions(kernel, call, functions)
         else:
-            out, lse = _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
+            out, lse = graph_calls.call(lambda: _call(kernel, call), functions, call[0])
     if layout != "bhsd":
         out, lse = from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
     if output is not None:
@@ -318,20 +317,13 @@ def from_bhsd(x: Any, layout: str) -> Any:
     return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
 
 
-def _call_kernel(kernel: str, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _call(kernel: str | None, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    if kernel is None:
+        return _OPERATOR(*call)
     if kernel == REFERENCE and torch.compiler.is_compiling():  # so that the compiler sees its operations
         return reference.attention(*call)
     with use_kernel(_OPERATOR, kernel):
         return _OPERATOR(*call)
-
-
-def _with_functions(kernel: str | None, call: tuple[Any, ...], functions: Functions) -> tuple[Tensor, Tensor]:
-    from opkit.attn.functions import dynamo  # which imports torch's higher-order operators
-
-    def run() -> tuple[Tensor, Tensor]:
-        return _OPERATOR(*call) if kernel is None else _call_kernel(kernel, call)
-
-    return dynamo.call(run, functions, call[0].dtype, call[0].device)
 
 
 def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:

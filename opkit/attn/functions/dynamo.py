@@ -16,21 +16,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from opkit.attn.calls import AttentionCall
 from opkit.attn.functions.captures import Captures
+from opkit.attn.functions.pending import SUBSTITUTES, Functions
 from opkit.attn.functions.torch_private import BaseHOP, allow_aliases
-from opkit.attn.functions.trace import VARIABLES, Traced, trace_captures
-from opkit.attn.masks.lowering import Functions, score_dtype, with_functions
+from opkit.attn.functions.trace import VARIABLES, Traced, score_dtype, trace_captures
 
 _Results = tuple[Tensor, Tensor]
-_OPERATOR = "opkit.attention.default"
 
 
 def call(run: Callable[[], _Results], functions: Functions, dtype: torch.dtype, device: Any) -> _Results:
-    """Return the results of a call of the operator, whose programs name functions by number, in code that Dynamo traces.
+    """Return the results of a call of an operator, whose programs name functions by number, in code that Dynamo traces.
 
     Args:
-        run: calls the operator, once.
+        run: calls the operator, once; it is one of ``SUBSTITUTES``, and its first argument the queries.
         functions: the functions by number.
         dtype: of the queries.
         device: of the call.
@@ -60,7 +58,7 @@ class _Node(BaseHOP):
         graph, inputs = _part(subgraph.graph, outputs[:2], ())
         with_functions = _WithFunctions(
             fx.GraphModule(subgraph, graph),
-            lambda call: [_traced(subgraph, each, variables, values, call) for each in results],
+            lambda q: [_traced(subgraph, each, variables, values, q) for each in results],
         )
         found = with_functions.run(*(values[node] for node in inputs))
         return (*found, *(found[1].new_empty(1) for _ in outputs[2:]))
@@ -73,14 +71,14 @@ allow_aliases(_NODE)
 class _WithFunctions(fx.Interpreter):
     """Runs a graph with functions in place of their numbers in the operator's programs."""
 
-    def __init__(self, module: fx.GraphModule, functions: Callable[[AttentionCall], list[Traced]]) -> None:
+    def __init__(self, module: fx.GraphModule, functions: Callable[[Tensor], list[Traced]]) -> None:
         super().__init__(module)
         self.functions = functions
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if str(target) == _OPERATOR:
-            call = AttentionCall(*args, **kwargs)
-            args, kwargs = with_functions(call, self.functions(call)), {}
+        substitute = SUBSTITUTES.get(str(target))
+        if substitute is not None:
+            args = tuple(substitute(*args, functions=self.functions(args[0])))
         return super().call_function(target, args, kwargs)
 
 
@@ -89,13 +87,13 @@ def _traced(
     result: fx.Node,
     variables: Sequence[fx.Node],
     values: Mapping[fx.Node, Any],
-    call: AttentionCall,
+    q: Tensor,
 ) -> Traced:
     """Return the expression of a node of a subgraph, over the nodes of the variables, and the values that it captures."""
     graph, inputs = _part(subgraph.graph, result, variables)
     captures = _GraphCaptures(fx.GraphModule(subgraph, graph), [values[node] for node in inputs])
     kind = "mask" if result.meta["example_value"].dtype == torch.bool else "score"
-    return trace_captures(captures, captures.function, kind, score_dtype(call.q.dtype), call.q.device)
+    return trace_captures(captures, captures.function, kind, score_dtype(q.dtype), q.device)
 
 
 class _GraphCaptures(Captures):

@@ -52,7 +52,7 @@ def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped:
         capped: whether a soft cap or another bias comes before it, so that a soft cap of its own is no soft cap of the call.
         name: the function's, for errors.
     """
-    root, hidden = _without_hidden(traced.root)
+    root, hidden = without_hidden(traced.root)
     scores = [(term, negative) for term, negative in _terms(root) if _has_score(term)]
     (score, negated), *others = scores or [(root, True)]
     cap = None if capped else _softcap(score, traced)
@@ -209,18 +209,13 @@ class _MaskLowering:
     def _length(self, node: Expr) -> _Leaf | None:
         left, right = node.args
         bound, own = _stripped(right), affine(left)
-        if (
-            node.op not in ("lt", "le")
-            or bound.op != "load"
-            or own is None
-            or own.get("j") != 1
-            or set(own) - {"j", ""}
-        ):
+        if node.op not in ("lt", "le") or bound.op != "load" or own is None or own.get("j") != 1:
             return None
+        rest = {name: factor for name, factor in own.items() if name != "j"}
         at = _axes_of(bound, _tensor(self.traced, bound))
-        if at not in ((), ("b",)) or not is_int(bound.dtype):
+        if at not in ((), ("b",)) or set(rest) & set(AXES) or not is_int(bound.dtype):
             return None
-        lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - own.get("", 0)
+        lengths, more = _cut(self.traced, bound, self.sizes, self.name), (node.op == "le") - _value(self.traced, rest)
         if more:
             lengths = get_or_compute(("keys", more), (lengths,), lambda: lengths + more)
         return program.LENGTH, lengths
@@ -322,7 +317,7 @@ def _check_extent(tensor: Tensor, dim: int, axis: str, extent: int, name: str) -
 
 
 @functools.lru_cache(1024)
-def _without_hidden(root: Expr) -> tuple[Expr, Expr | None]:
+def without_hidden(root: Expr) -> tuple[Expr, Expr | None]:
     """Return a score without a choice of minus infinity around it, and the condition under which it is not hidden."""
     visible: list[Expr] = []
     while root.op == "where" and not _has_score(root.args[0]):

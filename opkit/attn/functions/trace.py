@@ -11,15 +11,16 @@ import dataclasses
 import functools
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from opkit.attn.functions.captures import Captures, Learned, learned
-from opkit.attn.functions.expression import Function, coordinates, load, loads_of
+from opkit.attn.functions.expression import INDEX, Function, coordinates, indexed, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
+from opkit.compiler.ir import expr
 from opkit.compiler.ir.dtypes import DTYPES, is_int
 from opkit.compiler.ir.expr import Expr, rewrite
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
@@ -45,6 +46,22 @@ class Traced:
     integers: tuple[int, ...]
     floats: tuple[float, ...]
 
+    def part(self, ranges: Mapping[str, range]) -> Traced:
+        """Return the function of some of the batches, heads, queries or keys ("b", "h", "i", "j"), counted from 0 each.
+
+        Tensors that are indexed by them are cut to them. What else depends on them adds where they begin, a captured number.
+        """
+        axes = tuple(sorted(ranges))
+        root, cuts = _shifted(self.root, axes, len(self.integers))
+        tensors = list[Tensor]()
+        for place, dims in cuts:
+            tensor = self.tensors[place]
+            for dim, axis in dims:
+                tensor = tensor.narrow(dim, ranges[axis].start, len(ranges[axis]))
+            tensors.append(tensor)
+        starts = [ranges[axis].start for axis in axes]
+        return Traced(root, tuple(tensors), (*self.integers, *starts), self.floats)
+
     def function(self, root: Expr, tensors: list[Tensor]) -> Function:
         """Return an expression of the same captures as a function whose tensors are appended to a program's.
 
@@ -62,6 +79,31 @@ class Traced:
         renamed = {name: f"t{k}" for k, name in enumerate(names)}
         places = tuple(_number_in(tensors, self.tensors[int(name[1:])]) for name in names)
         return Function(_renamed(root, tuple(renamed.items())), places, self.integers, self.floats)
+
+
+_Cuts = tuple[
+    tuple[int, tuple[tuple[int, str], ...]], ...
+]  # tensors, each with the dimensions to cut, and by which axes
+
+
+@functools.lru_cache(256)
+def _shifted(root: Expr, axes: tuple[str, ...], count: int) -> tuple[Expr, _Cuts]:
+    """Return the expression of :meth:`Traced.part`, whose captured integers from ``count`` on are where axes begin."""
+    starts = {axis: expr.cast(expr.var(f"n{count + k}", "i64"), INDEX) for k, axis in enumerate(axes)}
+    cuts: dict[tuple[int, tuple[tuple[int, str], ...]], int] = {}
+    variables = dict(indexed(root))
+
+    def change(node: Expr) -> Expr:
+        if node.op == "var" and node.data in starts:
+            return expr.op("add", node, starts[node.data])
+        if node.op != "load":
+            return node
+        cut = {dim: axis for dim, axis in enumerate(variables[node]) if axis in starts}
+        number = cuts.setdefault((int(node.data[0][1:]), tuple(cut.items())), len(cuts))
+        at = [each if dim in cut else rewrite(each, change) for dim, each in enumerate(coordinates(node))]
+        return load(f"t{number}", node.dtype, *at)
+
+    return rewrite(root, change), tuple(cuts)
 
 
 @functools.lru_cache(1024)
@@ -112,6 +154,11 @@ class _Recipe:
 
 
 _recipes: dict[Any, _Recipe] = {}
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of scores, by that of the queries."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device) -> Traced:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from opkit.attn.compat.torch_private import causal_bias_of
 from opkit.attn.functions import known
+from opkit.attn.functions.pending import Pending
 from opkit.attn.functions.trace import describe, trace
 from opkit.attn.masks import program
 from opkit.attn.masks.logit_index import LogitIndex, sequences_before
@@ -271,8 +272,7 @@ class MaskFunction(Mask):
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit the opcodes that say the same, and ``FUNCTION`` for what is left."""
         if builder.functions is not None:
-            builder.emit(program.FUNCTION, 1, len(builder.functions))
-            builder.functions.append(("mask", self.function))
+            builder.emit(program.FUNCTION, *Pending.of(self.function, "mask", builder.functions).words())
             return
         traced = trace(self.function, "mask", torch.float32, builder.sizes.device)
         known.lower_mask(traced, traced.root, builder, describe(self.function))

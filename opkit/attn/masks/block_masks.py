@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkit.attn.masks.algebra import Mask, MaskFunction, SizedMask, as_mask
 from opkit.attn.masks.logit_index import LogitIndex
-from opkit.attn.masks.program_builder import PackedSequences, ProgramBuilder
+from opkit.attn.masks.program_builder import CallSizes, PackedSequences, ProgramBuilder
 from opkit.errors import ArgumentTypeError, ShapeError
 from opkit.op import torch_private as private
 
@@ -57,13 +57,16 @@ class Blocks(Mask):
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
         """Emit the program of ``mask``."""
-        sizes = (builder.sizes.queries, builder.sizes.keys)
-        known = tuple(self.block_mask.seq_lengths)
+        self.check(builder.sizes)
+        self.mask.lower(builder, None)
+
+    def check(self, call: CallSizes) -> None:
+        """Raise for a call with other numbers of queries or keys."""
+        sizes, known = (call.queries, call.keys), tuple(self.block_mask.seq_lengths)
         if not all(private.or_true(own == given) for own, given in zip(known, sizes, strict=True)):
             raise ShapeError(
                 f"opkit.attention: Blocks: the BlockMask is for (queries, keys) = {known}; there are {sizes}. Make one for these."
             )
-        self.mask.lower(builder, None)
 
     def at(self, index: LogitIndex) -> Tensor:
         return _of_blocks(self.block_mask)(index.b, index.h, index.i, index.j)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions import known
-from opkit.attn.functions.trace import Traced, describe, trace
+from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending
+from opkit.attn.functions.trace import Traced, score_dtype
 from opkit.attn.masks import biases, program
 from opkit.attn.masks.algebra import Dense, Mask, as_mask, conjuncts, packed_sequences_of
 from opkit.attn.masks.program_builder import CallSizes, ProgramBuilder
+from opkit.attn.masks.traced import TracedScore
 
 _MAX_PROGRAMS = 4096  # in the cache of `lower`
 
@@ -31,8 +33,6 @@ class Programs(NamedTuple):
 
 MaskLike = Mask | Tensor | Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | biases.Bias | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | list[Any] | tuple[Any, ...]
-Functions = list[tuple[str, Any]]
-"""Functions that programs name by number, each with its kind, "mask" or "score"."""
 
 
 def programs_of(
@@ -59,20 +59,13 @@ def programs_of(
         words += biases.lower(tensor, sizes, tensors)
     found = Programs(lowered.program, lowered.tensors, words, tensors, cap)
     for part in biases.listed(bias):
-        if biases.is_function(part) and functions is not None:
-            words += [program.BIAS_FUNCTION, 1, len(functions)]
-            functions.append(("score", part))
-        elif biases.is_function(part):
-            traced = trace(part, "score", score_dtype(dtype), sizes.device)
-            found = _with_score(found, traced, describe(part), sizes)
+        if biases.is_function(part):
+            part = TracedScore.of(part, score_dtype(dtype), sizes.device, functions)
+        if isinstance(part, TracedScore) and isinstance(part.traced, Traced):
+            found = _with_score(found, part.traced, part.name, sizes)
         else:
             words += biases.lower(part, sizes, tensors)
     return found
-
-
-def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores, by that of the queries."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _with_score(programs: Programs, traced: Traced, name: str, sizes: CallSizes) -> Programs:
@@ -91,24 +84,29 @@ def _with_score(programs: Programs, traced: Traced, name: str, sizes: CallSizes)
     return programs._replace(mask=builder.program, mask_tensors=builder.tensors)
 
 
-def with_functions(call: AttentionCall, functions: Sequence[Traced]) -> AttentionCall:
+def _with_functions(*arguments: Any, functions: Sequence[Traced]) -> AttentionCall:
     """Return a call of the operator with the programs of functions in place of their numbers."""
+    call = AttentionCall(*arguments)
     batch, heads, queries, _ = call.q.shape
     sizes = CallSizes(batch, heads, queries, call.k.shape[2], call.q.device)
     builder = ProgramBuilder(sizes, [], [*call.mask_tensors])
     for opcode, *operands in program.instructions(call.mask, program.MASK_OPERANDS):
         if opcode == program.FUNCTION:
-            traced = functions[operands[1]]
+            traced = Pending.of_words(operands).traced(functions)
             known.lower_mask(traced, traced.root, builder, "the mask_mod")
         else:
             builder.emit(opcode, *operands)
     programs = Programs(builder.program, builder.tensors, [], [*call.bias_tensors], call.softcap)
     for opcode, *operands in program.instructions(call.bias, program.BIAS_OPERANDS):
         if opcode == program.BIAS_FUNCTION:
-            programs = _with_score(programs, functions[operands[1]], "the score_mod", sizes)
+            traced = Pending.of_words(operands).traced(functions)
+            programs = _with_score(programs, traced, "the score_mod", sizes)
         else:
             programs.bias.extend((opcode, *operands))
     return call._replace(**programs._asdict())
+
+
+SUBSTITUTES["opkit.attention.default"] = _with_functions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opkit.attn.arguments import check_strided
 from opkit.attn.compat.torch_private import causal_bias_of
+from opkit.attn.functions.pending import Functions
 from opkit.attn.masks import program
 from opkit.attn.tensor_cache import get_or_compute
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
@@ -80,13 +81,13 @@ class PackedSequences:
 class ProgramBuilder:
     """A mask's program while it is built, and the tensors that it refers to by number.
 
-    ``functions``: where Dynamo traces, the functions of the call so far, each with its kind; a program names them by number.
+    ``functions``: where Dynamo traces, those of the call so far; a program names them by number.
     """
 
     sizes: CallSizes
     program: list[int] = dataclasses.field(default_factory=list)
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
-    functions: list[tuple[str, Any]] | None = None
+    functions: Functions | None = None
 
     def emit(self, *words: int) -> None:
         """Append an opcode and its operands."""

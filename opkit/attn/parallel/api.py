@@ -11,18 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opkit.attn import api
-from opkit.attn.masks import biases
-from opkit.attn.masks.algebra import And, Dense, Mask, as_mask, conjuncts
 from opkit.attn.masks.program_builder import CallSizes
-from opkit.attn.operator import attention_operator
 from opkit.attn.parallel.all_to_all import exchange_heads
-from opkit.attn.parallel.blocks import check_whole, local_bias, local_mask
+from opkit.attn.parallel.blocks import check_whole
+from opkit.attn.parallel.functions import TracedCall
 from opkit.attn.parallel.layout import Layout, group_of
 from opkit.attn.parallel.options import Options
 from opkit.attn.parallel.ring import ring_attention
 from opkit.errors import ArgumentError, ShapeError
 
-_OPERATOR = attention_operator()
 Method = Literal["ring", "all_to_all"]
 
 
@@ -77,35 +74,31 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, sinks: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exp of this process's queries, (batch, heads, positions, d)."""
-        parts = [] if mask is None else conjuncts(as_mask(mask))
-        added = biases.listed(bias) + [each.tensor for each in parts if isinstance(each, Dense) and each.additive]
-        hiding = tuple(each for each in parts if not (isinstance(each, Dense) and each.additive))
-        mask = And(hiding) if hiding else None
+        queries, keys = (x.shape[2] * self.layout.size for x in (q, k))
+        whole = CallSizes(q.shape[0], q.shape[1], queries, keys, q.device)
+        return self.attend(q, k, v, TracedCall.of(mask, bias, whole, q.dtype), sinks, options)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: TracedCall, sinks: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same of a call whose functions are traced."""
         method, _ = self.choose(q, k)
         if method == "ring":
-            return ring_attention(self.layout, mask, options, q, k, v, sinks, added)
-        return self._by_heads(q, k, v, mask, added, sinks, options)
+            return ring_attention(self.layout, call, options, q, k, v, sinks)
+        return self._by_heads(q, k, v, call, sinks, options)
 
     def _by_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None,
-        added: list[Any],
-        sinks: Tensor | None,
-        options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, call: TracedCall, sinks: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         layout = self.layout
-        call = f"sinks: {sinks is not None}, {options.described(mask, added)}"
-        q, k, v = exchange_heads([q, k, v], True, layout.name, layout.balanced, call)
+        described = f"sinks: {sinks is not None}, {options.described(call.mask, call.biases)}"
+        q, k, v = exchange_heads([q, k, v], True, layout.name, layout.balanced, described)
         count = q.shape[1]
-        check_whole(mask, added, CallSizes(q.shape[0], count * layout.size, q.shape[2], k.shape[2], q.device))
+        whole = CallSizes(q.shape[0], count * layout.size, q.shape[2], k.shape[2], q.device)
+        check_whole(call.mask, call.biases, whole)
         heads = range(layout.rank * count, (layout.rank + 1) * count)
-        mask = None if mask is None else local_mask(mask, heads)
         sinks = None if sinks is None else sinks[heads.start : heads.stop]
-        bias = [local_bias(each, heads) for each in added]
-        out, lse = _OPERATOR(*options.call(q, k, v, mask, bias, sinks, (heads.start, 0)))
+        out, lse = call.part(heads).run(options, q, k, v, sinks, (heads.start, 0))
         out, lse = exchange_heads([out, lse.unsqueeze(-1)], False, layout.name, layout.balanced, "")
         return out, lse.squeeze(-1)
 
@@ -114,11 +107,11 @@ class ContextParallel:
 def context_parallel(mesh: Any, *, method: Method | None = None, balanced: bool = False) -> Generator[ContextParallel]:
     """Within it, :func:`opkit.attention` takes this process's part of each sequence, and attends to all of it.
 
-    Queries, keys and values are plain tensors with the same number of positions on every process. Masks and biases are those of
-    the whole sequence, on every process; ``opkit.sdpa_override`` within it serves models that call torch's attention. Gradients
-    of ``sinks`` and biases are of this process's queries or heads: they are summed with those of the model's other parameters.
-    Dropout draws one seed from torch's generator, which each part changes by its place in the sequence; which probabilities it
-    sets to zero depends on ``method`` and the number of processes.
+    Queries, keys and values are plain tensors with the same number of positions on every process. Masks, biases and what their
+    functions capture are those of the whole sequence, on every process; ``opkit.sdpa_override`` within it serves models that
+    call torch's attention. Gradients of ``sinks``, biases and captured tensors are of this process's queries or heads: they are
+    summed with those of the model's other parameters. Dropout draws one seed from torch's generator, which each part changes by
+    its place in the sequence; which probabilities it sets to zero depends on ``method`` and the number of processes.
 
     Args:
         mesh: a ``DeviceMesh`` of one dimension, or a process group.

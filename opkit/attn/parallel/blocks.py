@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.trace import describe
-from opkit.attn.masks import algebra, biases, lowering
-from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, Mask, MaskFunction, Not, Or, VarLen
+from opkit.attn.functions.ranges import truth
+from opkit.attn.functions.trace import Traced
+from opkit.attn.masks import algebra, lowering
+from opkit.attn.masks.algebra import And, CausalOfTorch, Dense, Mask, Not, Or, VarLen
 from opkit.attn.masks.biases import ALiBi, RelativePosition
 from opkit.attn.masks.diagonals import Causal, PrefixLM, SlidingWindow
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.masks.sequences import KeyPadding, Segments
+from opkit.attn.masks.traced import TracedMask, TracedScore
 from opkit.attn.tensor_cache import TensorCache
 from opkit.errors import ArgumentError, ShapeError
 
@@ -35,6 +37,11 @@ class Block:
     queries: range
     keys: range
     shift: int = 0
+
+    @property
+    def ranges(self) -> dict[str, range]:
+        """The positions by the variables of functions."""
+        return {"i": self.queries, "j": self.keys}
 
 
 def mask_of(mask: Mask | None, block: Block) -> Part:
@@ -64,16 +71,15 @@ def bias_of(bias: Any, block: Block) -> list[Any]:
             wide = columns.shape[-1]
             at = range(block.keys.start // wide, block.keys.stop // wide)
             return [RelativePosition(rows[..., at.start : at.stop], columns)]
+        case TracedScore():
+            return [bias.part(block.ranges)]
         case _:
             return [tensor_of(bias, block)]
 
 
 def check_whole(mask: Mask | None, added: Sequence[Any], whole: CallSizes) -> None:
     """Raise for a mask or a bias that does not fit the whole sequence: on all processes, of which its parts may fit some."""
-    for each in added:
-        biases.lower(each, whole, [])
-    if mask is not None:
-        lowering.lower(mask, whole)
+    lowering.programs_of(mask, list(added), None, whole, torch.float32, None)
 
 
 def check_divisible(bias: Any, keys: int) -> None:
@@ -108,8 +114,8 @@ def local_bias(bias: Any, heads: range, batch: range | None = None) -> Any:
             return ALiBi(_narrow(_narrow(bias.slopes, -1, heads), -2, batch))
         case RelativePosition():
             return RelativePosition(*(local_tensor(x, heads, batch) for x in (bias.rel_h, bias.rel_w)))
-        case _ if biases.is_function(bias):
-            raise _indivisible(bias)
+        case TracedScore():
+            return bias.part(_beginning_later(heads, batch))
         case _:
             return local_tensor(bias, heads, batch)
 
@@ -128,17 +134,16 @@ def local_mask(mask: Mask, heads: range, batch: range | None = None) -> Mask:
         case Segments():
             keys = None if mask.kv_ids is None else _narrow(mask.kv_ids, -2, batch)
             return Segments(_narrow(mask.q_ids, -2, batch), keys)
-        case MaskFunction():
-            raise _indivisible(mask.function)
+        case TracedMask():
+            return mask.part(_beginning_later(heads, batch))
         case _:
             return mask
 
 
-def _indivisible(function: Any) -> ArgumentError:
-    return ArgumentError(
-        f"opkit.attention: {describe(function)} cannot be divided among processes: it counts batches, heads and positions of one "
-        "call. Give a mask or a bias of opkit.masks, or a tensor."
-    )
+def _beginning_later(heads: range, batch: range | None) -> dict[str, range]:
+    """Return the ranges by the variables of functions; without those that begin at 0, from where functions count anyway."""
+    given = {"h": heads} if batch is None else {"b": batch, "h": heads}
+    return {axis: own for axis, own in given.items() if own.start}
 
 
 def local_tensor(tensor: Tensor, heads: range, batch: range | None = None) -> Tensor:
@@ -183,6 +188,9 @@ def _part(mask: Mask, block: Block, packed: bool) -> Part:
             return Segments(_narrow(mask.q_ids, -1, block.queries), _narrow(keys, -1, block.keys))
         case VarLen():
             return _of_packed(mask, block)
+        case TracedMask():
+            whole = truth(mask.traced, block.ranges) if isinstance(mask.traced, Traced) else None
+            return mask.part(block.ranges) if whole is None else whole
         case Dense():
             return Dense(tensor_of(mask.tensor, block))
         case _:

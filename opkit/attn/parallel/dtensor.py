@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from opkit.attn import api
-from opkit.attn.masks import biases
-from opkit.attn.masks.algebra import Dense, Mask, as_mask
+from opkit.attn.masks.algebra import Dense
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.merging import merge_attention
-from opkit.attn.operator import attention_operator
 from opkit.attn.parallel.api import ContextParallel
-from opkit.attn.parallel.blocks import Block, bias_of, check_divisible, check_whole, local_bias, local_mask, mask_of
+from opkit.attn.parallel.blocks import Block, bias_of, check_divisible, check_whole, mask_of
+from opkit.attn.parallel.functions import TracedCall
 from opkit.attn.parallel.layout import Layout
 from opkit.attn.parallel.options import Options
 from opkit.errors import ArgumentError, ShapeError
 
-_OPERATOR = attention_operator()
 _DIMS = {"bhsd": {0: "batch", 1: "heads", 2: "sequence"}, "bshd": {0: "batch", 1: "sequence", 2: "heads"}}
 
 
@@ -52,22 +50,23 @@ def attention(
             f"opkit.attention: {of_all['heads']} heads of queries and {shared} of keys cannot be divided among {ways} processes; "
             f"{_shown(q, k, v)}. Shard the batch or the sequence."
         )
-    mask = None if mask is None else local_mask(as_mask(mask), heads, batch)
-    bias = [local_bias(x, heads, batch) for x in biases.listed(bias)]
+    keys = next(k.shape[dim] for dim, name in dims.items() if name == "sequence")
+    whole = CallSizes(of_all["batch"], of_all["heads"], of_all["sequence"], keys, q.device)
+    call = TracedCall.of(mask, bias, whole, q.dtype).part(heads, batch)
     sinks = None if sinks is None else _local_sinks(sinks, heads, sharded)
     of_q = [Partial() if name == "keys" else placement for name, placement in zip(sharded, q.placements, strict=True)]
     own = api.as_bhsd(q.to_local(grad_placements=of_q), k.to_local(), v.to_local(), layout)
     options = Options.drawn(scale, softcap, dropout_p, own[0].device, (heads.start, batch.start))
     if "sequence" in sharded:
         context = ContextParallel(Layout.of(mesh.get_group(sharded.index("sequence")), False), None)
-        out, lse = context.attention(*own, mask, bias, sinks, options)
+        out, lse = context.attend(*own, call, sinks, options)
     elif "keys" in sharded:
         dim = next(dim for dim, name in dims.items() if name == "sequence")
         begin, group = _local_part(k)[1][dim], mesh.get_group(sharded.index("keys"))
         block = Block(range(q.shape[dim]), range(begin, begin + own[1].shape[2]), k.shape[dim] - q.shape[dim])
-        out, lse = _by_keys(*own, mask, bias, sinks, options, block, group)
+        out, lse = _by_keys(*own, call, sinks, options, block, group)
     else:
-        out, lse = _OPERATOR(*options.call(*own, mask, bias, sinks, (0, 0)))
+        out, lse = call.run(options, *own, sinks, (0, 0))
     whole = _joined(api.from_bhsd(out, layout), mesh, q.placements, (*q.shape[:3], v.shape[3]))
     if not return_lse:
         return whole
@@ -77,20 +76,19 @@ def attention(
 
 
 def _by_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: list[Any], sinks: Tensor | None, options: Options, block: Block,
-    group: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, call: TracedCall, sinks: Tensor | None, options: Options, block: Block, group: Any
+) -> tuple[Tensor, Tensor]:
     """Return attention of queries that all processes have to the keys of all, each of which has some, as in decoding."""
     keys = block.shift + len(block.queries)
-    check_whole(mask, bias, CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, q.device))
-    for each in bias:
+    check_whole(call.mask, call.biases, CallSizes(q.shape[0], q.shape[1], q.shape[2], keys, q.device))
+    for each in call.biases:
         check_divisible(each, -(-keys // dist.get_world_size(group)))
-    part = mask_of(mask, block) if block.keys else True
+    part = mask_of(call.mask, block) if block.keys else True
     if isinstance(part, bool):
         part = None if part else Dense(torch.zeros(1, 1, dtype=torch.bool, device=q.device))
-    parts = [x for each in bias for x in bias_of(each, block)]
+    own = TracedCall(part, [x for each in call.biases for x in bias_of(each, block)], call.functions)
     of_first = sinks if dist.get_rank(group) == 0 else None
-    out, lse = _OPERATOR(*options.call(q, k, v, part, parts, of_first, (0, block.keys.start)))
+    out, lse = own.run(options, q, k, v, of_first, (0, block.keys.start))
     if sinks is not None and of_first is None:
         lse = lse + sinks[:0].sum().to(lse.dtype)  # zero: the other processes' gradients of sinks are zeros, not None
     return merge_attention([(out, lse)], mesh=group)

@@ -24,6 +24,9 @@ from torch.autograd.function import once_differentiable
 from opkit.attn import gradients
 from opkit.attn.calls import AttentionCall
 from opkit.attn.compat import torch_private
+from opkit.attn.functions import graph_calls
+from opkit.attn.functions.pending import SUBSTITUTES
+from opkit.attn.functions.trace import Traced
 from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.merging import merge_attention
@@ -31,6 +34,7 @@ from opkit.attn.operator import attention_operator
 from opkit.attn.parallel.agreement import agree
 from opkit.attn.parallel.blocks import Block, bias_of, check_divisible, check_whole, mask_of
 from opkit.attn.parallel.encoding import decoded, encoded
+from opkit.attn.parallel.functions import TracedCall, separated
 from opkit.attn.parallel.layout import Layout
 from opkit.attn.parallel.options import Options
 from opkit.op.definition import custom_op
@@ -118,19 +122,22 @@ class Ring:
 
 
 def ring_attention(
-    layout: Layout, mask: Mask | None, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    biases: Sequence[Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    layout: Layout, call: TracedCall, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the result and the log-sum-exp of this process's queries."""
-    program, tensors = encoded(tuple(biases))
+    program, tensors = encoded(tuple(call.biases))
     if torch.compiler.is_compiling():
-        words, of_mask = encoded(mask)
-        out, lse, _ = ring_forward(
-            q, k, v, of_mask, tensors, sinks, options.seed, words, program, options.scale, options.softcap,
-            float(options.dropout_p), layout.name, layout.balanced,
-        )  # fmt: skip
-        return out, lse
-    ring = _agreed(layout, mask, options, q, k, v, sinks, biases)
+        words, of_mask = encoded(call.mask)
+
+        def run() -> tuple[Tensor, Tensor]:
+            out, lse, _ = ring_forward(
+                q, k, v, of_mask, tensors, sinks, options.seed, words, program, options.scale, options.softcap,
+                float(options.dropout_p), layout.name, layout.balanced,
+            )  # fmt: skip
+            return out, lse
+
+        return graph_calls.call(run, call.functions, q)
+    ring = _agreed(layout, call.mask, options, q, k, v, sinks, call.biases)
     return _RingAttention.apply(ring, program, q, k, v, sinks, *tensors)
 
 
@@ -271,6 +278,20 @@ def ring_forward(
     for (owner, seen), each in zip(ring.blocks(), of_parts, strict=True):
         sums[(owner, *seen.numbers)] = each
     return out, lse, sums
+
+
+def _with_functions(
+    q: Tensor, k: Tensor, v: Tensor, mask_tensors: Sequence[Tensor], bias_tensors: Sequence[Tensor], sinks: Tensor | None,
+    seed: Tensor | None, mask: Sequence[int], bias: Sequence[int], *others: Any, functions: Sequence[Traced],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of :func:`ring_forward` with the expressions of functions in place of their numbers."""
+    traced = decoded(mask, mask_tensors, functions), list(decoded(bias, bias_tensors, functions))
+    of_mask, added = separated(*traced)
+    (mask, mask_tensors), (bias, bias_tensors) = encoded(of_mask), encoded(tuple(added))
+    return q, k, v, mask_tensors, bias_tensors, sinks, seed, mask, bias, *others
+
+
+SUBSTITUTES["opkit.ring_attention.default"] = _with_functions
 
 
 @ring_forward.register_fake

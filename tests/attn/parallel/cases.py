@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import opkit
 from opkit.errors import ArgumentError, ArgumentTypeError, ShapeError
-from opkit.masks import Causal, Dense, KeyPadding, PrefixLM, Segments, SlidingWindow, VarLen
+from opkit.masks import Blocks, Causal, Dense, KeyPadding, MaskFunction, PrefixLM, Segments, SlidingWindow, VarLen
 
 S, D = 48, 8
 MASKS = {
@@ -43,9 +43,10 @@ def attended(q, k, v, weights, sinks=None, **options):
     return [out, lse, *torch.autograd.grad((out * weights).sum() + sums.sum(), inputs)]
 
 
-def compare(mesh, method, balanced, keys=2, batch=2, dtype=torch.float64, sinks=None, **options):
+def compare(mesh, method, balanced, keys=2, batch=2, dtype=torch.float64, sinks=None, whole=None, **options):
+    """``whole``: other options of the call that is not divided."""
     q, k, v, weights = (numbers(batch, h, S, D, dtype=dtype) for h in (4, keys, keys, 4))
-    expected = attended(q, k, v, weights, sinks, **options)
+    expected = attended(q, k, v, weights, sinks, **(options if whole is None else whole))
     with opkit.context_parallel(mesh, method=method, balanced=balanced) as parallel:
         found = attended(*(parallel.shard(x, 2) for x in (q, k, v, weights)), sinks, **options)
     found[:5] = [parallel.unshard(x, 2) for x in found[:5]]
@@ -77,6 +78,56 @@ def options(mesh):
         compare(mesh, method, balanced, keys, bias=[numbers(4, 1, S), numbers(S, 1)], scale=0.3)
         compare(mesh, method, balanced, keys, mask=Causal(), dtype=torch.bfloat16)
         compare(mesh, method, balanced, keys, mask=Causal("bottom-right"), dtype=torch.float32)
+
+
+IDS = torch.arange(S).div(7, rounding_mode="floor") + torch.tensor([[0], [1]]) * (torch.arange(S) > 9)
+
+
+def near(width, step):
+    return lambda b, h, i, j: (i - j < width) & ((i + h - j) % step != 1)
+
+
+FUNCTIONS = {
+    "documents": lambda b, h, i, j: (IDS[b, i] == IDS[b, j]) & (i >= j),
+    "blocks": lambda b, h, i, j: (i // 8 == j // 8) | (b * j + h == 5),
+    "with masks": Causal() & near(20, 3) | ~MaskFunction(near(40, 5)) & KeyPadding(torch.tensor([40, 17])),
+}
+
+
+def scores():
+    """Scores, and the captured tensors whose gradients are wanted."""
+    slopes, table, start = torch.rand(4).double(), numbers(4, 2 * S - 1), 20
+    learned = [x.requires_grad_() for x in (slopes, table)]
+
+    def alibi(s, b, h, i, j):
+        return s - slopes[h] * (i - j).abs()
+
+    def relative(s, b, h, i, j):
+        return torch.where(i - j < start, s * torch.sigmoid(s) + table[h, j - i + S - 1] * slopes[h], -torch.inf)
+
+    return (alibi, relative), learned
+
+
+@case
+def functions(mesh):
+    for method, balanced, keys in methods(mesh):
+        for mask in FUNCTIONS.values():
+            compare(mesh, method, balanced, keys, mask=mask)
+        compare(mesh, method, balanced, keys, mask=near(20, 3), dtype=torch.float32)
+        scored, learned = scores()
+        for score, mask in zip(scored, (FUNCTIONS["documents"], Causal()), strict=True):
+            options = {"mask": mask, "bias": [score, numbers(S, 1)], "softcap": 3.0}
+            q, k, v, weights = (numbers(2, h, S, D) for h in (4, keys, keys, 4))
+            out = opkit.attention(q, k, v, **options)
+            expected = torch.autograd.grad((out * weights).sum(), learned, materialize_grads=True)
+            with opkit.context_parallel(mesh, method=method, balanced=balanced) as parallel:
+                q, k, v, weights = (parallel.shard(x, 2) for x in (q, k, v, weights))
+                found = opkit.attention(q, k, v, **options)
+                of_learned = torch.autograd.grad((found * weights).sum(), learned, materialize_grads=True)
+            torch.testing.assert_close(parallel.unshard(found, 2), out)
+            for ours, theirs in zip(of_learned, expected, strict=True):
+                dist.all_reduce(ours)
+                torch.testing.assert_close(ours, theirs)
 
 
 def biases(kind):
@@ -176,18 +227,27 @@ def values_that_no_query_sees(mesh):
 
 @case
 def keys_that_no_query_sees_are_not_sent(mesh):
-    sent = []
+    part, rank = S // mesh.size(), mesh.get_rank()
+    later = mesh.size() - 1 - rank
+    hiding = lambda s, b, h, i, j: torch.where(j <= i, s, -torch.inf)  # noqa: E731
+    calls = (
+        ({"mask": Causal()}, later, rank),
+        ({"mask": lambda b, h, i, j: (i >= j) & (IDS[b, i] >= 0)}, later, rank),
+        ({"bias": hiding}, later, rank),
+        ({"mask": lambda b, h, i, j: (i // part == j // part) & ((i - j).abs() % 3 != 1)}, 0, 0),
+    )
     exchange = dist.batch_isend_irecv
-    dist.batch_isend_irecv = lambda operations: sent.extend(operations) or exchange(operations)
-    try:
-        with opkit.context_parallel(mesh, method="ring") as parallel:
-            x = parallel.shard(numbers(1, 2, S, D), 2)
-            opkit.attention(x, x, x, mask=Causal())
-    finally:
-        dist.batch_isend_irecv = exchange
-    others = mesh.size() - 1
-    kinds = [operation.op.__name__ for operation in sent]
-    assert (kinds.count("isend"), kinds.count("irecv")) == (others - mesh.get_rank(), mesh.get_rank())
+    for options, sends, receives in calls:
+        sent = []
+        dist.batch_isend_irecv = lambda operations, sent=sent: sent.extend(operations) or exchange(operations)
+        try:
+            with opkit.context_parallel(mesh, method="ring") as parallel:
+                x = parallel.shard(numbers(1, 2, S, D), 2)
+                opkit.attention(x, x, x, **options)
+        finally:
+            dist.batch_isend_irecv = exchange
+        kinds = [operation.op.__name__ for operation in sent]
+        assert (kinds.count("isend"), kinds.count("irecv")) == (sends, receives)
 
 
 @case
@@ -223,6 +283,36 @@ def distributed_tensors(mesh):
                 torch.testing.assert_close(ours.full_tensor(), theirs)
             assert results[1][0].placements == (Shard(dim),)
             assert results[1][4].placements == (Partial(),)
+
+
+def functions_of(captured):
+    """A mask and a score of functions that count everything, for batches of 4."""
+    seen = torch.tensor([40, 17, 30, 9])
+
+    def mask(b, h, i, j):
+        return (i >= j) & ((j + h) % 5 != 2) & (j <= seen[b]) | (i == j)
+
+    def score(s, b, h, i, j):
+        return s + captured[h] * (i - j) * (b + 1)
+
+    return {"mask": mask, "bias": score}
+
+
+@case
+def functions_of_distributed_tensors(mesh):
+    """Sharded by batch, heads or sequence, or keys alone."""
+    for own, other in ((Shard(0),) * 2, (Shard(1),) * 2, (Shard(2),) * 2, (Replicate(), Shard(2))):
+        captured = numbers(4).requires_grad_()
+        whole = [numbers(4, 4, S, D) for _ in range(3)]
+        options = functions_of(captured)
+        out = opkit.attention(*whole, **options)
+        (expected,) = torch.autograd.grad(out.square().sum(), captured)
+        x, k, v = (distribute_tensor(x, mesh, [at]) for x, at in zip(whole, (own, other, other), strict=True))
+        found = opkit.attention(x, k, v, **options)
+        torch.testing.assert_close(found.full_tensor(), out)
+        (of_captured,) = torch.autograd.grad(found.square().sum().full_tensor(), captured)
+        dist.all_reduce(of_captured)
+        torch.testing.assert_close(of_captured, expected)
 
 
 @case
@@ -314,9 +404,42 @@ def of_distributed_tensors(mesh, backend, dim, layout="bhsd", replicated=False):
     as_one_graph(function, inputs, backend)
 
 
+def functions_as_one_graph(mesh, method, keys, backend):
+    with opkit.context_parallel(mesh, method=method, balanced=True) as parallel:
+        parts = [parallel.shard(numbers(4, heads, S, D), 2) for heads in (4, keys, keys)]
+
+        def function(q, k, v, slopes):
+            options = functions_of(slopes)
+            return opkit.attention(q * 2, k, v, mask=options["mask"], bias=[options["bias"]], return_lse=True)
+
+        as_one_graph(function, (*parts, torch.rand(4)), backend)
+
+
+@case
+def functions_with_blocks(mesh):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    made = create_block_mask(near(20, 3), 2, 4, S, S, device="cpu", BLOCK_SIZE=16)
+    for method, balanced, keys in methods(mesh):
+        compare(mesh, method, balanced, keys, mask=Blocks(made), whole={"mask": near(20, 3)})
+
+
+@case
+def compiled_functions(mesh):
+    for backend in ("aot_eager", "inductor"):
+        functions_as_one_graph(mesh, "ring", 1, backend)
+        functions_as_one_graph(mesh, "all_to_all", mesh.size(), backend)
+    for own, other in ((Shard(0),) * 2, (Shard(1),) * 2, (Shard(2),) * 2, (Replicate(), Shard(2))):
+        inputs = [distribute_tensor(numbers(4, 4, S, D), mesh, [at]) for at in (own, other, other)]
+        as_one_graph(
+            lambda q, k, v, slopes: [opkit.attention(q, k, v, **functions_of(slopes))], [*inputs, numbers(4)], "opkit"
+        )
+
+
 @case
 def compiled(mesh):
     in_parts(mesh, "ring", True, 1, "opkit", Causal())
+    functions_as_one_graph(mesh, "ring", 1, "opkit")
     of_distributed_tensors(mesh, "aot_eager", 2)
 
 
@@ -399,6 +522,11 @@ def bad_calls(mesh):
             opkit.attention(x, x, x, dropout_p=1.5)
         with pytest.raises(ShapeError, match=r"RelativePosition with 16 columns .* parts of 8 keys"):
             opkit.attention(x, x, x, bias=opkit.masks.RelativePosition(numbers(1, 3, 16, 1), numbers(1, 3, 16, 16)))
+        short = numbers(15)
+        with pytest.raises(
+            ShapeError, match=r"dimension 0 .* shape \(15,\) by the numbers of keys, of which there are 16"
+        ):
+            opkit.attention(x, x, x, bias=lambda s, b, h, i, j: s + short[j])  # on both
         for wrong in ({"bias": numbers(9, 1)}, {"mask": Causal() & Dense(numbers(8, 16) > 0)}):
             with pytest.raises(ShapeError, match=r"does not broadcast to .* = \(1, 3, 16, 16\)"):  # on both
                 opkit.attention(x, x, x, **wrong)

@@ -14,12 +14,12 @@ FILE = Path(__file__).with_name("cases.py")
 CASES = (
     "masks", "options", "gradients_of_biases", "alibi_of_more_keys_than_queries", "dropout", "autocast",
     "values_that_no_query_sees", "keys_that_no_query_sees_are_not_sent",
-    "models_that_call_torchs_attention", "distributed_tensors", "keys_divided_among_processes",
-    "pages_divided_among_processes", "bad_calls",
+    "models_that_call_torchs_attention", "distributed_tensors", "functions", "functions_of_distributed_tensors",
+    "keys_divided_among_processes", "pages_divided_among_processes", "bad_calls",
 )  # fmt: skip
 COMPILED = (
     "compiled_by_heads", "compiled_masks", "compiled_distributed_tensors", "compiled_by_inductor", "compiled_dropout",
-    "compiled_contexts", "compiled_pages",
+    "compiled_contexts", "compiled_pages", "compiled_functions", "functions_with_blocks",
 )  # fmt: skip
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
