@@ -348,6 +348,15 @@ def test_compiled_once_for_all_sizes_and_numbers(backend):
         frames = counter.frame_count
 
 
+def test_compiled_with_floats_that_change():
+    def attend(x, factor, scale):
+        return opkit.attention(x, x, x, bias=lambda s, b, h, i, j: s * factor + (i - j) % 5 * scale) * factor
+
+    x, compiled = torch.randn(1, 2, 8, 8), torch.compile(attend, backend="opkit", fullgraph=True, dynamic=True)
+    for numbers in ((0.5, 2.5), (0.7, 1.5)):
+        torch.testing.assert_close(compiled(x, *numbers), attend(x, *numbers), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("opkit", marks=pytest.mark.exhaustive)])
 def test_compiled_with_views_of_one_tensor(backend):
     """Queries, keys, values and what functions capture are often views of one product, as with fused projections."""

@@ -242,6 +242,36 @@ def test_functions_of_positions(subtests, kernel, kv_dtype):
     check(cache, cache.queries(11, 8, torch.float32), RAGGED[1], own, **meaning)
 
 
+@pytest.mark.parametrize(
+    "backend",
+    ["opkit", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("eager", "aot_eager", "inductor"))],
+)
+def test_functions_are_compiled_once(backend):
+    """One graph with no breaks serves other lengths, captured numbers and captured tensors."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    documents = torch.arange(48) // 11
+
+    def step(q, new, k, v, table, before, slopes, width, scale):
+        def mask(b, h, i, j):
+            return (i - j < width) & ((documents[i] == documents[j]) | ((i + j + b) % 3 == 0))
+
+        opkit.append_kv(new, new, k, v, table, before)
+        score = lambda s, b, h, i, j: s * scale + slopes[h] * (i - j)  # noqa: E731
+        return opkit.paged_attention(q * 2, k, v, table, before + 1, mask=mask, bias=score).sin()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    k, v = (torch.randn(20, 8, 2, 16) for _ in range(2))
+    table, counts = torch.randperm(20)[:18].reshape(3, 6), []
+    for lengths, width, scale in (([47, 20, 3], 20, 0.5), ([40, 21, 8], 9, 0.7), ([30, 20, 9], 30, -0.5)):
+        inputs = torch.randn(3, 4, 16), torch.randn(3, 2, 16), k, v, table, torch.tensor(lengths), torch.rand(4)
+        torch.testing.assert_close(compiled(*inputs, width, scale), step(*inputs, width, scale), rtol=1e-4, atol=1e-5)
+        counts.append(counter.frame_count)
+        documents += torch.arange(48) % 3
+    assert counts == [counts[0]] * 3
+
+
 def test_functions_of_positions_that_do_not_fit_are_refused():
     cache = Cache([2, 40])
     q = cache.queries(2, 4, torch.float32)

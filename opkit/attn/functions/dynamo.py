@@ -91,9 +91,24 @@ def _traced(
 ) -> Traced:
     """Return the expression of a node of a subgraph, over the nodes of the variables, and the values that it captures."""
     graph, inputs = _part(subgraph.graph, result, variables)
-    captures = _GraphCaptures(fx.GraphModule(subgraph, graph), [values[node] for node in inputs])
+    captures = _GraphCaptures(fx.GraphModule(subgraph, graph), [_captured(node, values, q) for node in inputs])
     kind = "mask" if result.meta["example_value"].dtype == torch.bool else "score"
     return trace_captures(captures, captures.function, kind, score_dtype(q.dtype), q.device)
+
+
+def _captured(node: fx.Node, values: Mapping[fx.Node, Any], q: Tensor) -> Any:
+    """Return what a function captures; a float that Dynamo does not know, which programs do not hold, as a tensor."""
+    value = values[node.args[0] if _is_read(node) else node]  # type: ignore[index]
+    if _is_read(node):
+        return value.to(q.device, score_dtype(q.dtype) if value.is_floating_point() else None)
+    if isinstance(value, torch.SymFloat):
+        return torch.zeros((), dtype=score_dtype(q.dtype), device=q.device) + value
+    return value
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Return whether a node reads the number in a captured tensor: Dynamo's graphs get floats as tensors."""
+    return node.op == "call_method" and node.target == "item" and node.all_input_nodes[0].op == "placeholder"
 
 
 class _GraphCaptures(Captures):
@@ -125,7 +140,14 @@ class _GraphCaptures(Captures):
 
 
 def _part(graph: fx.Graph, outputs: Any, variables: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return the graph that computes some nodes from ``variables`` and from placeholders, and these placeholders."""
+    """Return the graph that computes some nodes from ``variables`` and from other inputs, and these.
+
+    They are the placeholders; and of a function, which has variables, the numbers that are read of them.
+    """
+
+    def is_input(node: fx.Node) -> bool:
+        return node.op == "placeholder" or (bool(variables) and _is_read(node))
+
     part = fx.Graph()
     copies = {node: part.placeholder(f"variable_{number}") for number, node in enumerate(variables)}
     needed, waiting = set[fx.Node](), list(pytree.tree_leaves(outputs))
@@ -133,9 +155,12 @@ def _part(graph: fx.Graph, outputs: Any, variables: Sequence[fx.Node]) -> tuple[
         node = waiting.pop()
         if node not in needed and node not in copies:
             needed.add(node)
-            waiting += node.all_input_nodes
-    inputs = [node for node in graph.nodes if node in needed and node.op == "placeholder"]
-    for node in [*inputs, *(node for node in graph.nodes if node in needed and node.op != "placeholder")]:
-        copies[node] = part.node_copy(node, copies.__getitem__)
+            waiting += [] if is_input(node) else node.all_input_nodes
+    inputs = [node for node in graph.nodes if node in needed and is_input(node)]
+    for number, node in enumerate(inputs):
+        copies[node] = part.placeholder(f"input_{number}")
+    for node in graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(pytree.tree_map(copies.__getitem__, outputs))
     return part, inputs

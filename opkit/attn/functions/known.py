@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from opkit.attn.functions.affine import AXES, Affine, affine, band_ends, difference
@@ -73,9 +74,9 @@ def lower_score(traced: Traced, sizes: CallSizes, tensors: list[Tensor], capped:
     return LoweredScore(cap, hidden, words)
 
 
-def without_bands(traced: Traced) -> tuple[int, int, Expr | None]:
-    """Return the band of ``j - i`` that parts of a conjunction say, and the conjunction of the others, None if there are none."""
-    lower, upper, others = -program.UNLIMITED, program.UNLIMITED, list[Expr]()
+def without_bands(traced: Traced, lower: int, upper: int) -> tuple[int, int, Expr | None]:
+    """Return a band of ``j - i``, narrowed by what parts of a conjunction say, and the others' conjunction, None without any."""
+    others = list[Expr]()
     for part in _operands(traced.root, "and"):
         compares = part.op in ("lt", "le", "eq") and is_int(part.args[0].dtype)
         ends = band_ends(part) if compares else None
@@ -83,9 +84,14 @@ def without_bands(traced: Traced) -> tuple[int, int, Expr | None]:
             others.append(part)
         else:
             least, most = ends
-            lower = lower if least is None else max(lower, _value(traced, least))
-            upper = upper if most is None else min(upper, _value(traced, most))
+            lower = lower if least is None else _nearer(torch.sym_max, lower, _value(traced, least))
+            upper = upper if most is None else _nearer(torch.sym_min, upper, _value(traced, most))
     return lower, upper, functools.reduce(lambda a, b: expr.op("and", a, b), others) if others else None
+
+
+def _nearer(choice: Callable[..., Any], end: int, other: int) -> int:
+    """Return the nearer of two ends of a band; no symbolic one is compared."""
+    return other if type(end) is int and abs(end) == program.UNLIMITED else choice(end, other)
 
 
 def _value(traced: Traced, end: Affine) -> int:

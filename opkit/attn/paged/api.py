@@ -7,30 +7,30 @@ Large Language Model Serving with PagedAttention", 2023).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from opkit.attn import batch_invariant
 from opkit.attn.calls import PagedCall, predicate
-from opkit.attn.functions import known
-from opkit.attn.functions.trace import Traced, describe, trace
+from opkit.attn.functions import graph_calls, known
+from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending
+from opkit.attn.functions.trace import Traced, describe, score_dtype, trace
 from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_cuda
 from opkit.attn.gpu.hopper import mla_paged as mla_paged
 from opkit.attn.gpu.portable import invariant
 from opkit.attn.masks.algebra import Mask
 from opkit.attn.masks.biases import Bias
-from opkit.attn.masks.lowering import score_dtype
 from opkit.attn.masks.program import BIAS_FUNCTION, FUNCTION, UNLIMITED
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.attn.paged import cpu as paged_cpu
 from opkit.attn.paged import gathered
 from opkit.attn.paged import reference as paged_reference
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
-from opkit.op import torch_private as private
 from opkit.op.definition import custom_op
 from opkit.op.forcing import use_kernel
 from opkit.op.operator import CustomOp
@@ -107,8 +107,7 @@ def paged_attention(
         mask: a function ``mask_mod(b, h, q_idx, kv_idx)`` as in :func:`opkit.attention`, which hides further keys: ``b`` is the
             sequence, ``q_idx`` and ``kv_idx`` are positions in it. What it captures has an element for each position that the
             page table has room for, where it is indexed by one. Pass ``causal=False`` if it alone decides.
-        bias: a function ``score_mod(score, b, h, q_idx, kv_idx)``, whose result is the logit. Compiled graphs end before calls
-            with functions.
+        bias: a function ``score_mod(score, b, h, q_idx, kv_idx)``, whose result is the logit.
         return_lse: whether to return the log-sum-exp too.
         kernel: the name of the kernel to run, or "reference"; opkit chooses if it is left out.
 
@@ -139,37 +138,67 @@ def paged_attention(
     k_by, v_by = _scale_of("k_scale", k_scale, k_pages), _scale_of("v_scale", v_scale, v_pages)
     numbers = (lower, upper, factor, softcap or 0.0)
     call = (rows, k_pages, v_pages, page_table, lengths, starts, *numbers, sinks, k_by, v_by, [], [], [], [])
+    functions: Functions | None = [] if is_dynamo_compiling() else None
     if mask is not None or bias is not None:
-        call = _with_functions(PagedCall(*call), mask, bias)
-    out, lse = _PAGED(*call) if kernel is None else _call_kernel(kernel, call)
+        call = _with_functions(PagedCall(*call), mask, bias, functions)
+    out, lse = graph_calls.call(
+        lambda: _PAGED(*call) if kernel is None else _call_kernel(kernel, call), functions, rows
+    )
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
     return (out, lse) if return_lse else out
 
 
-@private.untraced
-def _with_functions(call: PagedCall, mask: Any, bias: Any) -> PagedCall:
-    """Return the call with the programs of a mask's and a score's function."""
-    if mask is not None:
-        traced = _traced("mask", mask, call)
-        lower, upper, root = known.without_bands(traced)
-        call = call._replace(lower=max(call.lower, lower), upper=min(call.upper, upper))
+def _with_functions(call: PagedCall, mask: Any, bias: Any, functions: Functions | None) -> PagedCall:
+    """Return the call with the programs of a mask's and a score's function; where Dynamo traces, with their numbers."""
+    for name, function in (("mask", mask), ("bias", bias)):
+        if function is not None and (isinstance(function, (Tensor, Mask, Bias)) or not callable(function)):
+            raise ArgumentTypeError(
+                f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
+            )
+    if functions is not None:
+        if mask is not None:
+            call.mask.extend((FUNCTION, *Pending.of(mask, "mask", functions).words()))
+        if bias is not None:
+            call.bias.extend((BIAS_FUNCTION, *Pending.of(bias, "score", functions).words()))
+        return call
+    dtype, device = score_dtype(call.q.dtype), call.q.device
+    hides = None if mask is None else trace(mask, "mask", dtype, device)
+    scores = None if bias is None else trace(bias, "score", dtype, device)
+    return _with_traced(call, hides, scores, describe(mask), describe(bias))
+
+
+def _with_traced(
+    call: PagedCall,
+    hides: Traced | None,
+    scores: Traced | None,
+    mask: str = "the mask_mod",
+    bias: str = "the score_mod",
+) -> PagedCall:
+    """Return the call with the programs of functions; ``mask`` and ``bias`` are their names, for errors."""
+    sizes = CallSizes(*call.sizes, call.q.device)
+    if hides is not None:
+        known.check_sizes(hides, hides.root, sizes, mask)
+        lower, upper, root = known.without_bands(hides, call.lower, call.upper)
+        call = call._replace(lower=lower, upper=upper)
         if root is not None:
-            call.mask.extend((FUNCTION, *traced.function(root, call.mask_tensors).words()))
-    if bias is not None:
-        traced = _traced("bias", bias, call)
-        call.bias.extend((BIAS_FUNCTION, *traced.function(traced.root, call.bias_tensors).words()))
+            call.mask.extend((FUNCTION, *hides.function(root, call.mask_tensors).words()))
+    if scores is not None:
+        known.check_sizes(scores, scores.root, sizes, bias)
+        call.bias.extend((BIAS_FUNCTION, *scores.function(scores.root, call.bias_tensors).words()))
     return call
 
 
-def _traced(name: str, function: Any, call: PagedCall) -> Traced:
-    if isinstance(function, (Tensor, Mask, Bias)) or not callable(function):
-        raise ArgumentTypeError(
-            f"opkit.paged_attention: {name} is {type(function).__name__}, expected a function of positions."
-        )
-    traced = trace(function, "mask" if name == "mask" else "score", score_dtype(call.q.dtype), call.q.device)
-    known.check_sizes(traced, traced.root, CallSizes(*call.sizes, call.q.device), describe(function))
-    return traced
+def _substituted(*arguments: Any, functions: Sequence[Traced]) -> PagedCall:
+    """Return the arguments of the operator with the programs of functions in place of their numbers."""
+    call = PagedCall(*arguments)
+    hides, scores = (
+        Pending.of_words(words[1:]).traced(functions) if words else None for words in (call.mask, call.bias)
+    )
+    return _with_traced(call._replace(mask_tensors=[], bias_tensors=[], mask=[], bias=[]), hides, scores)
+
+
+SUBSTITUTES["opkit.paged_attention.default"] = _substituted
 
 
 def _call_kernel(kernel: str, call: tuple[Any, ...]) -> Any:
