@@ -13,8 +13,9 @@ from opkit.attn.calls import AttentionCall, BiasCall, GradientCall
 from opkit.attn.functions.trace import trace
 from opkit.attn.gpu import kernels, limits, tile_lists
 from opkit.attn.gpu.decode import decoding
-from opkit.attn.gpu.hopper import backward_cuda, forward_cuda
+from opkit.attn.gpu.hopper import backward_cuda, forward_cuda, mla
 from opkit.attn.masks import program
+from opkit.attn.operator import attention_operator
 from opkit.masks import ALiBi, KeyPadding, MaskFunction
 from opkit.testing import compile_launches
 
@@ -99,6 +100,39 @@ def test_decoding_of_other_masks_and_biases(run):
     for given, bias in (*cases, (None, made(1, 4, 1, 700))):
         call = AttentionCall(*lowered(q, k, v, given, bias, None, None, None, 0.0, "bhsd")[:13])
         check_decoding(run, call, 2.0**-18)
+
+
+def latent(queries, dtype, heads=4, keys=260):
+    """A call of latent attention, whose values are the first 512 of 576 channels of keys, with functions of all kinds."""
+    q, k = made(1, heads, queries, 576, dtype=dtype), made(1, 1, keys, 576, dtype=dtype)
+    later, ids, slopes = keys - queries, torch.arange(keys) // 70, torch.linspace(0.1, 0.9, heads)
+
+    def mask(b, h, i, j):
+        return (i + later >= j) & (ids[i + later] - ids[j] <= 2) & ((j + h) % 3 != 1)
+
+    score = lambda s, b, h, i, j: s * torch.sigmoid(s) + slopes[h] * (j - i - later) / 99  # noqa: E731
+    return AttentionCall(*lowered(q, k, k[..., :512], mask, score, None, None, None, 0.0, "bhsd")[:13])
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "split"), (33, "triton")])
+def test_latent_attention(run, queries, kernel):
+    call = latent(queries, torch.float32)
+    assert not mla.fits(latent(queries, torch.bfloat16, heads=64))  # nor does it on Hopper, where these kernels run
+    assert decoding.takes_few(call) if kernel == "split" else limits.takes(call)
+    out, lse = run("opkit::attention", *call, kernel=kernel)
+    exact, exact_lse = exactly(call)
+    close(out, exact, 2.0**-18)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "split"), (1000, "triton")])
+def test_latent_attention_gets_a_kernel_that_takes_functions(queries, kernel):
+    call = latent(queries, torch.bfloat16, 16, 4000)
+    given = AttentionCall(*pytree.tree_map_only(torch.Tensor, lambda x: x.cuda(), call))
+    given = given._replace(v=given.k[..., :512])
+    assert attention_operator().select(*given).kernel == kernel
+    close(attention_operator()(*given)[0].cpu(), exactly(call)[0], BOUNDS[torch.bfloat16])
 
 
 @pytest.mark.parametrize("queries", [1, 4])
