@@ -16,7 +16,7 @@
 namespace opkit::model {
 namespace {
 
-constexpr int64_t kFormat = 3;
+constexpr int64_t kFormat = 4;
 constexpr size_t kChunk = size_t{1} << 24;  // bytes of weights that have a sum of their own
 const std::string kComment = "opkit model, sha256 ";
 const char* const kWeights = "weights.safetensors";

@@ -5,9 +5,8 @@
 #include <stdexcept>
 
 #include "../runtime/execute.hpp"
+#include "host.hpp"
 #include "kernel_inputs.hpp"
-#include "model.hpp"
-#include "threads.hpp"
 
 namespace opkit::model {
 namespace {
@@ -17,99 +16,6 @@ using Text = std::string;
 Text place(int32_t device) { return device < 0 ? "the CPU" : "the GPU " + std::to_string(device); }
 
 }  // namespace
-
-// What a program asks for, and the memory of its buffers.
-struct Host : opk_host {
-    const Entry& entry;
-    std::vector<Memory> memory;
-    std::vector<Tensor> outputs;
-    Text failure;
-
-    explicit Host(const Entry& of)
-        : opk_host{}, entry(of), memory(static_cast<size_t>(of.buffers_)), outputs(static_cast<size_t>(of.outputs_)) {
-        const Threads found = threads();
-        segments = {found.parallel, found.number, found.count, {}, entry.functions_.data()};
-        opk_host::device = entry.device_.number();
-        opk_host::launch = [](opk_host* host, int64_t kernel, int64_t programs, void** parameters) {
-            Host& self = of_host(host);
-            return self.guarded(
-                [&] { self.start(*self.entry.binaries_.at(static_cast<size_t>(kernel)), programs, parameters); });
-        };
-        opk_host::allocate = [](opk_host* host, int64_t buffer, const opk_tensor* layout) -> void* {
-            return of_host(host).guarded([&] { of_host(host).make(buffer, *layout); }) ? nullptr
-                                                                                       : of_host(host).at(buffer).get();
-        };
-        opk_host::release = [](opk_host* host, int64_t buffer) { of_host(host).at(buffer).reset(); };
-        opk_host::call = [](opk_host* host, int64_t number, const opk_passed* arguments, int64_t count, opk_result* results,
-                            int64_t result_count) {
-            Host& self = of_host(host);
-            return self.guarded([&] {
-                self.run(self.entry.calls_.at(static_cast<size_t>(number)), arguments, count, results, result_count);
-            });
-        };
-        opk_host::give = [](opk_host* host, int64_t output, int64_t buffer, const opk_tensor* tensor) {
-            of_host(host).guarded([&] { of_host(host).take(output, buffer, *tensor); });
-        };
-    }
-
-    static Host& of_host(opk_host* host) { return *static_cast<Host*>(host); }
-    Memory& at(int64_t buffer) { return memory.at(static_cast<size_t>(buffer)); }
-
-    template <class F>
-    int32_t guarded(const F& work) {
-        try {
-            work();
-            return 0;
-        } catch (const std::exception& error) {
-            if (failure.empty()) failure = error.what();
-            return 1;
-        }
-    }
-
-    void make(int64_t buffer, const opk_tensor& layout) { at(buffer) = entry.device_.empty(layout).memory; }
-
-    void start(const launch::Binary& binary, int64_t programs, void** parameters) {
-        if (programs <= 0) return;
-        const launch::Driver& driver = binary.driver();
-        driver.enter(device);
-        driver(driver.launch, binary.function(device), static_cast<uint32_t>(programs), 1u, 1u,
-               static_cast<uint32_t>(binary.properties().threads), 1u, 1u, static_cast<uint32_t>(binary.properties().shared),
-               entry.device_.stream(), parameters, static_cast<void**>(nullptr));
-    }
-
-    void run(const Entry::Call& call, const opk_passed* arguments, int64_t count, opk_result* results,
-             int64_t result_count) {
-        if (call.kernel) return run_kernel(call, arguments, count, results);
-        for (int64_t i = 0; i < result_count && call.own; ++i)
-            if (results[i].buffer >= 0 && results[i].tensor.data == nullptr) {
-                make(results[i].buffer, results[i].tensor);
-                results[i].tensor.data = at(results[i].buffer).get();
-            }
-        if (call.own) return call.own(Arguments(arguments, count, entry.attention_functions_), results);
-        char error[1024] = "";
-        const opkit_operators& host = *entry.host_;
-        const int32_t failed = host.call(host.context, call.name.c_str(), call.overload.c_str(), arguments, count, results,
-                                         result_count, error, sizeof error);
-        for (int64_t i = 0; i < result_count; ++i)
-            if (results[i].owner != nullptr && results[i].buffer >= 0)
-                at(results[i].buffer) = owned(host, results[i].owner);
-        if (failed) throw std::runtime_error(call.name + ": " + error);
-    }
-
-    // An operator's kernel, whose library is in the file.
-    void run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t count, opk_result* results);
-
-    void take(int64_t output, int64_t buffer, const opk_tensor& tensor) {
-        Tensor& to = outputs.at(static_cast<size_t>(output));
-        if (buffer >= 0 && at(buffer) && at(buffer).use_count() == 1) {
-            to = Tensor::view(tensor);
-            to.memory = at(buffer);
-        } else {
-            to = entry.device_.empty(tensor);
-            entry.device_.copy(tensor, to.described());
-        }
-    }
-};
 
 namespace {
 
@@ -144,23 +50,23 @@ void Host::run_kernel(const Entry::Call& call, const opk_passed* passed, int64_t
     if (status != OPK_DONE) throw std::runtime_error(message.text);
     for (int32_t i = 0; i < kernel.output_count; ++i) {
         const std::unique_ptr<Tensor> tensor(static_cast<Tensor*>(made[static_cast<size_t>(i)]));
-        if (!tensor || results[i].buffer < 0) continue;
-        opk_result& result = results[i];
-        const opk_tensor found = tensor->described();
-        if (found.dtype != result.tensor.dtype || found.rank != result.tensor.rank ||
-            !std::equal(found.sizes, found.sizes + found.rank, result.tensor.sizes))
-            throw std::runtime_error(call.name + " returned " + describe(found.dtype, found.sizes, found.rank) +
-                                     ", and its fake implementation another");
-        if (result.tensor.data == nullptr && same_layout(found, result.tensor.strides)) {
-            at(result.buffer) = tensor->memory;
-            result.tensor.data = found.data;
-        } else {
-            if (result.tensor.data == nullptr) {
-                make(result.buffer, result.tensor);
-                result.tensor.data = at(result.buffer).get();
-            }
-            copy(found, result.tensor);
-        }
+        if (tensor) set(call.name, *tensor, results[i]);
+    }
+}
+
+void Host::set(const Text& name, const Tensor& tensor, opk_result& result) {
+    if (result.buffer < 0) return;
+    const opk_tensor found = tensor.described();
+    if (found.dtype != result.tensor.dtype || found.rank != result.tensor.rank ||
+        !std::equal(found.sizes, found.sizes + found.rank, result.tensor.sizes))
+        throw std::runtime_error(name + " returned " + describe(found.dtype, found.sizes, found.rank) +
+                                 ", and its fake implementation another");
+    if (result.tensor.data == nullptr && same_layout(found, result.tensor.strides)) {
+        at(result.buffer) = tensor.memory;
+        result.tensor.data = found.data;
+    } else {
+        make(result);
+        entry.device_.copy(found, result.tensor);
     }
 }
 

@@ -106,6 +106,10 @@ Entry::Entry(const Text& name, const Json& convention, const Archive& archive, W
     for (const auto& field : convention.at("state").fields()) states_.push_back(weights.state(field.second));
     read_inputs(convention, program);
     read_operators(program, variant, archive);
+    for (const auto& [graph, described] : variant.at("graphs").fields())
+        graphs_.emplace(graph, std::make_unique<Entry>(graph, described, archive, weights, device, host));
+    for (const Json& graph : program.at("graphs").items())
+        if (!graphs_.count(graph.text())) throw std::runtime_error("it lacks a graph that it calls, " + graph.text());
     read_functions(program, archive);
     for (const Json& record : program.at("constants").items()) constants_.push_back(weights.constant(record).data);
     for (const Json& step : program.at("steps").items()) steps_.push_back(step.text());
@@ -167,14 +171,15 @@ void Entry::read_operators(const Json& program, const Json& variant, const Archi
         Call call;
         call.name = each.at(size_t{0}).text();
         call.overload = each.at(1).text();
+        call.flow = find_flow(call.name);
         for (const Json& described : variant.at("operators").items())
             if (const Json* library = described.find("library");
                 library != nullptr && described.at("name").text() == call.name)
                 call.kernel = load_kernel(LibraryFile(archive.read(library->text())).path()).kernel;
         const bool is_own = call.name.rfind("opkit::", 0) == 0;
-        const bool hosted = !call.kernel && host_ && host_->has(host_->context, call.name.c_str(), call.overload.c_str());
+        const bool hosted = !call.kernel && !call.flow && host_ && host_->has(host_->context, call.name.c_str(), call.overload.c_str());
         if (!call.kernel && (is_own || !hosted)) call.own = find_operator(call.name, call.overload);
-        if (!call.kernel && !call.own && !hosted) missing += (missing.empty() ? "" : ", ") + call.name + "." + call.overload;
+        if (!call.kernel && !call.own && !call.flow && !hosted) missing += (missing.empty() ? "" : ", ") + call.name + "." + call.overload;
         calls_.push_back(std::move(call));
     }
     if (!missing.empty())

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 
@@ -12,6 +13,12 @@
 #include "weights.hpp"
 
 namespace opkit::model {
+
+struct Host;
+class Entry;
+
+// The graphs that control flow operators of an entry call, by the names that its program has for them.
+using Graphs = std::map<std::string, std::unique_ptr<Entry>>;
 
 // One function of a model, for this processor.
 class Entry {
@@ -33,6 +40,8 @@ public:
 
 private:
     friend struct Host;
+    using Flow = void (Host::*)(const Arguments& arguments, opk_result* results, int64_t result_count);
+    static Flow find_flow(const std::string& name);  // null: no control flow operator has this name
     struct Input {
         std::string name, text;  // the text is of what it takes
         int32_t dtype = -1;      // -1: a size
@@ -49,6 +58,7 @@ private:
         std::string name, overload;
         Operator own = nullptr;
         const opk_kernel* kernel = nullptr;
+        Flow flow = nullptr;
     };
 
     void read_inputs(const Json& convention, const Json& program);
@@ -68,6 +78,7 @@ private:
     std::vector<Size> sizes_;
     int64_t size_count_ = 0, layout_count_ = 1, buffers_ = 0, outputs_ = 0;
     std::vector<Call> calls_;
+    Graphs graphs_;
     std::vector<std::string> steps_, function_names_;
     std::vector<void*> constants_, functions_;
     void* library_ = nullptr;

@@ -25,7 +25,7 @@ import torch
 
 from opkit.errors import ModelFileError
 
-FORMAT = 3
+FORMAT = 4
 """The number of the format; a reader refuses others."""
 
 WEIGHTS = "weights.safetensors"

@@ -110,9 +110,7 @@ def entry_graph(program: ExportedProgram, label: str, freeze: bool) -> EntryGrap
                 f"opkit.export: {label} takes {node.name}, a {spec.kind.name.lower()}, which no file holds."
             )
     results = _set_results(module, signature, label)
-    for node in reversed(list(module.graph.nodes)):
-        if getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _CHECKS and not node.users:
-            module.graph.erase_node(node)
+    erase_checks(module)
     _sort_placeholders(module, placeholders)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -169,6 +167,13 @@ def add_constant(module: fx.GraphModule, before: fx.Node, tensor: torch.Tensor) 
         node = module.graph.get_attr(name)
     node.meta = {"val": tensor}
     return node
+
+
+def erase_checks(module: fx.GraphModule) -> None:
+    """Remove the checks of an exported graph: inputs are checked before it runs."""
+    for node in reversed(list(module.graph.nodes)):
+        if getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in _CHECKS and not node.users:
+            module.graph.erase_node(node)
 
 
 def _set_results(module: fx.GraphModule, signature: Any, label: str) -> tuple[int | tuple[Any], ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from opkit.compiler import backend, pipeline, user_lowerings
@@ -25,7 +25,7 @@ from opkit.errors import ArgumentError, CompileError, ToolchainError
 from opkit.kernels.cc import isa as isas
 from opkit.kernels.cc import toolchain
 from opkit.kernels.cc.compilation import Request, Unit, build
-from opkit.ship import archive, freezing, operators, packing, processors, program_text, structure
+from opkit.ship import archive, control_flow, freezing, operators, packing, processors, program_text, structure
 from opkit.ship.entry import EntryGraph, entry_graph
 from opkit.ship.packing import PackedWeights
 from opkit.ship.program_text import NotWritable, ProgramText
@@ -144,103 +144,22 @@ class _Entry:
 
     def __init__(self, name: str, graph: EntryGraph, freeze: bool, packed: PackedWeights) -> None:
         self.name, self.graph, self.packed = name, graph, packed
-        if freeze:
-            freezing.freeze(graph.module)
         self.device = conversion.device_of(graph.module)
-        if freeze and self.device.type == "cpu":
-            packing.pack_weights(graph.module, packed)
-        freezing.copy_constant_results(graph.module)
+        _prepare(graph.module, freeze, packed, self.device)
 
     def write(self, writer: WeightWriter, members: dict[str, bytes], wanted: Sequence[str]) -> dict[str, Any]:
         """Compile the entry, add what is compiled to the members of the file, and return what the manifest says of it."""
         variants = (
-            [(isa, *_cpu_target(isa)) for isa in wanted] if self.device.type == "cpu" else [("", frozenset(), None)]
+            [(isa, *_cpu_target(isa)) for isa in wanted]
+            if self.device.type == "cpu"
+            else [("", frozenset[str](), backend.gpu_target())]
         )
         listed: list[dict[str, Any]] = []
         for isa, features, target in variants:
             folder = "/".join(filter(None, (f"entries/{self.name}" if self.name else "entry", isa)))
-            captured, compiled = self._compile(target or backend.gpu_target())
-            assert compiled.plan is not None
-            called = operators.add_operators(compiled.plan, captured, self.graph.module.graph, isa, folder, members)
-            plan = operators.add_functions(compiled.plan, folder, members)
-            program, why = self._program(captured, plan)
-            kernels = self._kernels(compiled, program, isa, folder, members)
-            content = self._plan(captured, plan, kernels, writer)
-            members[f"{folder}/plan.json"] = json.dumps(content).encode()
-            if program:
-                constants = [content["constants"][name] for name in program.constants]
-                binaries = [[each["name"], each["threads"], each["shared"]] for each in kernels]
-                described = {**program.description, "constants": constants, "kernels": binaries}
-                members[f"{folder}/program.json"] = json.dumps(described).encode()
-            if plan.functions:  # they were compiled for this processor
-                features |= processors.features()
-            listed.append(
-                {"folder": folder, "isa": isa, "features": sorted(features), "operators": called, "needs_python": why}
-            )
+            variant = _Variant(isa, features, target, self.device, self.packed, writer, members)
+            listed.append(variant.write(self.graph.module, _label(self.name), folder))
         return {"variants": listed, **self._convention(writer)}
-
-    def _compile(self, target: LoweringTarget) -> tuple[Captured, CompiledGraph]:
-        try:
-            captured = conversion.capture(self.graph.module, _label(self.name))
-            if captured.bodies or captured.uncompiled:
-                what = next(iter(captured.bodies), "").removeprefix("module ") or captured.uncompiled[0]
-                raise CompileError(
-                    f"opkit.export: {_label(self.name)} has control flow (torch.cond, scan; its graph {what}), which no file "
-                    "holds yet. Choose among results with torch.where, or export an entry for each part and choose in Python."
-                )
-            writes = next((name for each in captured.opaques.values() if (name := qualified_name(each))), "")
-            if writes:  # the argument of a higher-order operator
-                raise CompileError(
-                    f"opkit.export: {_label(self.name)} calls {writes}, which writes to its arguments, and no file holds such "
-                    "calls yet. Let it return a new tensor."
-                )
-            lowered = user_lowerings.operators(captured.targets)
-            return captured, pipeline.compile_graph(captured, target, Stages(), lowered, True, False)
-        except Unsupported as error:
-            raise CompileError(f"opkit.export: {_label(self.name)} cannot be compiled: {error}.") from error
-
-    @staticmethod
-    def _program(captured: Captured, plan: ExecutionPlan) -> tuple[ProgramText | None, str]:
-        """Return the program that runs a plan without Python, or why there is none."""
-        try:
-            if plan.device != "cpu":
-                toolchain.find("c")  # only the program needs it
-            return program_text.write(plan, captured), ""
-        except (NotWritable, ToolchainError) as error:
-            return None, str(error)
-
-    def _kernels(
-        self, compiled: CompiledGraph, program: ProgramText | None, isa: str, folder: str, members: dict[str, bytes]
-    ) -> list[dict[str, Any]]:
-        """Compile the kernels, add them to the members, and return what describes them."""
-        assert compiled.plan is not None
-        is_cpu = self.device.type == "cpu"
-        texts = [*(compiled.texts if is_cpu and compiled.plan.segments else ()), *([program.text] if program else ())]
-        if texts:
-            texts += operators.code_of_calls(self.graph.module.graph) if is_cpu and program else []
-            units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
-            label = f"opkit.export: {_label(self.name)}"
-            request = Request(label, units, library.flags(), isa=isa or "baseline")
-            members[f"{folder}/kernels.so"] = build(request).read_bytes()
-        if is_cpu:
-            return []
-        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
-
-        binaries = GpuKernelsBuild(compiled.plan.kernels, compiled.texts[0], self.device).binaries()
-        for number, binary in enumerate(binaries):
-            members[f"{folder}/kernel{number}"] = binary.image
-        return [binary.to_json() for binary in binaries]
-
-    def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any, writer: WeightWriter) -> dict[str, Any]:
-        constants = captured.constants.items()
-        return {
-            "plan": plan_cache.encode(dataclasses.replace(plan, name=_label(self.name))),
-            "constants": {name: writer.add(tensor, name, self.packed.depth(tensor)) for name, tensor in constants},
-            "opaques": opaque_names(captured.opaques),
-            "computed": captured.computed,
-            "resolved": sorted(captured.resolved),
-            "kernels": kernels,
-        }
 
     def _convention(self, writer: WeightWriter) -> dict[str, Any]:
         graph = self.graph
@@ -252,6 +171,134 @@ class _Entry:
             "results": list(graph.results),
             "taken": structure.of_spec(graph.in_spec),
             "returned": structure.of_spec(graph.out_spec),
+        }
+
+
+def _prepare(module: fx.GraphModule, freeze: bool, packed: PackedWeights, device: torch.device) -> None:
+    """Compute what constants decide, in a graph and in those that it calls."""
+    if freeze:
+        freezing.freeze(module)
+    control_flow.prepare_bodies(module)
+    for body in control_flow.bodies(module):
+        _prepare(body, freeze, packed, device)
+    if freeze and device.type == "cpu":
+        packing.pack_weights(module, packed)
+    freezing.copy_constant_results(module)
+
+
+@dataclasses.dataclass
+class _Variant:
+    """The programs of an entry for one instruction set: its own, and those of the graphs that it calls.
+
+    Attributes:
+        isa, features: the instruction set, and the features that code for it may use.
+        target: what the compiler compiles for.
+        device: the device.
+        packed, writer, members: what the file gets.
+    """
+
+    isa: str
+    features: frozenset[str]
+    target: LoweringTarget
+    device: torch.device
+    packed: PackedWeights
+    writer: WeightWriter
+    members: dict[str, bytes]
+
+    def write(self, module: fx.GraphModule, label: str, folder: str, is_body: bool = False) -> dict[str, Any]:
+        """Compile a graph, add what is compiled to the members of the file, and return what the manifest says of it."""
+        captured, compiled = self._compile(module, label, is_body)
+        bodies = {
+            text: self._body(body, f"{label}'s graph {text.removeprefix('module ')}", f"{folder}/graph{number}")
+            for number, (text, body) in enumerate(captured.bodies.items())
+        }
+        assert compiled.plan is not None
+        called = operators.add_operators(compiled.plan, captured, module.graph, self.isa, folder, self.members)
+        plan = operators.add_functions(compiled.plan, folder, self.members)
+        inner = [body["variants"][0] for body in bodies.values()]
+        program, why = self._program(captured, plan, next(filter(None, (each["needs_python"] for each in inner)), ""))
+        kernels = self._kernels(module, compiled, program, label, folder)
+        content = self._plan(captured, dataclasses.replace(plan, name=label), kernels)
+        self.members[f"{folder}/plan.json"] = json.dumps(content).encode()
+        if program:
+            constants = [content["constants"][name] for name in program.constants]
+            binaries = [[each["name"], each["threads"], each["shared"]] for each in kernels]
+            described = {**program.description, "constants": constants, "kernels": binaries}
+            self.members[f"{folder}/program.json"] = json.dumps(described).encode()
+        features = self.features.union(*(each["features"] for each in inner))
+        if plan.functions:  # they were compiled for this processor
+            features |= processors.features()
+        return {
+            "folder": folder, "isa": self.isa, "features": sorted(features), "operators": called, "needs_python": why,
+            "graphs": bodies,
+        }  # fmt: skip
+
+    def _body(self, module: fx.GraphModule, label: str, folder: str) -> dict[str, Any]:
+        """Compile a graph that another calls; it is described as an entry without state is."""
+        arguments = [[node.name] for node in control_flow.inputs(module)]
+        variant = self.write(module, label, folder, True)
+        return {"variants": [variant], "state": {}, "arguments": arguments, "written": [], "ranges": {}}
+
+    def _compile(self, module: fx.GraphModule, label: str, is_body: bool) -> tuple[Captured, CompiledGraph]:
+        try:
+            captured = conversion.capture(module, label, is_body=is_body)
+            if captured.uncompiled:
+                raise CompileError(f"opkit.export: {label} has a graph that only torch runs: {captured.uncompiled[0]}.")
+            if captured.device != self.device:
+                raise CompileError(
+                    f"opkit.export: {label} is on {captured.device}, and the model on {self.device}. Create its tensors there."
+                )
+            writes = next((name for each in captured.opaques.values() if (name := qualified_name(each))), "")
+            if writes:  # the argument of a higher-order operator
+                raise CompileError(
+                    f"opkit.export: {label} calls {writes}, which writes to its arguments, and no file holds such "
+                    "calls yet. Let it return a new tensor."
+                )
+            lowered = user_lowerings.operators(captured.targets)
+            return captured, pipeline.compile_graph(captured, self.target, Stages(), lowered, True, False)
+        except Unsupported as error:
+            raise CompileError(f"opkit.export: {label} cannot be compiled: {error}.") from error
+
+    @staticmethod
+    def _program(captured: Captured, plan: ExecutionPlan, why: str) -> tuple[ProgramText | None, str]:
+        """Return the program that runs a plan without Python, or why there is none: ``why`` is that of a graph that it calls."""
+        try:
+            if plan.device != "cpu":
+                toolchain.find("c")  # only the program needs it
+            return (None, why) if why else (program_text.write(plan, captured), "")
+        except (NotWritable, ToolchainError) as error:
+            return None, str(error)
+
+    def _kernels(
+        self, module: fx.GraphModule, compiled: CompiledGraph, program: ProgramText | None, label: str, folder: str
+    ) -> list[dict[str, Any]]:
+        """Compile the kernels, add them to the members, and return what describes them."""
+        assert compiled.plan is not None
+        is_cpu = self.device.type == "cpu"
+        texts = [*(compiled.texts if is_cpu and compiled.plan.segments else ()), *([program.text] if program else ())]
+        if texts:
+            texts += operators.code_of_calls(module.graph) if is_cpu and program else []
+            units = tuple(Unit(f"graph{number}.c", text, "c") for number, text in enumerate(texts))
+            request = Request(f"opkit.export: {label}", units, library.flags(), isa=self.isa or "baseline")
+            self.members[f"{folder}/kernels.so"] = build(request).read_bytes()
+        if is_cpu:
+            return []
+        from opkit.compiler.run.gpu_kernels import GpuKernelsBuild  # graphs for CPUs do not need it
+
+        binaries = GpuKernelsBuild(compiled.plan.kernels, compiled.texts[0], self.device).binaries()
+        for number, binary in enumerate(binaries):
+            self.members[f"{folder}/kernel{number}"] = binary.image
+        return [binary.to_json() for binary in binaries]
+
+    def _plan(self, captured: Captured, plan: ExecutionPlan, kernels: Any) -> dict[str, Any]:
+        constants = captured.constants.items()
+        return {
+            "plan": plan_cache.encode(plan),
+            "constants": {name: self.writer.add(tensor, name, self.packed.depth(tensor)) for name, tensor in constants},
+            "opaques": opaque_names({t: value for t, value in captured.opaques.items() if t not in captured.bodies}),
+            "computed": captured.computed,
+            "resolved": sorted(captured.resolved),
+            "kernels": kernels,
         }
 
 

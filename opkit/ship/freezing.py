@@ -26,7 +26,6 @@ def freeze(module: fx.GraphModule) -> None:
     if fold_batch_norms(module):
         module.graph.eliminate_dead_code()
     _lay_out_for_gpus(module)
-    module.delete_all_unused_submodules()
     module.recompile()
 
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from opkit.compiler.ir.graph import OpaqueValue
+from opkit.compiler.ir.program import Extern
 from opkit.compiler.run import cuda_graphs, library, plan_cache
 from opkit.compiler.run.library import LoadedSegments
 from opkit.compiler.run.plan import ExecutionPlan, GraphConstants, named
 from opkit.compiler.run.runner import Runner
+from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.errors import ArgumentError, ModelFileError
 from opkit.kernels.triton.binaries import Binary
 from opkit.runtime import structure
@@ -187,10 +190,25 @@ def _without_autocast() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
+_MAX_DEPTH = 16  # of graphs in graphs
+_CONTROL_FLOW = {f"opaque.{name}": function for name, function in CONTROL_FLOW.items()}
+"""The functions of control flow operators, by their names in plans."""
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, device: torch.device) -> LoadedEntry:
+    runner, called = _runner(archive, convention, reader, device)
+    run = cuda_graphs.recorded(runner, None, "inference")
+    return LoadedEntry(name, convention, run, runner.plan, reader, called)
+
+
+def _runner(
+    archive: Archive, convention: Any, reader: WeightReader, device: torch.device, depth: int = 0
+) -> tuple[Runner, operators.FileOperators]:
+    """Return what runs an entry, or a graph that a control flow operator calls, and the operators that it calls."""
+    if depth > _MAX_DEPTH:
+        raise archive.damaged("graphs call graphs without end")
     variant = _variant(archive, convention["variants"])
     folder = variant["folder"]
     called = operators.FileOperators()
@@ -205,12 +223,24 @@ def _entry(archive: Archive, name: str, convention: Any, reader: WeightReader, d
         plan = dataclasses.replace(plan, device=str(device))
     tensors = {key: reader.tensor(record) for key, record in content["constants"].items()}
     opaques = {text: _on_device(named(text), device) for text in content["opaques"]}
-    functions = {**FUNCTIONS, **called.functions}
+    for text, graph in variant["graphs"].items():
+        opaques[text], inner = _runner(archive, graph, reader, device, depth + 1)
+        called.registrations.extend(inner.registrations)
+    for step in plan.steps:
+        if isinstance(step, Extern) and step.target in _CONTROL_FLOW and not opaques.keys() >= {*_graphs(step.args)}:
+            raise archive.damaged(f"{folder} lacks a graph that {step.target} calls")
+    functions = {**FUNCTIONS, **_CONTROL_FLOW, **called.functions}
     constants = GraphConstants(tensors, functions, opaques, content["computed"], frozenset(content["resolved"]))
-    segments = _kernels(archive, folder, plan, content["kernels"], device)
-    runner = Runner(plan, constants, segments)
-    run = cuda_graphs.recorded(runner, None, "inference")
-    return LoadedEntry(name, convention, run, plan, reader, called)
+    return Runner(plan, constants, _kernels(archive, folder, plan, content["kernels"], device)), called
+
+
+def _graphs(arguments: Any) -> Iterator[str]:
+    """Yield the names of the graphs among the arguments of a control flow operator."""
+    for each in arguments:
+        if isinstance(each, OpaqueValue):
+            yield each.text
+        elif isinstance(each, list | tuple):
+            yield from _graphs(each)
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -22,6 +22,7 @@ from opkit.compiler.run import driver, driver_program
 from opkit.compiler.run import plan as plans
 from opkit.compiler.run import torch_private as private
 from opkit.compiler.run.plan import ExecutionPlan, GpuLaunch, Segment
+from opkit.compiler.run.torch_operators import CONTROL_FLOW
 from opkit.ship import size_arithmetic, torch_private
 
 _HEADERS = Path(__file__).parents[1] / "kernels" / "include"
@@ -235,6 +236,9 @@ class _ProgramWriter:
 
     def _operator(self, step: Extern) -> int:
         target = self.captured.targets.get(step.target)
+        if step.target.startswith("opaque.") and target in CONTROL_FLOW.values():
+            name = f"control_flow::{step.target.removeprefix('opaque.')}"
+            return self.operators.setdefault((name, "default"), len(self.operators))
         name = private.qualified_name(target) or step.target.rsplit(".", 1)[0].replace(".", "::", 1)
         overload = step.target.rsplit(".", 1)[1] if target is None else private.overload_name(target)
         if "::" not in name or name in ("opkit::seed", "opkit::wait"):
@@ -354,7 +358,7 @@ class _ProgramWriter:
         return {
             "version": VERSION, "inputs": inputs, "sizes": len(self.plan.sizes), "bound": self._bound(),
             "buffers": len(self.plan.buffers), "operators": [list(each) for each in self.operators], "steps": steps,
-            "functions": functions, "outputs": len(self.plan.outputs),
+            "functions": functions, "outputs": len(self.plan.outputs), "graphs": list(self.captured.bodies),
         }  # fmt: skip
 
 

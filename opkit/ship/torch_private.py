@@ -23,6 +23,11 @@ def limits(values: Any) -> tuple[int | None, int | None]:
     return least, most
 
 
+def symbols(value: Any) -> list[str]:
+    """Return the names of the sizes that a number is computed from, in order."""
+    return sorted(map(str, value.node.expr.free_symbols)) if isinstance(value, torch.SymInt) else []
+
+
 def fake_mode(module: fx.GraphModule) -> Any:
     """Return the mode of the fake tensors of a graph, or None if it has none."""
     values = (node.meta.get("val") for node in module.graph.nodes)
@@ -58,8 +63,9 @@ def propagate(module: fx.GraphModule) -> None:
             value = node.meta.get("val")
             if node.op == "get_attr" and isinstance(value, torch.Tensor):
                 known[node] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            elif node.op != "call_function":  # a graph that control flow operators call has no value
-                known[node] = getattr(module, node.target) if node.op == "get_attr" and value is None else value
+            elif node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+                # a graph that control flow operators call has no value, and keeps its results' layouts
+                known[node] = getattr(module, str(node.target)) if node.op == "get_attr" and value is None else value
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 node.meta["val"] = known[node] = _call(node, args, kwargs)

@@ -1,5 +1,6 @@
 """Damaged and hostile files are refused."""
 
+import copy
 import hashlib
 import json
 import random
@@ -193,6 +194,44 @@ def test_hostile_files_without_torch(saved, tmp_path, case):
         rewritten(saved[0], path, HOSTILE_PROGRAMS[case])
     with pytest.raises(ModelFileError, match=r"model\.opk"):
         opkit.runtime.load(path)
+
+
+def graphs(manifest):
+    return manifest["entries"][""]["variants"][0]["graphs"]
+
+
+def nest(manifest, members):
+    for _ in range(40):
+        found = graphs(manifest)
+        found["module true_graph_0"]["variants"][0]["graphs"] = copy.deepcopy(found)
+
+
+HOSTILE_GRAPHS = {
+    "no graphs": lambda manifest, members: manifest["entries"][""]["variants"][0].pop("graphs"),
+    "a graph that is missing": lambda manifest, members: graphs(manifest).popitem(),
+    "a graph of another folder": lambda manifest, members: graphs(manifest)["module true_graph_0"]["variants"][
+        0
+    ].update(folder="../../etc"),
+    "a graph without variants": lambda manifest, members: graphs(manifest)["module true_graph_0"].update(variants=[]),
+    "graphs in graphs": nest,
+}
+
+
+@pytest.fixture(scope="module")
+def branches(tmp_path_factory):
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    return opkit.export(Model(), (torch.ones(3),), path=tmp_path_factory.mktemp("saved") / "model.opk").read_bytes()
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("case", HOSTILE_GRAPHS)
+def test_hostile_graphs(branches, tmp_path, case, loader):
+    rewritten(branches, tmp_path / "model.opk", HOSTILE_GRAPHS[case])
+    with pytest.raises(ModelFileError, match=r"model\.opk"):
+        LOADERS[loader](tmp_path / "model.opk")
 
 
 def test_files_that_are_none(tmp_path):

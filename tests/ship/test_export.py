@@ -264,13 +264,3 @@ class Nonzero(nn.Module):
 def test_what_cannot_be_compiled(tmp_path):
     with pytest.raises(CompileError, match="depends on the values"):
         opkit.export(Nonzero(), (torch.ones(2),), path=tmp_path / "model.opk")
-
-
-@pytest.mark.parametrize("freeze", [True, False])
-def test_control_flow(tmp_path, freeze):
-    class Model(nn.Module):
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
-    with pytest.raises(CompileError, match=r"the model has control flow .*its graph true_graph_0.* with torch\.where"):
-        opkit.export(Model(), (torch.ones(3),), path=tmp_path / "model.opk", freeze=freeze)
