@@ -76,8 +76,10 @@ def _plain_value(value: Any, name: str) -> Any:
         for table in (value._parameters, value._buffers, value._modules):
             if name in table:
                 return table[name]
-    found = inspect.getattr_static(value, name)
     own = getattr(value, "__dict__", {})
+    if name in own and not any(name in base.__dict__ for base in type(value).__mro__):
+        return own[name]  # as what follows says, which takes longer
+    found = inspect.getattr_static(value, name)
     if (name in own and own[name] is found) or not hasattr(type(found), "__get__"):
         return found
     if isinstance(found, types.MemberDescriptorType):  # of __slots__
