@@ -88,9 +88,10 @@ def layout_of(call: AttentionCall) -> Layout:
 def _narrow(call: AttentionCall, shape: MaskShape, sizes: str) -> Layout:
     """Return the layout of heads of up to 64 channels."""
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    if (shape.mask and not of_segments(shape)) or is_low(call, shape) or functions.reads_pairs(call):
+    loads = functions.texts_of(call).loads
+    if (shape.mask and not of_segments(shape)) or is_low(call, shape) or loads == "false":  # many are under way at once
         return Layout(f"Low<{sizes}>", 2, 128)
-    if shape.mask or seen <= _FEW[shape.banded and call.q.shape[2] <= _FEW[1]]:
+    if shape.mask or loads or seen <= _FEW[shape.banded and call.q.shape[2] <= _FEW[1]]:
         return Layout(f"Brief<{sizes}>", 4, 64)
     return Layout(f"Narrow<{str(not shape.banded).lower()}, {sizes}>", 3, 128)
 

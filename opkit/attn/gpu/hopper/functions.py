@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opkit.attn.calls import AnyCall, AttentionCall
+from opkit.attn.calls import AnyCall
 from opkit.attn.functions.expression import coordinates, derivatives, indexed
 from opkit.attn.gpu import functions, plans
 from opkit.attn.gpu.functions import Placed
@@ -83,11 +83,34 @@ class Functions(ctypes.Structure):
     )
 
 
+class Lies(NamedTuple):
+    """How a captured tensor lies in memory.
+
+    Attributes:
+        wide: whether places in it take 64 bits.
+        dense: whether the elements of its last dimension are next to each other: numbers of keys need no multiplication then.
+    """
+
+    wide: bool
+    dense: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Lies:
+        return cls(functions.is_wide(x), x.dim() > 0 and x.stride(-1) == 1)
+
+
 class Texts(NamedTuple):
-    """The definitions with which a kernel is compiled: all functions, and the name of that of logits, empty without one."""
+    """The definitions with which a kernel is compiled; empty is none.
+
+    Attributes:
+        functions: all functions.
+        score: the name of that of logits.
+        loads: "true" if this loads numbers of keys alone, in their order, "false" if it loads other things for each key.
+    """
 
     functions: str
     score: str
+    loads: str
 
 
 def fit(call: AnyCall) -> bool:
@@ -118,21 +141,20 @@ def texts_of(call: AnyCall, sloped: bool = False) -> Texts:
     """Return the functions of a call; if ``sloped``, that of logits gives its derivative too."""
     shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
     if not shape.functions:
-        return Texts("", "")
+        return Texts("", "", "")
     lists = {"mask": call.mask_tensors, "bias": call.bias_tensors}
-    wide = tuple(
-        tuple(functions.is_wide(lists[each.whose][number]) for number in each.function.tensors)
-        for each in shape.functions
+    lie = tuple(
+        tuple(Lies.of(lists[each.whose][number]) for number in each.function.tensors) for each in shape.functions
     )
-    return _texts(shape, wide, sloped)
+    return _texts(shape, lie, sloped)
 
 
 @functools.lru_cache(maxsize=256)
-def _texts(shape: plans.MaskShape, wide: tuple[tuple[bool, ...], ...], sloped: bool) -> Texts:
-    placed = enumerate(zip(shape.functions, wide, strict=True))
+def _texts(shape: plans.MaskShape, lie: tuple[tuple[Lies, ...], ...], sloped: bool) -> Texts:
+    placed = enumerate(zip(shape.functions, lie, strict=True))
     written = [_text(number, each, of, sloped) for number, (each, of) in placed]
     if not shape.bias:
-        return Texts(" ".join(written), "")
+        return Texts(" ".join(written), "", "")
     calls = [f"{name_of(word[1])}(problem, b, h, i, j, score)" for word in shape.bias]
     if sloped:
         steps = [f"found = {call}; score = found.x; slope *= found.y;" for call in calls]
@@ -140,13 +162,22 @@ def _texts(shape: plans.MaskShape, wide: tuple[tuple[bool, ...], ...], sloped: b
     else:
         steps = [*(f"score = {call};" for call in calls), "return score;"]
     written.append(f"{_head('float2' if sloped else 'float', 'user_score')} {{ {' '.join(steps)} }}")
-    return Texts(" ".join(written), "user_score")
+    return Texts(" ".join(written), "user_score", _loads(shape.functions))
 
 
-def reads_pairs(call: AttentionCall) -> bool:
-    """Return whether functions of logits load something for each pair of a query and a key: many loads are under way at once."""
-    placed = plans.shape_of(tuple(call.mask), tuple(call.bias)).functions
-    return any(each.whose == "bias" and functions.pair_bytes(each, call.bias_tensors) for each in placed)
+def _loads(placed: Sequence[Placed]) -> str:
+    loads = [load for each in placed if each.whose == "bias" for load in indexed(each.function.root)]
+    of_keys = [_is_of_keys(*load) for load in loads if "j" in _depends(load[0])]
+    return str(all(of_keys)).lower() if of_keys else ""
+
+
+def _is_of_keys(load: Expr, variables: Sequence[str | None]) -> bool:
+    """Return whether a load is of a number of each key, in the order of keys; the same for all queries."""
+    return variables[-1] == "j" and "i" not in _depends(load)
+
+
+def _depends(load: Expr) -> frozenset[str]:
+    return frozenset().union(*map(functions.variables_of, coordinates(load)))
 
 
 def name_of(number: int) -> str:
@@ -198,8 +229,8 @@ def _head(result: str, name: str, inlined: bool = True) -> str:
     return f"{kind} {result} {name}(const Problem& problem, int b, int h, int i, int j, float score)"
 
 
-def _text(number: int, placed: Placed, wide: Sequence[bool], sloped: bool) -> str:
-    writing, roots = _Writing(placed, wide), _roots_of(placed, sloped)
+def _text(number: int, placed: Placed, lie: Sequence[Lies], sloped: bool) -> str:
+    writing, roots = _Writing(placed, lie), _roots_of(placed, sloped)
     nodes = list(dict.fromkeys(node for root in roots for node in root.walk()))
     lines = [writing.line(node) for node in nodes]
     result, *slope = (writing.names[root] for root in roots)
@@ -214,8 +245,8 @@ def _text(number: int, placed: Placed, wide: Sequence[bool], sloped: bool) -> st
 class _Writing:
     """Writes the statements of a function; ``names`` are those of the nodes."""
 
-    def __init__(self, placed: Placed, wide: Sequence[bool]) -> None:
-        self.placed, self.wide = placed, wide
+    def __init__(self, placed: Placed, lie: Sequence[Lies]) -> None:
+        self.placed, self.lie = placed, lie
         self.names: dict[Expr, str] = {}
 
     def line(self, node: Expr) -> str:
@@ -257,17 +288,16 @@ class _Writing:
 
     def _load(self, node: Expr) -> str:
         tensor = int(node.data[0][1:])
-        of, bits = (
-            f"problem.functions.tensors[{self.placed.tensors + tensor}]",
-            "int64_t" if self.wide[tensor] else "int",
-        )
+        of, lies = f"problem.functions.tensors[{self.placed.tensors + tensor}]", self.lie[tensor]
+        bits = "int64_t" if lies.wide else "int"
         ((_, variables),) = ((each, at) for each, at in indexed(node) if each is node)
-        pad = functions.DIMS - len(variables)
+        pad, in_order = functions.DIMS - len(variables), lies.dense and _is_of_keys(node, variables)
         sizes = self.placed.sizes(tensor)
         steps: list[str] = []
         for dim, (at, variable) in enumerate(zip(coordinates(node), variables, strict=True)):
             place = variable or f"within({self.names[at]}, {bits}(problem.functions.numbers[{sizes + dim}]))"
-            steps.append(f"{bits}({place}) * {bits}({of}.by[{pad + dim}])")
+            apart = not (in_order and pad + dim == functions.DIMS - 1)
+            steps.append(f"{bits}({place})" + (f" * {bits}({of}.by[{pad + dim}])" if apart else ""))
         found = f"element_of<{_ELEMENTS[node.dtype]}>({of}, {' + '.join(steps) or 0})"
         return f"({found} != 0)" if node.dtype == "b1" else f"{_TYPES[node.dtype]}({found})"
 

@@ -58,7 +58,11 @@ class Asked(NamedTuple):
         if self.mask:
             found["MASK_PROGRAM"] = expression_of(self.mask)
             found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
-        found |= {name: text for name, text in zip(("USER_FUNCTIONS", "SCORE"), self.functions, strict=True) if text}
+        found |= {
+            name: text
+            for name, text in zip(("USER_FUNCTIONS", "SCORE", "KEYS_READ"), self.functions, strict=True)
+            if text
+        }
         return "".join(f"#define {name} {text}\n" for name, text in found.items())
 
 

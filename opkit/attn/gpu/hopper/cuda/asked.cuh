@@ -28,6 +28,9 @@ constexpr bool SCORED = true;
 constexpr bool SCORED = false;
 #define SCORE(...) {}
 #endif
+#ifndef KEYS_READ  // whether SCORE loads numbers of keys alone, in their order
+#define KEYS_READ false
+#endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.
 struct Slot {

@@ -82,15 +82,20 @@ SM90 void cap(const Problem& problem, float (&s)[N]) {
     for (int i = 0; i < N; i++) s[i] = capped(problem, s[i]);
 }
 
-// What functions make of the logits of the thread's rows, `row` and `row + 8`, with the keys from `from`.
-template <int N>
+// What functions make of the logits of the thread's rows, `row` and `row + 8`, with the keys from `from`. ALL: there are these keys.
+template <bool ALL, int N>
 SM90 void score(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
     const int column = from + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const int query = min(row + i / 2 % 2 * 8, problem.queries - 1), key = min(column + i / 4 * 8 + i % 2, problem.keys - 1);
-        s[i] = SCORE(problem, batch, head, query, key, s[i] * problem.inner);
+        const int query = min(row + i / 2 % 2 * 8, problem.queries - 1), key = column + i / 4 * 8 + i % 2;
+        s[i] = SCORE(problem, batch, head, query, ALL ? key : min(key, problem.keys - 1), s[i] * problem.inner);
     }
+}
+template <int N>
+SM90 void score(const Problem& problem, float (&s)[N], int batch, int head, int row, int from) {
+    if (KEYS_READ && from + 2 * N <= problem.keys) score<true>(problem, s, batch, head, row, from);
+    else score<false>(problem, s, batch, head, row, from);
 }
 
 // What the powers of a row's logits are divided by: that of the greatest so far, which is kept in `top`. `by` is what earlier sums
