@@ -116,10 +116,16 @@ def check_layout(layout: Any) -> None:
         raise ArgumentError(f"opkit.attention: layout={layout!r} is unknown. There are {known}.")
 
 
-def check_softcap(softcap: float) -> None:
-    """Raise unless ``softcap`` is positive."""
-    if not softcap > 0:
-        raise ArgumentError(f"opkit.attention: softcap={softcap!r} must be above 0, or None for no bound.")
+def check_softcap(
+    softcap: Any, name: str = "opkit.attention: softcap", expected: str = "above 0, or None for no bound"
+) -> None:
+    """Raise unless ``softcap`` is a positive number."""
+    try:
+        positive = bool(softcap > 0)
+    except (RuntimeError, TypeError, ValueError):  # it is no number
+        positive = False
+    if not positive:
+        raise ArgumentError(f"{name}={softcap!r} must be {expected}.")
 
 
 def check_dropout(dropout_p: float) -> None:

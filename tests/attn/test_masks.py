@@ -22,6 +22,7 @@ from opkit.masks import (
     PrefixLM,
     Segments,
     SlidingWindow,
+    Softcap,
     VarLen,
 )
 
@@ -221,6 +222,25 @@ def test_names_are_as_good_as_signs():
 def test_parts_are_masks(made):
     with pytest.raises(opkit.errors.ArgumentTypeError, match=r"a part is a mask of opkit\.masks, got"):
         made()
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (lambda: Softcap("a"), ArgumentError, r"Softcap: cap='a' must be a number above 0\."),
+        (lambda: Softcap(torch.ones(2)), ArgumentError, r"Softcap: cap=tensor\(.* must be a number above 0"),
+        (lambda: And(1), ArgumentTypeError, r"And: parts=1 must be a tuple of masks"),
+        (lambda: Or(torch.ones(2, 2)), ArgumentTypeError, r"(?s)Or: parts=tensor\(.* must be a tuple of masks"),
+        (lambda: Dense(0.5), ArgumentTypeError, r"Dense: tensor=0\.5 must be a tensor, got float"),
+    ],
+)
+def test_wrong_arguments_are_named(made, error, message):
+    with pytest.raises(error, match=message):
+        made()
+
+
+def test_parts_in_a_list():
+    assert And([Causal(), SlidingWindow(1)]) == Causal() & SlidingWindow(1)
 
 
 @pytest.mark.parametrize("kind", [And, Or])

@@ -207,12 +207,16 @@ class Dense(Mask):
     Raises:
         ShapeError, DtypeError: at a call that the tensor does not fit.
         ArgumentError: at a call whose mask combines a floating one by ``|`` or ``~``.
-        ArgumentTypeError: the tensor is a ``CausalBias`` of torch, which is a mask itself.
+        ArgumentTypeError: it is no tensor, or a ``CausalBias`` of torch, which is a mask itself.
     """
 
     tensor: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            raise ArgumentTypeError(
+                f"Dense: tensor={self.tensor!r} must be a tensor, got {type(self.tensor).__name__}."
+            )
         if causal_bias_of(self.tensor) is not None:
             raise ArgumentTypeError(
                 "Dense: the tensor is a CausalBias of torch, whose elements were never written. Give it as mask= itself, or "
@@ -288,6 +292,9 @@ class _Combination(Mask):
     parts: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, (tuple, list)):
+            raise ArgumentTypeError(f"{type(self).__name__}: parts={self.parts!r} must be a tuple of masks.")
+        object.__setattr__(self, "parts", tuple(self.parts))  # a hash is needed
         if not self.parts:
             raise ArgumentError(f"{type(self).__name__}: there are no parts, expected one or more masks.")
         _check_parts(self, self.parts)
@@ -303,7 +310,7 @@ class And(_Combination):
 
     Raises:
         ArgumentError: there are no parts.
-        ArgumentTypeError: a part is no mask.
+        ArgumentTypeError: ``parts`` is no tuple, or a part is no mask.
     """
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:
@@ -327,7 +334,7 @@ class Or(_Combination):
 
     Raises:
         ArgumentError: there are no parts.
-        ArgumentTypeError: a part is no mask.
+        ArgumentTypeError: ``parts`` is no tuple, or a part is no mask.
     """
 
     def lower(self, builder: ProgramBuilder, packed: PackedSequences | None) -> None:

@@ -202,7 +202,7 @@ class Softcap:
         cap: above 0.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is not, or no number.
 
     >>> Softcap(2.0)(torch.tensor(100.0), *torch.zeros(4, dtype=torch.int64))
     tensor(2.)
@@ -211,7 +211,7 @@ class Softcap:
     cap: float
 
     def __post_init__(self) -> None:
-        check_softcap(self.cap)
+        check_softcap(self.cap, "Softcap: cap", "a number above 0")
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return ``score``, bounded."""
