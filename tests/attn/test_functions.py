@@ -1,6 +1,7 @@
 """Users' functions as masks and biases: what they compute, their gradients, what of them known opcodes express, and mistakes."""
 
 import functools
+import itertools
 import types
 
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 import opkit
 from opkit.attn.api import lowered
 from opkit.attn.functions import captures
+from opkit.attn.functions.ranges import truth
+from opkit.attn.functions.trace import trace
 from opkit.attn.masks import program
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.masks import Causal, MaskFunction, SlidingWindow
@@ -307,6 +310,31 @@ def test_flex_attention_takes_functions():
     made = create_block_mask(mask, B, None, S, S, device="cpu", BLOCK_SIZE=16)
     for block_mask in (mask, made):
         torch.testing.assert_close(flex_attention(q, k, v, score_mod=score, block_mask=block_mask), expected)
+
+
+def test_what_is_the_same_for_ranges_of_positions():
+    """What intervals decide is so; blocks that they cannot decide are few where a function is made of comparisons."""
+    masks = {
+        **{
+            name: MASKS[name] for name in ("window", "symmetric window", "neighbourhood", "by head", "not the diagonal")
+        },
+        "chunks": lambda b, h, i, j: (i // 16 == j // 16) ^ (j * 3 - i > 90),
+        "remainders": lambda b, h, i, j: ((i % 32 - j % 32).abs() >= 20) | ~(torch.minimum(i, 50 - j) > -5),
+        "choices": lambda b, h, i, j: torch.where(i < 24, -i + j > 8, torch.maximum(i, j) != WINDOW) & (h >= b),
+        "tensors": lambda b, h, i, j: (IDS[b, i] == IDS[b, j]) & (i > j),
+    }
+    decided = dict.fromkeys(masks, 0)
+    grid = [torch.arange(n).reshape(-1, *[1] * k) for n, k in ((B, 3), (H, 2), (S, 1), (S, 0))]
+    for name, mask in masks.items():
+        traced, whole = trace(mask, "mask", torch.float32, torch.device("cpu")), mask(*grid).expand(B, H, S, S)
+        for first, begin in itertools.product(range(0, S, 8), repeat=2):
+            rows, keys = range(first, min(first + 8, S)), range(begin, min(begin + 8, S))
+            seen, found = whole[..., rows, :][..., keys], truth(traced, {"i": rows, "j": keys})
+            assert found is None or (seen == found).all(), (name, rows, keys)
+            decided[name] += found is not None
+    assert decided["window"] > 30
+    assert decided["chunks"] > 30
+    assert decided["tensors"] == 21  # where no query is after a key
 
 
 # ---- transforms and compilers ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def truth(traced: Traced, ranges: Mapping[str, range]) -> bool | None:
 
     It depends on no tensor's values, so that all processes decide alike.
     """
-    known: dict[str, _Interval] = {axis: (own[0], own[-1]) for axis, own in ranges.items()}
+    known: dict[str, _Interval] = {axis: (own.start, max(own.start, own.stop - 1)) for axis, own in ranges.items()}
     known |= {f"n{place}": (number, number) for place, number in enumerate(traced.integers)}
     found: dict[Expr, _Interval | None] = {}
     for node in traced.root.walk():

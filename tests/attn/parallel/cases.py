@@ -313,6 +313,8 @@ def functions_of_distributed_tensors(mesh):
         (of_captured,) = torch.autograd.grad(found.square().sum().full_tensor(), captured)
         dist.all_reduce(of_captured)
         torch.testing.assert_close(of_captured, expected)
+    none = distribute_tensor(numbers(4, 4, 0, D), mesh, [Replicate()])
+    assert opkit.attention(none, k, v, **options).shape == (4, 4, 0, D)
 
 
 @case
