@@ -31,6 +31,7 @@ _VALUES = {
 """By the kind of a place, the value there: {x} is the other value, {a} what of it."""
 _FACTS = {
     "same": "{x} is {k} or (type({x}) is type({k}) and {x} == {k})",
+    "mask": "type({x}) is type({k}) and {x}.static and {x} == {k}",
     "tuple": "isinstance({x}, tuple) and len({x}) == {k}",
     "method": "type({x}) is method",
     "object": "type({x}) is {k}",
