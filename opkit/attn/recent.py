@@ -110,7 +110,7 @@ def asked_of(mask: Any, bias: Any, options: tuple[Any, ...]) -> Asked | None:
 def _described(value: Any, tensors: list[Tensor], places: list[int]) -> tuple[Any, list[Step]] | None:
     """Return what decides the program of a mask or a bias, and the steps of it; append what it captures to ``tensors``."""
     if value is None or (isinstance(value, Mask) and value.static):
-        return value, [(*ROOT, "same" if value is None else "mask", value)]
+        return value, [(ROOT, "same" if value is None else "mask", value)]
     if not isinstance(value, types.FunctionType) or learned(value.__code__).reads_values:
         return None
     captures = Captures.of(value)

@@ -16,7 +16,7 @@ from opkit.attn.functions.attributes import Paths
 
 Place = tuple[int, str, Any]
 """Where a value is found: the number of the step of another value, and what of that it is."""
-Step = tuple[int, str, Any, str, Any]
+Step = tuple[Place, str, Any]
 """A value's place, and what of it counts: a fact and what the fact is about, as :mod:`opkit.attn.functions.readers` says."""
 ROOT: Place = (-1, "argument", None)
 
@@ -74,18 +74,18 @@ class Captures:
         if isinstance(value, Tensor):
             return self._of_tensor(value, place)
         if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-            self.steps.append((*place, "same", value))
+            self.steps.append((place, "same", value))
             return (type(value), value)
         if isinstance(value, types.BuiltinFunctionType) or _is_of_torch(value):
-            self.steps.append((*place, "same", value))
+            self.steps.append((place, "same", value))
             return ("known", value)
         if isinstance(value, tuple):
-            self.steps.append((*place, "tuple", len(value)))
+            self.steps.append((place, "tuple", len(value)))
             return tuple([self._described(each, outer, (at, "item", n)) for n, each in enumerate(value)])
         if isinstance(value, types.FunctionType):
             return self._of_function(value, outer, place)
         if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
-            self.steps.append((*place, "method", None))
+            self.steps.append((place, "method", None))
             function = value.__func__
             of_self = attributes.read(function.__code__, next(iter(function.__code__.co_varnames), ""))
             within = outer or (value,)
@@ -102,14 +102,14 @@ class Captures:
             self._opaque = True  # an object, whose content may change
             return None
         same = isinstance(value, (type, types.ModuleType))
-        self.steps.append((*place, "same", value) if same else (*place, "object", type(value)))
+        self.steps.append((place, "same", value) if same else (place, "object", type(value)))
         parts = zip(reads or (), found, strict=True)
         return ("object", reads, tuple([self._described(each, outer, (at, "path", path)) for path, each in parts]))
 
     def _of_tensor(self, tensor: Tensor, place: Place) -> Any:
         first = next((k for k, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         self.tensors.append(tensor)
-        self.steps.append((*place, "tensor", None))
+        self.steps.append((place, "tensor", None))
         if not all(type(n) is int for n in tensor.shape):
             self._opaque = True
             return None
@@ -117,12 +117,12 @@ class Captures:
 
     def _of_function(self, function: Any, outer: tuple[Any, ...], place: Place) -> Any:
         if function in outer:
-            self.steps.append((*place, "recursive", outer.index(function)))
+            self.steps.append((place, "recursive", outer.index(function)))
             return ("recursive", outer.index(function))
         at, inner, scope = len(self.steps), (*outer, function), function.__globals__
         code = function.__code__
         keywords: dict[str, Any] = function.__kwdefaults__ or {}
-        self.steps.append((*place, "function", (code, len(function.__defaults__ or ()), tuple(keywords))))
+        self.steps.append((place, "function", (code, len(function.__defaults__ or ()), tuple(keywords))))
         cells = [
             self._of_cell(cell, inner, name, (at, "cell", n))
             for n, (name, cell) in enumerate(zip(code.co_freevars, function.__closure__ or (), strict=True))
@@ -150,7 +150,7 @@ class Captures:
             self.tensor_cells.append((cell, len(self.tensors)))
         elif isinstance(value, (int, float, torch.SymInt)) and not isinstance(value, bool):
             self.numbers.append(cell)
-            self.steps.append((*place, "same", value))
+            self.steps.append((place, "same", value))
             return type(value) if not learned(self.function.__code__).needs_numbers else (type(value), value)
         return self._described(value, outer, place, reads)
 

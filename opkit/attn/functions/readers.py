@@ -66,7 +66,7 @@ def reader(arguments: Sequence[Sequence[Step]], places: Sequence[int]) -> Reader
     }  # fmt: skip
     numbers = iter(places)
     for argument, steps in enumerate(arguments):
-        for at, (parent, kind, what, fact, value) in enumerate(steps):
+        for at, ((parent, kind, what), fact, value) in enumerate(steps):
             x = f"x{argument}_{at}"
             if parent >= 0:
                 lines.append(f"{x} = {_VALUES[kind].format(x=f'x{argument}_{parent}', a=what)}")
@@ -91,14 +91,14 @@ def reader(arguments: Sequence[Sequence[Step]], places: Sequence[int]) -> Reader
 def _functions_around(steps: Sequence[Step], at: int) -> list[int]:
     """Return the steps of the functions that a value is read by, the outermost first."""
     around: list[int] = []
-    while (at := steps[at][0]) >= 0:
-        if steps[at][3] == "function":
+    while (at := steps[at][0][0]) >= 0:
+        if steps[at][1] == "function":
             around.insert(0, at)
     return around
 
 
 def _missing(steps: Sequence[Step], at: int) -> list[str]:
     """Return the names that a function reads as globals and that are none, but builtins, as long as no global hides these."""
-    code = steps[at][4][0]
-    there = {what for parent, kind, what, _, _ in steps if (parent, kind) == (at, "global")}
+    code = steps[at][2][0]
+    there = {what for (parent, kind, what), _, _ in steps if (parent, kind) == (at, "global")}
     return sorted({name for name in names_in(code) if name not in there and attributes.read(code, name) != ()})
