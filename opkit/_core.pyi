@@ -474,6 +474,13 @@ def packed_winograd_floats(out_channels: int, in_channels: int, tile: int) -> in
 def pack_winograd(w: int, out_channels: int, in_channels: int, tile: int, packed: int) -> None:
     """Pack a contiguous weight of 3 x 3 taps for Winograd's method."""
 
+def winograd(x: int, w: int, y: int, sizes: Sequence[int], strides: Sequence[int], padding: Sequence[int]) -> bool:
+    """Compute a convolution of 3 x 3 taps by Winograd's method, whose weight has these strides and is packed in each call.
+
+    Images are channels-last, their sizes as in ``convolution``; the numbers of channels are multiples of 16. Returns False, and
+    computes nothing, if a weight is not below 1e30.
+    """
+
 def linear(
     x: int, x_pitch: int, packed: int, bias: int, y: int, rows: int, columns: int, depth: int, activation: str
 ) -> None:

@@ -46,6 +46,17 @@ void bind_linear(Address x, int64_t x_pitch, Address packed, Address bias, Addre
 
 using Sizes = std::array<int64_t, 7>;  // batch, in_channels, height, width, out_channels, out_height, out_width
 
+bool bind_winograd(Address x, Address w, Address y, const Sizes& sizes, const std::array<int64_t, 4>& strides, const Pair& padding) {
+    const auto& [batch, in_channels, height, width, out_channels, out_height, out_width] = sizes;
+    const Convolution call{floats(x), writable(y), nullptr, nullptr, nullptr, batch, in_channels, height, width, out_channels,
+                           out_height, out_width, {3, 3}, {1, 1}, {padding[0], padding[1]}, {1, 1}, 1, kNone, 2, true};
+    bool computed = false;
+    compute([&](const Parallel& parallel, const isa::Table& kernels) {
+        computed = winograd(call, {floats(w), strides[0], strides[1], strides[2], strides[3]}, parallel, kernels);
+    });
+    return computed;
+}
+
 void bind_convolution(Address x, Address packed, Address bias, Address addend, Address y, const Sizes& sizes, const Pair& kernel,
                       const Pair& stride, const Pair& padding, const Pair& dilation, int64_t groups, const std::string& activation,
                       int64_t tile, bool channels_last) {
@@ -88,6 +99,8 @@ void bind(py::module_& m) {
         py::arg("w"), py::arg("out_channels"), py::arg("in_channels"), py::arg("tile"), py::arg("packed"));
     m.def("linear", &bind_linear, py::arg("x"), py::arg("x_pitch"), py::arg("packed"), py::arg("bias"), py::arg("y"), py::arg("rows"),
           py::arg("columns"), py::arg("depth"), py::arg("activation"));
+    m.def("winograd", &bind_winograd, py::arg("x"), py::arg("w"), py::arg("y"), py::arg("sizes"), py::arg("strides"),
+          py::arg("padding"));
     m.def("convolution", &bind_convolution, py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("addend"), py::arg("y"),
           py::arg("sizes"), py::arg("kernel"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
           py::arg("activation"), py::arg("tile"), py::arg("channels_last"));

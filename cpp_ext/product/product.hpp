@@ -70,6 +70,12 @@ inline void matmul(const float* a, int64_t a_row, int64_t a_depth, const float* 
 
 // ---- convolutions of images ----
 
+// Where the elements of a weight are: strides of out_channels, in_channels and taps, which may be negative.
+struct Taps {
+    const float* w;
+    int64_t out, in, down, right;
+};
+
 struct Convolution {
     const float* x;
     float* y;
@@ -81,6 +87,7 @@ struct Convolution {
     Activation activation;
     int64_t tile;        // 2 or 4: by Winograd's method, with tiles of so many rows; 0: by the direct one
     bool channels_last;  // of x, y and addend: [batch][height][width][channels], else [batch][channels][height][width]
+    const Taps* weight = nullptr;  // that was packed for Winograd's method, or null
 };
 
 int64_t packed_convolution_floats(int64_t out_channels, int64_t in_per_group, int64_t kernel_height, int64_t kernel_width,
@@ -91,10 +98,18 @@ void pack_convolution(const float* w, int64_t out_channels, int64_t in_per_group
                       int64_t groups, float* packed);
 
 // The same for Winograd's method (winograd.cpp): of weights [out_channels][in_channels][3][3] of convolutions without stride, dilation
-// and groups. Both numbers of channels are multiples of kPanel, and so many numbers may be summed at once. The weights are finite.
+// and groups. Both numbers of channels are multiples of kPanel, and so many numbers may be summed at once.
 int64_t packed_winograd_floats(int64_t out_channels, int64_t in_channels, int64_t tile);
 
-void pack_winograd(const float* w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed);
+// Returns whether all weights are so small that their sums at points are finite.
+bool pack_winograd(const Taps& w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed, const Parallel& parallel);
+
+inline void pack_winograd(const float* w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed) {
+    pack_winograd({w, in_channels * 9, 9, 3, 1}, out_channels, in_channels, tile, packed, {nullptr, 1, nullptr});
+}
+
+// Packs the weight and computes the convolution of images that are channels-last; false if that weight is too large, or NaN.
+bool winograd(Convolution call, const Taps& w, const Parallel& parallel, const isa::Table& kernels);
 
 // Images that are not channels-last are converted, and so is the result.
 void convolution(const Convolution& call, const Parallel& parallel, const isa::Table& kernels = widest());

@@ -6,11 +6,12 @@
 // results err as much as those of the direct method with the smaller tiles, and two to three times as much with the larger.
 //
 // A number that is not finite, or that becomes so at a point, spoils all results of a tile. Images with such results are computed again
-// by the direct method, with weights that are recovered from their values at points.
+// by the direct method, with the weights, or with those that are recovered from their values at points.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "blocked.hpp"
@@ -19,6 +20,7 @@ namespace opkit::product {
 namespace {
 
 constexpr int64_t kTaps = 3;
+constexpr float kMaxTap = 1e30f;
 constexpr int64_t kColumns = 2 * kPanel;  // of a group: its sums at all points are transformed at once
 constexpr int64_t kMaxFloats = 170000;    // of a task's points and sums: they stay in a second-level cache of 1 MiB
 constexpr int64_t kMinTiles = 24;         // of a task even so, if there are as many: each reads all weights
@@ -140,6 +142,42 @@ void run_task(const Convolution& call, const Plan& plan, int64_t task, const isa
     }
 }
 
+// Packs a panel of at most kPanel columns to [points][channels][kPanel]; `kSide` is of the points. Returns whether the weights are small.
+template <int kSide>
+bool pack_panel(const Taps& w, int64_t columns, int64_t channels, float* packed) {
+    constexpr int64_t kChannels = 8;  // that are next to each other, so that memory is written in runs
+    using Number = std::conditional_t<kSide == 4, float, double>;  // the small tiles' are sums of halves
+    Number points[kSide][kTaps];
+    for (int64_t i = 0; i < kSide * kTaps; ++i)
+        points[i / kTaps][i % kTaps] = static_cast<Number>(weights_to_points(kSide - 2)[i / kTaps][i % kTaps]);
+    bool small = true;
+    for (int64_t first = 0; first < channels; first += kChannels) {
+        const int64_t count = std::min(kChannels, channels - first);
+        float out[kSide * kSide][kChannels * kPanel];
+        for (int64_t n = 0; n < count; ++n) {
+            Number taps[kTaps][kTaps][kPanel] = {}, lines[kTaps][kPanel];
+            for (int64_t j = 0; j < columns; ++j)
+                for (int64_t k = 0; k < kTaps * kTaps; ++k) {
+                    const float tap = w.w[j * w.out + (first + n) * w.in + k / kTaps * w.down + k % kTaps * w.right];
+                    small &= std::abs(tap) < kMaxTap;
+                    taps[k / kTaps][k % kTaps][j] = Number{tap};
+                }
+            for (int64_t i = 0; i < kSide; ++i) {
+                for (int64_t k = 0; k < kTaps; ++k)
+                    for (int64_t j = 0; j < kPanel; ++j)
+                        lines[k][j] = points[i][0] * taps[0][k][j] + points[i][1] * taps[1][k][j] + points[i][2] * taps[2][k][j];
+                for (int64_t k = 0; k < kSide; ++k)
+                    for (int64_t j = 0; j < kPanel; ++j)
+                        out[i * kSide + k][n * kPanel + j] = static_cast<float>(
+                            points[k][0] * lines[0][j] + points[k][1] * lines[1][j] + points[k][2] * lines[2][j]);
+            }
+        }
+        for (int64_t point = 0; point < kSide * kSide; ++point)
+            std::copy_n(out[point], count * kPanel, packed + (point * channels + first) * kPanel);
+    }
+    return small;
+}
+
 // Of a sum of four float32 numbers, compared with the largest: a weight of zero is recovered as such.
 constexpr double kRounding = 2.5e-7;
 
@@ -153,6 +191,12 @@ void repair(const Convolution& call, const Flags& wrong, const Parallel& paralle
         const float* from = call.packed + n / (kTaps * kTaps) * points * panel;
         float* to = packed.data() + n * panel;
         const double *down = taps[n % (kTaps * kTaps) / kTaps], *right = taps[n % kTaps];
+        if (const Taps* w = call.weight) {
+            const int64_t column = n / (kTaps * kTaps) * kPanel, columns = std::min(kPanel, call.out_channels - column);
+            const float* tap = w->w + column * w->out + n % (kTaps * kTaps) / kTaps * w->down + n % kTaps * w->right;
+            for (int64_t k = 0; k < panel; ++k) to[k] = k % kPanel < columns ? tap[k % kPanel * w->out + k / kPanel * w->in] : 0.0f;
+            return;
+        }
         for (int64_t k = 0; k < panel; ++k) {
             double sum = 0, largest = 0;
             for (int64_t i = 0; i < side; ++i)
@@ -184,21 +228,27 @@ int64_t packed_winograd_floats(int64_t out_channels, int64_t in_channels, int64_
     return packed_floats(out_channels, point_count(tile) * in_channels);
 }
 
-void pack_winograd(const float* w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed) {
-    const Matrix& points = weights_to_points(tile);
-    const int64_t side = tile + 2;
-    std::fill_n(packed, packed_winograd_floats(out_channels, in_channels, tile), 0.0f);
-    for (int64_t column = 0; column < out_channels; ++column)
-        for (int64_t channel = 0; channel < in_channels; ++channel, w += kTaps * kTaps) {
-            float* out = packed + (column / kPanel * side * side * in_channels + channel) * kPanel + column % kPanel;
-            for (int64_t i = 0; i < side; ++i)
-                for (int64_t j = 0; j < side; ++j, out += in_channels * kPanel) {
-                    double sum = 0;
-                    for (int64_t k = 0; k < kTaps * kTaps; ++k)
-                        sum += points[i][k / kTaps] * points[j][k % kTaps] * double{w[k]};
-                    *out = static_cast<float>(sum);
-                }
-        }
+bool pack_winograd(const Taps& w, int64_t out_channels, int64_t in_channels, int64_t tile, float* packed, const Parallel& parallel) {
+    const auto pack = tile == 2 ? pack_panel<4> : pack_panel<6>;
+    const int64_t panels = divided_up(out_channels, kPanel), panel = point_count(tile) * in_channels * kPanel;
+    const Parallel workers{parallel.run, panels * panel < kMinShared ? 1 : parallel.threads, parallel.self};
+    std::atomic<bool> small{true};
+    deal(workers, panels, [&](int64_t n) {
+        const int64_t column = n * kPanel;
+        if (!pack({w.w + column * w.out, w.out, w.in, w.down, w.right}, std::min(kPanel, out_channels - column), in_channels,
+                  packed + n * panel))
+            small = false;
+    });
+    return small;
+}
+
+bool winograd(Convolution call, const Taps& w, const Parallel& parallel, const isa::Table& kernels) {
+    const Memory packed(packed_winograd_floats(call.out_channels, call.in_channels, call.tile));
+    if (!pack_winograd(w, call.out_channels, call.in_channels, call.tile, packed.data(), parallel)) return false;
+    call.packed = packed.data();
+    call.weight = &w;
+    winograd(call, parallel, kernels);
+    return true;
 }
 
 void winograd(const Convolution& call, const Parallel& parallel, const isa::Table& kernels) {

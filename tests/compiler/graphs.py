@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -108,9 +110,8 @@ def call(step, args, kwargs):
     """Runs an extern call of torch's on arrays."""
     if step.target == "opkit.seed":
         return np.asarray(1234)
-    namespace, name, overload = step.target.split(".")
-    operator = _ON_CPU.get(step.target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    found = operator(*_tensors(args), **_tensors(kwargs))
+    function = _ON_CPU.get(step.target) or operator.attrgetter(step.target)(torch.ops)
+    found = function(*_tensors(args), **_tensors(kwargs))
     if isinstance(found, tuple | list):
         return tuple(to_numpy(f) if isinstance(f, torch.Tensor) else f for f in found)
     return to_numpy(found) if isinstance(found, torch.Tensor) else found
@@ -125,7 +126,12 @@ def _convolution_add_relu(x, w, z, alpha, bias, *settings):
     return (torch.conv2d(x, w, bias, stride, padding, dilation, groups) + alpha * z).relu()
 
 
+def _winograd(x, w, padding, transposed):
+    return (torch.conv_transpose2d if transposed else torch.conv2d)(x, w, None, 1, padding)
+
+
 _ON_CPU = {
+    "opkit.winograd": _winograd,
     "aten.cudnn_convolution_relu.default": _convolution_relu,
     "aten.cudnn_convolution_add_relu.default": _convolution_add_relu,
 }

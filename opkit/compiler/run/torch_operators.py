@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opkit import _core
 from opkit.compiler.ir.program import WAIT
 from opkit.compiler.run import torch_private as private
 from opkit.errors import CompileError
@@ -34,7 +35,32 @@ def wait(result: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return private.wait_tensor(result)
 
 
-_OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed, WAIT: wait}
+def winograd(x: torch.Tensor, weight: torch.Tensor, padding: list[int], transposed: bool, *, out: torch.Tensor) -> None:
+    """Compute a convolution of 3 x 3 taps, or with ``transposed`` the transposed one, of images that are channels-last.
+
+    Torch computes it where a profiler or a mode observes operators, and where a weight is so large that a number of Winograd's
+    method may not be finite.
+    """
+    if not private.is_observed():
+        (batch, depth, *size), (_, channels, *result), strides, at = (
+            x.shape,
+            out.shape,
+            weight.stride(),
+            weight.data_ptr(),
+        )
+        pads = padding
+        if transposed:  # the convolution with the taps in reverse order, and with what the padding leaves of the border
+            pads = [2 - n for n in padding]
+            at += 4 * 2 * (strides[2] + strides[3])
+            strides = (strides[1], strides[0], -strides[2], -strides[3])
+        sizes = (batch, depth, *size, channels, *result)
+        if _core.winograd(x.data_ptr(), at, out.data_ptr(), sizes, strides, pads):
+            return
+    function = torch.conv_transpose2d if transposed else torch.conv2d
+    out.copy_(function(x, weight, None, 1, padding))
+
+
+_OWN: dict[str, Callable[..., Any]] = {"opkit.seed": seed, WAIT: wait, "opkit.winograd": winograd}
 
 
 def function(target: str, targets: Mapping[str, Callable[..., Any]], out: bool = False) -> Callable[..., Any]:

@@ -201,6 +201,38 @@ def test_other_convolutions_with_one_tap_are_called(x, w, settings):
     assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]
 
 
+WINOGRAD = {
+    "plain": ((2, 32, 12, 11), (48, 32, 3, 3), (1, 1, 1)),
+    "no padding": ((2, 32, 14, 13), (32, 32, 3, 3), (1, 0, 1)),
+    "wide padding": ((1, 32, 15, 14), (32, 32, 3, 3), (1, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("x", "w", "settings"), WINOGRAD.values(), ids=WINOGRAD)
+def test_convolutions_by_winograds_method(x, w, settings, layout):
+    x, w = (r(*each).to(memory_format=layout) for each in (x, w))
+    assert forward_and_backward(x, w, *settings, target=OWN) == [["winograd"], ["convolution_backward", "winograd"]]
+    assert forward_and_backward(x, w, *settings, target=NATIVE) == [["convolution"], ["convolution_backward"]]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "settings"),
+    [
+        ((2, 32, 24, 24), (32, 32, 3, 3), (2, 1, 1)),
+        ((2, 64, 12, 12), (64, 32, 3, 3), (1, 1, 2)),
+        ((2, 32, 12, 12), (36, 32, 3, 3), (1, 1, 1)),
+        ((2, 16, 12, 12), (32, 16, 3, 3), (1, 1, 1)),
+        ((2, 32, 10, 10), (32, 32, 3, 3), (1, 1, 1)),
+        ((2, 32, 12, 12), (32, 32, 3, 3), (1, 3, 1)),
+        ((2, 32, 12, 12), (32, 32, 3, 5), (1, 1, 1)),
+    ],
+    ids=["stride", "groups", "channels", "few channels", "few tiles", "padding", "taps"],
+)
+def test_other_convolutions_are_not_by_winograds_method(x, w, settings):
+    assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]
+
+
 def test_what_is_computed_from_a_convolution_that_is_a_product_has_its_layout():
     program = check(
         lambda x, w: F.conv2d(x, w).relu() + 1, r(2, 64, 8, 9), r(64, 64, 1, 1), target=OWN, rtol=1e-3, atol=1e-3

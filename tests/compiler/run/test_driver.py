@@ -19,7 +19,7 @@ from opkit.compiler import backend, graph_cache
 from opkit.compiler.backend import opkit_backend
 from opkit.compiler.run import driver, torch_operators
 from opkit.compiler.run.runner import Runner, assemble
-from opkit.ship.products import pack_linear
+from opkit.ship.products import pack_convolution, pack_linear
 
 
 @pytest.fixture
@@ -149,6 +149,42 @@ def test_convolutions_with_one_tap_are_own_products(threads, monkeypatch):
         assert torch.equal(w.grad[:, :, 0, 0], multiply(grads.mT, rows).sum(0))
 
 
+def by_winograd(x, w, padding):
+    settings = ((3, 3), (1, 1), padding, (1, 1), 1, len(w), 2, "none")
+    return torch.ops.opkit.packed_convolution(x, pack_convolution(w, 1, 2), None, None, *settings)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_by_winograds_method(threads, layout, monkeypatch):
+    monkeypatch.setattr(driver, "has_own_products", lambda: True)
+    x, w = torch.randn(3, 32, 11, 12), torch.randn(48, 32, 3, 3)
+    x, w = (each.to(memory_format=layout).requires_grad_() for each in (x, w))
+    g = torch.randn(3, 48, 11, 10)
+    for isa in _core.isas():
+        monkeypatch.setenv("OPKIT_ISA", isa)
+        with at_threads(threads):
+            y = compiled(lambda x, w: torch.conv2d(x, w, padding=(1, 0)))(x, w)
+            (image,) = torch.autograd.grad(y, x, g)
+        assert torch.equal(
+            y, by_winograd(x.detach(), w.detach(), (1, 0))
+        )  # the bits of these kernels, which torch has not
+        assert torch.equal(image, by_winograd(g, w.detach().transpose(0, 1).flip(2, 3), (1, 2)))
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan, 3e38])
+@pytest.mark.parametrize("which", [0, 1])
+def test_numbers_that_are_not_finite_in_convolutions_by_winograds_method(which, number, monkeypatch):
+    monkeypatch.setattr(driver, "has_own_products", lambda: True)
+    args = torch.randn(2, 32, 14, 14), torch.randn(32, 32, 3, 3)
+    args[1][4, 5, 0, 1] = 1e-9  # times infinity it is infinity
+    args[which][1, 5, 2, 2] = number
+    expected = torch.conv2d(*args, padding=1)
+    torch.testing.assert_close(
+        compiled(lambda x, w: torch.conv2d(x, w, padding=1))(*args), expected, equal_nan=True, rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(("vendor", "own"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])
 def test_whose_products_are_called(vendor, own, monkeypatch):
     monkeypatch.setattr(driver._core, "x86_vendor", lambda: vendor)
@@ -218,9 +254,9 @@ def test_nothing_is_held_after_a_call():
     assert [each() for each in died] == [None] * len(died)
 
 
-def _ordered(runner):
-    """The tensors of GIVEN in the order of a runner's inputs, by their sizes."""
-    by_size = {tuple(t.shape): t for t in GIVEN}
+def _ordered(runner, given=GIVEN):
+    """These tensors in the order of a runner's inputs, by their sizes."""
+    by_size = {tuple(t.shape): t for t in given}
     shapes = [tuple(s.constant for s in runner.plan.buffers[name].shape) for name in runner.plan.inputs]
     return [by_size[shape] for shape in shapes]
 
@@ -326,6 +362,16 @@ def test_modes_and_profilers_see_products(runners):
     with torch.profiler.profile() as profile:
         runners[0](_ordered(runners[0]))
     assert sum(event.name == "aten::mm" for event in profile.events() or ()) == 2
+
+
+def test_modes_see_convolutions(runners, monkeypatch):
+    monkeypatch.setattr(driver, "has_own_products", lambda: True)
+    x, w = torch.randn(2, 32, 14, 14), torch.randn(32, 32, 3, 3)
+    expected = compiled(lambda x, w: torch.conv2d(x, w, padding=1))(x, w)
+    with FlopCounterMode(display=False) as counter:
+        (found,) = runners[0](_ordered(runners[0], (x, w)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert counter.get_total_flops() == 2 * 9 * 32 * expected.numel()
 
 
 def test_flops_are_counted(runners):

@@ -25,6 +25,7 @@ from opkit.compiler.lower.registry import NoRule, Table, overloads
 from opkit.compiler.lower.rules.convolution_products import convolved, image_gradient, is_product, weight_gradient
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.rules.pooling import Windows
+from opkit.compiler.lower.rules.winograd import is_winograd, winograd
 from opkit.compiler.lower.scalar import Scalar
 from opkit.compiler.lower.target import LoweringTarget
 from opkit.compiler.lower.tensors import Shape, Tensor, channels_last, formal, is_dense
@@ -187,6 +188,9 @@ def _convolution(
     if is_product(b, weight, kind.shape, windows, groups):
         kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
         image = convolved(b, x, weight, kind.shape, windows)
+    elif is_winograd(b, x, weight, kind.shape, windows, groups):
+        kind = dataclasses.replace(kind, strides=channels_last(kind.shape))
+        image = winograd(b, as_image(b, x), weight, kind.shape, windows.padding, False)
     else:
         layout = _image_layout(b, weight, x.shape, kind.shape)
         kind = dataclasses.replace(kind, strides=layout(kind.shape))
@@ -227,14 +231,16 @@ def _convolution_backward(
 def _called_gradients(
     b: Builder, image: Tensor, x: Tensor, weight: Tensor, layout: Callable[[Shape], Shape], settings: Sequence[Any]
 ) -> list[Tensor | None]:
-    """Return the gradients of the images and of the weight, which torch computes, or the second a kernel."""
+    """Return the gradients of the images and of the weight, which torch computes, or Winograd's method and a kernel."""
     kinds: Any = b.node.result
     *rest, transposed, output_padding, groups, mask = settings
     stride, (height, width) = rest[0], weight.shape[2:]
     own = _by_own_kernel(b, weight, x, groups) and isinstance(kinds[1], TensorType)
+    windows = Windows(2, weight.shape[2:], *rest)
+    fewer = is_winograd(b, x, weight, image.shape, windows, groups) and isinstance(kinds[0], TensorType)
     outs = [
         b.extern_buffer(_in_type(b, kind, layout(kind.shape))) if isinstance(kind, TensorType) and not skipped else None
-        for kind, skipped in zip(kinds[:2], (False, own), strict=True)
+        for kind, skipped in zip(kinds[:2], (fewer, own), strict=True)
     ]
     output_mask = [bool(m) and out is not None for m, out in zip(mask, outs, strict=False)]
     # oneDNN writes out of bounds for these in channels-last layout (torch 2.14)
@@ -248,6 +254,8 @@ def _called_gradients(
         else None
         for gradient, kind in zip(gradients[:2], kinds[:2], strict=True)
     ]
+    if fewer:
+        results[0] = winograd(b, image, weight, x.shape, windows.padding, True)
     if own:
         results[1] = _depthwise_weight_gradient(b, image, x, kinds[1], *rest)
     return results
