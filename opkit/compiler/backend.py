@@ -336,7 +336,8 @@ def _is_observed() -> bool:
 
 def _target() -> LoweringTarget:
     target = LoweringTarget.of(frozenset(isa.cpu_features()), isa.last_cache())
-    return dataclasses.replace(target, own_products=driver.has_own_products())
+    own = driver.has_own_products()
+    return dataclasses.replace(target, own_products=own, mkl_convolutions=own and torch.get_num_threads() == 1)
 
 
 def gpu_target() -> LoweringTarget:

@@ -65,7 +65,8 @@ class LoweringTarget:
             fast kernels only for such sizes.
         deterministic: whether only algorithms may run whose results never vary.
         tf32: whether convolutions of float32 round their operands to TF32.
-        own_products: whether products of float32 are opkit's own, and faster than torch's convolutions (``run/driver.py``).
+        own_products: whether products of float32 are opkit's own (``run/driver.py``), and faster than MKL's.
+        mkl_convolutions: whether they are, and torch computes convolutions of few images with windows of one element by MKL's.
         tiles: the sizes of tiles, if kernels compute tiles, so that no loop over columns is needed.
     """
 
@@ -84,6 +85,7 @@ class LoweringTarget:
     deterministic: bool = False
     tf32: bool = True
     own_products: bool = False
+    mkl_convolutions: bool = False
     tiles: TileSizes | None = None
 
     @staticmethod

@@ -11,7 +11,7 @@ from tests.compiler import graphs
 
 WIDE = LoweringTarget(narrow_products=False, channels_last=True)
 NATIVE = LoweringTarget(narrow_products=True, channels_last=True)
-OWN = LoweringTarget(channels_last=True, own_products=True)
+OWN = LoweringTarget(channels_last=True, own_products=True, mkl_convolutions=True)
 
 
 def r(*shape, dtype=torch.float32):
@@ -182,7 +182,7 @@ def forward_and_backward(x, w, *settings, target):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_convolutions_with_one_tap_are_products_where_these_are_faster(batch, layout):
     x, w = (each.to(memory_format=layout) for each in (r(batch, 64, 8, 9), r(65, 64, 1, 1)))
-    assert forward_and_backward(x, w, 1, 0, 1, target=OWN) == [["mm"], ["mm", "mm" if batch == 1 else "bmm"]]
+    assert forward_and_backward(x, w, 1, 0, 1, target=OWN) == [["mm"], ["mm", "mm"]]
     assert forward_and_backward(x, w, 1, 0, 1, target=NATIVE) == [["convolution"], ["convolution_backward"]]
 
 
@@ -194,8 +194,9 @@ def test_convolutions_with_one_tap_are_products_where_these_are_faster(batch, la
         ((2, 128, 8, 9), (66, 64, 1, 1), (1, 0, 2)),
         ((2, 63, 8, 9), (65, 63, 1, 1), (1, 0, 1)),
         ((2, 64, 5, 5), (65, 64, 1, 1), (1, 0, 1)),
+        ((16, 64, 8, 9), (65, 64, 1, 1), (1, 0, 1)),
     ],
-    ids=["stride", "padding", "groups", "few channels", "few places"],
+    ids=["stride", "padding", "groups", "few channels", "few places", "many images"],
 )
 def test_other_convolutions_with_one_tap_are_called(x, w, settings):
     assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]

@@ -4,9 +4,9 @@ Torch copies the weight to a layout of its own in each call, which takes longer 
 together have few places. A row of the left operand is what the window lies on at one place, the right operand is the weight
 as it is in memory. The derivatives are products, too (Chellapilla et al., 2006).
 
-With windows of one element no row is gathered. Torch calls MKL for these where it has one thread and fewer than 16 images,
-and oneDNN otherwise. Where products are opkit's own, which they are on AMD's processors, they take as long as oneDNN's
-convolutions, and 0.8 of the time of MKL's products with AVX2, 0.45 with AVX-512 (ResNet-50's, forward and backward).
+With windows of one element no row is gathered. Torch calls MKL for these where it has one thread and fewer than 16 images.
+Where products are opkit's own, which they are on AMD's processors, they take 0.87 of MKL's time with AVX2 and 0.46 with AVX-512
+(ResNet-50's, forward and backward). OneDNN, which torch calls otherwise, takes as long, and for gradients of weights less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opkit.compiler.ir.index import Index, contiguous
 from opkit.compiler.ir.index import product as size_of
 from opkit.compiler.ir.program import Buffer
 from opkit.compiler.lower import scalar as f
-from opkit.compiler.lower.builder import Builder, element
+from opkit.compiler.lower.builder import Builder
 from opkit.compiler.lower.rules.joining import within
 from opkit.compiler.lower.rules.pooling import Windows
 from opkit.compiler.lower.scalar import Scalar
@@ -31,8 +31,8 @@ MIN_RATIO = 10
 MIN_SIZE = 64
 """The fewest places and channels for which products are opkit's own (``cpp_ext/product/torch.cpp``)."""
 
-MAX_PARTS = 1 << 20
-"""The most elements of gradients of a weight that are computed for each image, as few elements are few tasks for threads."""
+MANY_IMAGES = 16
+"""From how many images on torch calls oneDNN also with one thread."""
 
 
 def is_product(b: Builder, weight: Tensor, results: Shape, windows: Windows, groups: int) -> bool:
@@ -42,12 +42,8 @@ def is_product(b: Builder, weight: Tensor, results: Shape, windows: Windows, gro
     if b.target.tiles is not None or groups != 1 or strided is None or weight.dtype not in ("f32", "f64"):
         return False
     if all(n == 1 for n in windows.size):
-        return (
-            b.target.own_products
-            and _is_pointwise(windows)
-            and min(rows, columns, depth) >= MIN_SIZE
-            and weight.dtype == "f32"
-        )
+        slower = b.target.mkl_convolutions and int(batch.constant or 0) < MANY_IMAGES and weight.dtype == "f32"
+        return slower and _is_pointwise(windows) and min(rows, columns, depth) >= MIN_SIZE
     return strided.strides == contiguous(weight.shape) and 0 < MIN_RATIO * rows <= columns
 
 
@@ -65,18 +61,9 @@ def convolved(b: Builder, x: Tensor, weight: Tensor, results: Shape, windows: Wi
 
 def weight_gradient(b: Builder, grad: Tensor, x: Tensor, weight: Tensor, windows: Windows) -> Tensor:
     """Return the gradient of the weight."""
-    columns, rows = _columns(b, x, grad.shape, windows), _rows(grad)
-    parts = grad.shape[0]
-    shape = (parts, rows.shape[1], columns.shape[1])
-    if not _is_pointwise(windows) or parts == 1 or int(size_of(shape).constant or 0) > MAX_PARTS:
-        rows = _transposed(rows)
-        gradient = b.call("aten.mm.default", (rows, columns), [_buffer(b, rows, columns.shape[1])], out=True)[0]
-        return gradient.reshaped(weight.shape)
-    rows, columns = (each.reshaped((parts, each.shape[0] // parts, each.shape[1])) for each in (rows, columns))
-    part, channel, place = formal((parts, shape[1], rows.shape[1]))
-    rows = rows.mapped((parts, shape[1], rows.shape[1]), (part, place, channel))
-    sums = b.call("aten.bmm.default", (rows, columns), [b.new_buffer(rows.dtype, shape)], out=True)[0]
-    return b.reduce("sum", element(sums, shape), shape, (0,), rows.dtype).reshaped(weight.shape)
+    columns, rows = _columns(b, x, grad.shape, windows), _transposed(_rows(grad))
+    gradient = b.call("aten.mm.default", (rows, columns), [_buffer(b, rows, columns.shape[1])], out=True)[0]
+    return gradient.reshaped(weight.shape)
 
 
 def image_gradient(b: Builder, grad: Tensor, weight: Tensor, shape: Shape, windows: Windows) -> Tensor:
