@@ -154,15 +154,18 @@ def by_winograd(x, w, padding):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_convolutions_by_winograds_method(threads, layout, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "channels"), [((3, 32, 11, 12), 48), ((1, 256, 16, 18), 256)], ids=["plain", "large weight"]
+)
+def test_convolutions_by_winograds_method(threads, layout, shape, channels, monkeypatch):
     monkeypatch.setattr(driver, "has_own_products", lambda: True)
-    x, w = torch.randn(3, 32, 11, 12), torch.randn(48, 32, 3, 3)
+    x, w = torch.randn(shape), torch.randn(channels, shape[1], 3, 3)
     x, w = (each.to(memory_format=layout).requires_grad_() for each in (x, w))
-    g = torch.randn(3, 48, 11, 10)
+    g = torch.randn(shape[0], channels, shape[2], shape[3] - 2)
     for isa in _core.isas():
         monkeypatch.setenv("OPKIT_ISA", isa)
         with at_threads(threads):
-            y = compiled(lambda x, w: torch.conv2d(x, w, padding=(1, 0)))(x, w)
+            y = compiled(lambda x, w: torch.conv2d(x, w, padding=(1, 0)), dynamic=False)(x, w)
             (image,) = torch.autograd.grad(y, x, g)
         assert torch.equal(
             y, by_winograd(x.detach(), w.detach(), (1, 0))

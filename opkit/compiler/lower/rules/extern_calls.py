@@ -255,7 +255,7 @@ def _called_gradients(
         for gradient, kind in zip(gradients[:2], kinds[:2], strict=True)
     ]
     if fewer:
-        results[0] = winograd(b, image, weight, x.shape, windows.padding, True)
+        results[0] = winograd(b, as_image(b, image), weight, x.shape, windows.padding, True)
     if own:
         results[1] = _depthwise_weight_gradient(b, image, x, kinds[1], *rest)
     return results
