@@ -170,4 +170,4 @@ def test_the_command_shows_its_help_without_torch():
     program = (
         "import sys, opkit.cli; opkit.cli.app(['--help'], standalone_mode=False); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, check=True)

@@ -36,19 +36,21 @@ def wait(result: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
 
 
 def winograd(x: torch.Tensor, weight: torch.Tensor, padding: list[int], transposed: bool, *, out: torch.Tensor) -> None:
-    """Compute a convolution of 3 x 3 taps, or with ``transposed`` the transposed one, of images that are channels-last.
+    """Compute a convolution of 3 x 3 taps, or with ``transposed`` the transposed one, in float32, by Winograd's method.
+
+    Args:
+        x: images, (batch, channels, height, width), channels-last.
+        weight: (out_channels, channels, 3, 3), of any strides; of a transposed one (channels, out_channels, 3, 3).
+        padding: of height and width.
+        transposed: whether it is the transposed convolution.
+        out: the result, (batch, out_channels, out_height, out_width), channels-last.
 
     Torch computes it where a profiler or a mode observes operators, and where a weight is so large that a number of Winograd's
     method may not be finite.
     """
     if not private.is_observed():
-        (batch, depth, *size), (_, channels, *result), strides, at = (
-            x.shape,
-            out.shape,
-            weight.stride(),
-            weight.data_ptr(),
-        )
-        pads = padding
+        (batch, depth, *size), (_, channels, *result) = x.shape, out.shape
+        strides, at, pads = weight.stride(), weight.data_ptr(), padding
         if transposed:  # the convolution with the taps in reverse order, and with what the padding leaves of the border
             pads = [2 - n for n in padding]
             at += 4 * 2 * (strides[2] + strides[3])

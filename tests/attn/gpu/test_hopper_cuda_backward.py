@@ -139,6 +139,14 @@ class TestTakesGradients:
         taken = [case for case, given in calls.items() if backward_cuda.takes(GradientCall(*given()))]
         assert taken == [*TAKEN]
 
+    @pytest.mark.parametrize("dtype", [BF16, torch.float32])
+    @pytest.mark.parametrize("head", [64, 128])
+    def test_relative_positions_of_narrow_heads_unless_in_16_bits(self, head, dtype):
+        call = GradientCall(*gradient_call(2, (4, 2), 4096, 4096, head, head))
+        tensors = [torch.empty(2, 4, 4096, 64, dtype=dtype, device="meta") for _ in range(2)]
+        call = call._replace(bias=[program.BIAS_REL, 0, 1, 64], bias_tensors=tensors)
+        assert backward_cuda.takes(call) == (head == 128 or dtype == torch.float32)
+
     def test_it_fits_others_too(self):
         assert all(backward_cuda.fits(GradientCall(*given())) for given in SLOWER.values())
 

@@ -18,6 +18,7 @@ from hopper_calls import (
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.hopper import forward_cuda, forward_kinds
+from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.masks import program
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
@@ -54,6 +55,19 @@ def kind_of(head, columns, queries, keys, mask, **what):
 def test_work_is_laid_out_by_sizes_and_masks():
     found = {case: kind_of(*of).layout.text for case, (*of, _) in LAYOUTS.items()}
     assert found == {case: text for case, (*_, text) in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("queries", "layout", "in_order"),
+    [(1, "Brief<64, 64>", True), (8192, "Low<64, 64>", False)],
+    ids=["of keys", "of pairs"],
+)
+def test_biases_are_laid_out_by_what_they_load(queries, layout, in_order):
+    bias = torch.empty(1, 1, queries, 8192, dtype=BF16, device="meta")
+    call = AttentionCall(*arguments(*shaped((16, 2), 8192, 8192, 64, 64), bias=(program.BIAS_DENSE, 0)))
+    kind = forward_kinds.kind_of(as_functions(call._replace(bias_tensors=[bias])))
+    assert kind.layout.text == layout
+    assert ("#define KEYS_READ true" in kind.definitions) == in_order
 
 
 def test_other_lengths_and_bands_compile_nothing_anew():

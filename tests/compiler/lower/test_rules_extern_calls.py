@@ -186,22 +186,6 @@ def test_convolutions_with_one_tap_are_products_where_these_are_faster(batch, la
     assert forward_and_backward(x, w, 1, 0, 1, target=NATIVE) == [["convolution"], ["convolution_backward"]]
 
 
-@pytest.mark.parametrize(
-    ("x", "w", "settings"),
-    [
-        ((2, 64, 8, 9), (65, 64, 1, 1), (2, 0, 1)),
-        ((2, 64, 8, 9), (65, 64, 1, 1), (1, 1, 1)),
-        ((2, 128, 8, 9), (66, 64, 1, 1), (1, 0, 2)),
-        ((2, 63, 8, 9), (65, 63, 1, 1), (1, 0, 1)),
-        ((2, 64, 5, 5), (65, 64, 1, 1), (1, 0, 1)),
-        ((16, 64, 8, 9), (65, 64, 1, 1), (1, 0, 1)),
-    ],
-    ids=["stride", "padding", "groups", "few channels", "few places", "many images"],
-)
-def test_other_convolutions_with_one_tap_are_called(x, w, settings):
-    assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]
-
-
 WINOGRAD = {
     "plain": ((2, 32, 12, 11), (48, 32, 3, 3), (1, 1, 1)),
     "no padding": ((2, 32, 14, 13), (32, 32, 3, 3), (1, 0, 1)),
@@ -217,20 +201,25 @@ def test_convolutions_by_winograds_method(x, w, settings, layout):
     assert forward_and_backward(x, w, *settings, target=NATIVE) == [["convolution"], ["convolution_backward"]]
 
 
-@pytest.mark.parametrize(
-    ("x", "w", "settings"),
-    [
-        ((2, 32, 24, 24), (32, 32, 3, 3), (2, 1, 1)),
-        ((2, 64, 12, 12), (64, 32, 3, 3), (1, 1, 2)),
-        ((2, 32, 12, 12), (36, 32, 3, 3), (1, 1, 1)),
-        ((2, 16, 12, 12), (32, 16, 3, 3), (1, 1, 1)),
-        ((2, 32, 10, 10), (32, 32, 3, 3), (1, 1, 1)),
-        ((2, 32, 12, 12), (32, 32, 3, 3), (1, 3, 1)),
-        ((2, 32, 12, 12), (32, 32, 3, 5), (1, 1, 1)),
-    ],
-    ids=["stride", "groups", "channels", "few channels", "few tiles", "padding", "taps"],
-)
-def test_other_convolutions_are_not_by_winograds_method(x, w, settings):
+CALLED = {
+    "one tap, stride": ((2, 64, 8, 9), (65, 64, 1, 1), (2, 0, 1)),
+    "one tap, padding": ((2, 64, 8, 9), (65, 64, 1, 1), (1, 1, 1)),
+    "one tap, groups": ((2, 128, 8, 9), (66, 64, 1, 1), (1, 0, 2)),
+    "one tap, few channels": ((2, 63, 8, 9), (65, 63, 1, 1), (1, 0, 1)),
+    "one tap, few places": ((2, 64, 5, 5), (65, 64, 1, 1), (1, 0, 1)),
+    "one tap, many images": ((16, 64, 8, 9), (65, 64, 1, 1), (1, 0, 1)),
+    "3 x 3, stride": ((2, 32, 24, 24), (32, 32, 3, 3), (2, 1, 1)),
+    "3 x 3, groups": ((2, 64, 12, 12), (64, 32, 3, 3), (1, 1, 2)),
+    "3 x 3, channels": ((2, 32, 12, 12), (36, 32, 3, 3), (1, 1, 1)),
+    "3 x 3, few channels": ((2, 16, 12, 12), (32, 16, 3, 3), (1, 1, 1)),
+    "3 x 3, few tiles": ((2, 32, 10, 10), (32, 32, 3, 3), (1, 1, 1)),
+    "3 x 3, padding": ((2, 32, 12, 12), (32, 32, 3, 3), (1, 3, 1)),
+    "3 x 5": ((2, 32, 12, 12), (32, 32, 3, 5), (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize(("x", "w", "settings"), CALLED.values(), ids=CALLED)
+def test_other_convolutions_are_called(x, w, settings):
     assert forward_and_backward(r(*x), r(*w), *settings, target=OWN) == [["convolution"], ["convolution_backward"]]
 
 

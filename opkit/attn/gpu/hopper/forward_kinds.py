@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opkit.attn.calls import AttentionCall
+from opkit.attn.gpu import plans
 from opkit.attn.gpu.hopper import calls, functions
 from opkit.attn.gpu.hopper.library import of_segments
 from opkit.attn.gpu.hopper.masks import Asked, asked_of, shape_of
@@ -88,8 +89,8 @@ def layout_of(call: AttentionCall) -> Layout:
 def _narrow(call: AttentionCall, shape: MaskShape, sizes: str) -> Layout:
     """Return the layout of heads of up to 64 channels."""
     seen = min(call.k.shape[2], shape.upper - shape.lower)
-    loads = functions.texts_of(call).loads
-    if (shape.mask and not of_segments(shape)) or is_low(call, shape) or loads == "false":  # many are under way at once
+    loads = functions.key_loads(plans.shape_of(tuple(call.mask), tuple(call.bias)))
+    if (shape.mask and not of_segments(shape)) or is_low(call, shape) or False in loads:  # many are under way at once
         return Layout(f"Low<{sizes}>", 2, 128)
     if shape.mask or loads or seen <= _FEW[shape.banded and call.q.shape[2] <= _FEW[1]]:
         return Layout(f"Brief<{sizes}>", 4, 64)

@@ -105,12 +105,12 @@ class Texts(NamedTuple):
     Attributes:
         functions: all functions.
         score: the name of that of logits.
-        loads: "true" if this loads numbers of keys alone, in their order, "false" if it loads other things for each key.
+        of_keys: "true" if all that this loads for each key are numbers of the keys, in their order.
     """
 
     functions: str
     score: str
-    loads: str
+    of_keys: str
 
 
 def fit(call: AnyCall) -> bool:
@@ -162,13 +162,13 @@ def _texts(shape: plans.MaskShape, lie: tuple[tuple[Lies, ...], ...], sloped: bo
     else:
         steps = [*(f"score = {call};" for call in calls), "return score;"]
     written.append(f"{_head('float2' if sloped else 'float', 'user_score')} {{ {' '.join(steps)} }}")
-    return Texts(" ".join(written), "user_score", _loads(shape.functions))
+    return Texts(" ".join(written), "user_score", "true" if key_loads(shape) == {True} else "")
 
 
-def _loads(placed: Sequence[Placed]) -> str:
-    loads = [load for each in placed if each.whose == "bias" for load in indexed(each.function.root)]
-    of_keys = [_is_of_keys(*load) for load in loads if "j" in _depends(load[0])]
-    return str(all(of_keys)).lower() if of_keys else ""
+def key_loads(shape: plans.MaskShape) -> set[bool]:
+    """Return of all loads by functions of logits that depend on the key whether they are of numbers of keys, in their order."""
+    roots = (each.function.root for each in shape.functions if each.whose == "bias")
+    return {_is_of_keys(*load) for root in roots for load in indexed(root) if "j" in _depends(load[0])}
 
 
 def _is_of_keys(load: Expr, variables: Sequence[str | None]) -> bool:
