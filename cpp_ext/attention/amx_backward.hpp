@@ -36,7 +36,7 @@ Left rows_of(const void* cells, int64_t first, int64_t elements) {
 // c[kKeys][columns] += rows^T words, of what `count` rows of kKeys hold, which is lost.
 void add_turned(float* rows, int64_t count, uint32_t* cells, const uint32_t* words, float* sums, int64_t columns) {
     const int64_t padded = rounded_up(count, isa::kTileK), pitch = padded / 2;
-    PairProduct::transpose_rows(rows, padded, cells, pitch);
+    PairProduct::transpose_rows(rows, padded, kKeys, cells, pitch);
     for (int64_t key = 0; key < kKeys; key += kGroup)
         product({cells + key * pitch, 4 * pitch, padded / isa::kTileK}, words, sums + key * columns, columns, true);
 }

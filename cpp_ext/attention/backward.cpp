@@ -159,16 +159,17 @@ void run_tile(const Call& call, const Gradients& arrays, const Cut& cut, const Q
     }
 }
 
+// Rows of sums times a scale to a tensor's.
 void write_rows(const Call& call, const Operand& to, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t elements,
-                const float* sums, int64_t pitch) {
+                float* sums, int64_t pitch, float scale) {
     const int64_t size = to.type == Type::Float ? 4 : 2;
     auto* data = static_cast<char*>(const_cast<void*>(to.data)) + (batch * to.stride[0] + head * to.stride[1]) * size;
-    for (int64_t i = 0; i < count; ++i)
-        write_row(*call.kernels, sums + i * pitch, elements, to.type, data + (first + i) * to.stride[2] * size);
-}
-
-void scale_by(float* sums, int64_t n, float scale) {
-    for (int64_t i = 0; i < n; ++i) sums[i] *= scale;
+    for (int64_t i = 0; i < count; ++i, sums += pitch) {
+        char* row = data + (first + i) * to.stride[2] * size;
+        auto* scaled = to.type == Type::Float ? reinterpret_cast<float*>(row) : sums;
+        for (int64_t c = 0; c < elements; ++c) scaled[c] = sums[c] * scale;
+        if (to.type != Type::Float) write_row(*call.kernels, sums, elements, to.type, row);
+    }
 }
 
 // The sums of a bias tensor's gradient: one for each piece of work that may write the same elements as another.
@@ -223,8 +224,7 @@ void merge(const Call& call, const Gradients& arrays, const Cut& cut, int64_t ba
     sums += row * cut.columns;
     for (int64_t piece = 1; piece < cut.pieces; ++piece)
         for (int64_t i = 0; i < n; ++i) sums[i] += sums[piece * cut.sums() + i];
-    scale_by(sums, n, call.scale);
-    write_rows(call, arrays.q, batch, head, row, rows, call.head, sums, cut.columns);
+    write_rows(call, arrays.q, batch, head, row, rows, call.head, sums, cut.columns, call.scale);
 }
 
 // A piece of a head of keys, against all queries of the heads that read it.
@@ -239,36 +239,44 @@ void run_piece(const Call& call, const Gradients& arrays, const Cut& cut, int64_
     const Queries queries(call, cut, pieces);
     const Keys keys(call, cut, pieces);
     pack_piece(call, keys, batch, kv, first, count);
-    std::memset(keys.sums, 0, static_cast<size_t>(4 * count * kKeys * cut.columns));
-    std::memset(keys.value_sums, 0, static_cast<size_t>(4 * count * kKeys * cut.value_columns));
+    const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);  // sums of others are never read
+    std::memset(keys.sums, 0, static_cast<size_t>(4 * rows * cut.columns));
+    std::memset(keys.value_sums, 0, static_cast<size_t>(4 * rows * cut.value_columns));
     const Sums bias_sums = of_biases.at(batch, kv, piece);
     for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
         float* sums = own ? own_sums : nullptr;
         if (query_sums) sums = query_sums + ((batch * call.heads + head) * cut.pieces + piece) * cut.sums();
-        if (sums) std::memset(sums, 0, static_cast<size_t>(4 * cut.sums()));
+        if (sums) std::memset(sums, 0, static_cast<size_t>(4 * call.queries * cut.columns));
         pack_queries(call, arrays, cut, queries, batch, head);
         for (int64_t n = 0; n < count; ++n) run_tile(call, arrays, cut, queries, keys, batch, head, first + n, n, sums, bias_sums);
         for (int64_t block = 0; own && block < cut.blocks; ++block) merge(call, arrays, cut, batch, head, block, own_sums);
     }
     if (!arrays.q.data) return store.trim();
-    const int64_t key = first * kKeys, rows = std::min(count * kKeys, call.keys - key);
-    scale_by(keys.sums, count * kKeys * cut.columns, call.scale);
-    write_rows(call, arrays.k, batch, kv, key, rows, call.head, keys.sums, cut.columns);
-    write_rows(call, arrays.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns);
+    write_rows(call, arrays.k, batch, kv, key, rows, call.head, keys.sums, cut.columns, call.scale);
+    write_rows(call, arrays.v, batch, kv, key, rows, call.columns, keys.value_sums, cut.value_columns, 1.0f);
     store.trim();
 }
 
 // The sums of result * gradient of a head's rows, less the gradient of the lse.
 void write_delta(const Call& call, const Gradients& arrays, int64_t unit) {
+    constexpr int kSums = 16;  // that a compiler adds to as vectors
     thread_local Store store;
     const int64_t batch = unit / call.heads, head = unit % call.heads, n = call.columns;
     auto* copy = reinterpret_cast<float*>(store.of(8 * n));
+    const auto floats = [&](const Operand& operand, int64_t i, float* to) {
+        const Rows row = rows_of(operand, batch, head, i, 1, n);
+        if (row.type == Type::Float) return reinterpret_cast<const float*>(row.data);
+        widen_row(row.data, row.type, n, to);
+        return static_cast<const float*>(to);
+    };
     for (int64_t i = 0; i < call.queries; ++i) {
-        const Rows out = rows_of(arrays.out, batch, head, i, 1, n), gradient = rows_of(arrays.gradient, batch, head, i, 1, n);
-        widen_row(out.data, out.type, n, copy);
-        widen_row(gradient.data, gradient.type, n, copy + n);
-        float sum = 0.0f;
-        for (int64_t c = 0; c < n; ++c) sum += copy[c] * copy[n + c];
+        const float *out = floats(arrays.out, i, copy), *gradient = floats(arrays.gradient, i, copy + n);
+        float sums[kSums] = {}, sum = 0.0f;
+        int64_t c = 0;
+        for (; c + kSums <= n; c += kSums)
+            for (int j = 0; j < kSums; ++j) sums[j] += out[c + j] * gradient[c + j];
+        for (; c < n; ++c) sum += out[c] * gradient[c];
+        for (float each : sums) sum += each;
         arrays.delta[unit * call.queries + i] = arrays.of_lse ? sum - arrays.of_lse[unit * call.queries + i] : sum;
     }
 }

@@ -171,7 +171,9 @@ void add_turned(float* rows, int64_t count, const Span* spans, typename P::Cell*
     using V = typename P::V;
     constexpr int R = V::kColumnGroup;
     const int64_t even = rounded_up(count, 2), pitch = even / P::kPerCell, groups = (count + V::kGroup - 1) / V::kGroup;
-    P::transpose_rows(rows, even, cells, pitch);
+    int64_t seen = 0;
+    for (int64_t n = 0; n < groups; ++n) seen = spans[n].last > seen ? spans[n].last : seen;
+    P::transpose_rows(rows, even, seen, cells, pitch);
     Span turned[kKeys / R];  // of rows, for each block of keys
     for (int64_t key = 0; key < kKeys; key += R) {
         const auto hidden = [&](int64_t group) { return spans[group].last <= key || spans[group].first >= key + R; };

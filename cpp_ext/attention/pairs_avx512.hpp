@@ -18,14 +18,14 @@ struct PairProduct : isa::ProductPairs {
             _mm512_storeu_si512(cells + j * V::kLanes / 2, (__m512i)_mm512_cvtne2ps_pbh(powers[j + 1], powers[j]));
     }
     // Rows of kKeys floats, of an even count, to columns of cells: neighbouring rows are paired where they lie.
-    static void transpose_rows(float* rows, int64_t count, uint32_t* cells, int64_t pitch) {
+    static void transpose_rows(float* rows, int64_t count, int64_t columns, uint32_t* cells, int64_t pitch) {
         auto* words = reinterpret_cast<uint32_t*>(rows);
         for (int64_t i = 0; i < count; i += 2)
-            for (int64_t j = 0; j < kKeys; j += V::kLanes) {
+            for (int64_t j = 0; j < columns; j += V::kLanes) {
                 const float* even = rows + i * kKeys + j;
                 _mm512_storeu_si512(words + i / 2 * kKeys + j, paired(V::load(even), V::load(even + kKeys)));
             }
-        V::transposed(words, kKeys, count / 2, kKeys, cells, pitch);
+        V::transposed(words, kKeys, count / 2, columns, cells, pitch);
     }
     static __m512i paired(__m512 even, __m512 odd) {
         const auto low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));

@@ -16,9 +16,9 @@ struct FloatWeights {
         for (int j = 0; j < N; ++j) Vectors::store(cells + j * Vectors::kLanes, powers[j]);
     }
     static float weight(const float* cells, int64_t key) { return cells[key]; }
-    // Rows of kKeys floats to columns of cells.
-    static void transpose_rows(const float* rows, int64_t count, float* cells, int64_t pitch) {
-        Vectors::transposed(reinterpret_cast<const uint32_t*>(rows), kKeys, count, kKeys, reinterpret_cast<uint32_t*>(cells), pitch);
+    // The first `columns` floats of rows of kKeys, whole vectors, to columns of cells.
+    static void transpose_rows(const float* rows, int64_t count, int64_t columns, float* cells, int64_t pitch) {
+        Vectors::transposed(reinterpret_cast<const uint32_t*>(rows), kKeys, count, columns, reinterpret_cast<uint32_t*>(cells), pitch);
     }
 };
 
