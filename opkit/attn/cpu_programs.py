@@ -64,6 +64,8 @@ def obstacle(call: AnyCall | PagedCall) -> str | None:
         call.bias_tensors[number].dtype in NAMES for number in _added(call.bias)
     ):
         return "a bias is no floating tensor"
+    if program.lengths_are_rows(call.mask, call.mask_tensors):
+        return "a tensor is both lengths and the numbers of rows"
     listed = [(each, call.mask_tensors) for each in of_mask] + [(each, call.bias_tensors) for each in of_bias]
     return next(filter(None, (compiled.obstacle(*each) for each in listed)), None)
 
@@ -97,9 +99,11 @@ def _numbered(words: Sequence[int], opcode: int) -> list[int]:
 
 def description(call: AnyCall | PagedCall, slopes: bool) -> dict[str, Any]:
     """Return the programs and the strides of their tensors; ``slopes`` as in :func:`programs_of`."""
+    flat = program.flat_rows(call.mask, call.mask_tensors)
+    masks = [_strides(x.unsqueeze(0) if number in flat else x) for number, x in enumerate(call.mask_tensors)]
     return {
         **programs_of(call, slopes)._asdict(),
-        "mask_tensors": [_strides(each) for each in call.mask_tensors],
+        "mask_tensors": masks,
         "bias_tensors": [(_strides(each), NAMES.get(each.dtype, "float32")) for each in call.bias_tensors],
     }
 

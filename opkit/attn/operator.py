@@ -67,19 +67,26 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-    """Make one call with the mapped dimension folded into the batch; or, with mapped sinks or dropout, a call for each index."""
+    """Make one call with the mapped dimension folded into the batch.
+
+    Make a call for each index with mapped sinks, dropout, or a tensor that is both lengths and the numbers of rows.
+    """
     sinks, seed = args[5:7]
-    if seed is not None or (sinks is not None and in_dims[5] is not None):
+    masks, mask_dims = args[3], in_dims[3] or [None] * len(args[3])
+    unmapped = [x if dim is None else x.select(dim, 0) for x, dim in zip(masks, mask_dims, strict=True)]
+    mapped_sinks = sinks is not None and in_dims[5] is not None
+    if seed is not None or mapped_sinks or program.lengths_are_rows(args[7], unmapped):
         return transforms.loop_over_batch(attention_operator(), info, in_dims, args, {})
     q, dim = args[0], in_dims[0]
     batch = (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
     folded = list(args)
     for i in range(3):
         folded[i] = _folded(args[i], in_dims[i], info.batch_size, batch)
-    for tensors, words, operands in ((3, 7, program.MASK_OPERANDS), (4, 8, program.BIAS_OPERANDS)):
+    flat = program.flat_rows(args[7], unmapped)
+    for tensors, words, operands, rows in ((3, 7, program.MASK_OPERANDS, flat), (4, 8, program.BIAS_OPERANDS, set())):
         dims = in_dims[tensors] or [None] * len(args[tensors])
         folded[tensors], folded[words] = _folded_program(
-            args[words], operands, args[tensors], dims, info.batch_size, batch
+            args[words], operands, args[tensors], dims, info.batch_size, batch, rows
         )
     out, lse = attention_operator()(*folded)
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
@@ -92,18 +99,28 @@ def _folded(x: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
 
 
 def _folded_program(
-    words: list[int], operands: Mapping[int, int], tensors: list[Tensor], dims: Sequence[Any], size: int, batch: int
+    words: list[int],
+    operands: Mapping[int, int],
+    tensors: list[Tensor],
+    dims: Sequence[Any],
+    size: int,
+    batch: int,
+    flat: set[int],
 ) -> tuple[list[Tensor], list[int]]:
     """Return a program, and its tensors, for ``size * batch`` in place of the batch.
 
-    A batch of 1 stays where no dimension is mapped. Functions read their tensors unfolded, by two numbers made of the batch's.
+    A batch of 1 stays where no dimension is mapped, and so do ``flat`` tensors, which lack the batch. Functions read their
+    tensors unfolded, by two numbers made of the batch's.
     """
     functions, others = program.used_tensors(words, operands)
     unfolded = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
-    found = [
-        x if number not in others or (dim is None and x.shape[0] == 1) else _folded(tensors[number], dim, size, batch)
-        for number, (x, dim) in enumerate(zip(unfolded, dims, strict=True))
-    ]
+    found = list(unfolded)
+    for number in others:
+        x, dim = unfolded[number], dims[number]
+        if dim is not None:
+            found[number] = _folded(x.unsqueeze(1) if number in flat else x, 0, size, batch)
+        elif number not in flat and x.shape[0] != 1:
+            found[number] = _folded(x, None, size, batch)
     places = {number: number if number not in others else -1 for number in functions}
     for number in sorted(functions & others):
         places[number] = len(found)

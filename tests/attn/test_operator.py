@@ -96,3 +96,32 @@ def test_the_gradients_of_biases_keep_their_contract(properties, asked):
     )
     report.raise_for_failures()
     assert not asked - {each.property for each in report.passed}
+
+
+def test_numbers_of_rows_may_lack_the_batch():
+    """So may those that are lengths as well, with a batch of as many sequences as rows."""
+    count = 7
+    ids, q = torch.tensor([0, 0, 1, 1, 1, 2, 5], dtype=torch.int32), torch.randn(count, 2, count, 4, requires_grad=True)
+
+    def results(q, tensors, *mask):
+        out, _ = attention_operator()(q, q, q, tensors, [], None, None, [*mask], [], 0.5, 0.0, 0.0, False)
+        return out
+
+    def gradient(out):
+        return torch.autograd.grad(out.square().sum(), q)[0]
+
+    for mask in (
+        [program.SEGMENTS, 0, 0],
+        [program.BAND_AT, 0, -1, 1],
+        [program.SEGMENTS, 0, 0, program.LENGTH, 1, program.OR],
+    ):
+        shared = [0 if word == 1 and mask[at - 1] == program.LENGTH else word for at, word in enumerate(mask)]
+        out, want = results(q, [ids], *shared), results(q, [ids[None], ids], *mask)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(gradient(out), gradient(want))
+        several = torch.stack([ids, ids.flip(0)])
+        for dim, given in ((None, ids.expand(2, -1)), (0, several)):
+            xs = torch.stack([q, 2 * q]).detach()
+            mapped = torch.vmap(lambda x, i: results(x, [i], *shared), (0, dim))  # noqa: B023 - called at once
+            want = torch.stack([results(x, [i[None], i], *mask) for x, i in zip(xs, given, strict=True)])
+            torch.testing.assert_close(mapped(xs, given if dim == 0 else ids), want)

@@ -198,6 +198,7 @@ def slots_of(
 
 
 def _spread(x: Tensor, layout: str, sizes: Sequence[int]) -> Tensor:
+    layout = layout[-x.dim() :]  # numbers of rows may lack the batch
     strides = dict(zip(layout, (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)), strict=True))
     wide = [strides.get(each, 0) for each in _DIMENSIONS]
     full = [size if stride else 1 for size, stride in zip((*sizes[:3], x.shape[-1]), wide, strict=True)]

@@ -8,10 +8,11 @@ its operands:
 mask                           query ``i`` of batch ``b`` and head ``h`` sees key ``j`` if and only if
 =============================  ========================================================================================
 ``BAND lower upper``           ``lower <= j - i <= upper``; ``-UNLIMITED`` and ``UNLIMITED`` are no limits
-``SEGMENTS tq tk``             ``tensors[tq][b, i] == tensors[tk][b, j]``: int32, (batch or 1, queries) and (.., keys)
+``SEGMENTS tq tk``             ``tensors[tq][b, i] == tensors[tk][b, j]``: int32, (batch or 1, queries) and (.., keys), or
+                               (queries,) and (keys,)
 ``LENGTH t``                   ``j < tensors[t][b]``: int32, (batch or 1,)
 ``DENSE t``                    ``tensors[t][b, h, i, j]``: bool, 4 dimensions, each of size 1 or full
-``BAND_AT t lower upper``      ``lower <= j - i - tensors[t][b, i] <= upper``: int32, (batch or 1, queries)
+``BAND_AT t lower upper``      ``lower <= j - i - tensors[t][b, i] <= upper``: int32, (batch or 1, queries) or (queries,)
 ``FUNCTION n ...``             the expression holds that the ``n`` words hold (:mod:`opkit.attn.functions.expression`)
 =============================  ========================================================================================
 
@@ -86,6 +87,19 @@ def used_tensors(program: Sequence[int], operands: Mapping[int, int]) -> tuple[s
         else:
             by_others |= set(numbers[: counts.get(opcode, 0)])
     return by_functions, by_others
+
+
+def flat_rows(program: Sequence[int], tensors: Tensors) -> set[int]:
+    """Return the numbers of the tensors with one dimension that hold a number for each query or key of every batch."""
+    steps = instructions(program, MASK_OPERANDS)
+    rows = {n for opcode, *at in steps if opcode in (SEGMENTS, BAND_AT) for n in at[: _MASK_TENSORS[opcode]]}
+    return {n for n in rows if tensors[n].dim() == 1}
+
+
+def lengths_are_rows(program: Sequence[int], tensors: Tensors) -> bool:
+    """Return whether one tensor is both lengths and :func:`flat_rows`, so that its dimension is of batches and of rows."""
+    flat, steps = flat_rows(program, tensors), instructions(program, MASK_OPERANDS)
+    return any(opcode == LENGTH and at[0] in flat for opcode, *at in steps)
 
 
 def with_functions(
@@ -163,11 +177,13 @@ def _visible_by(opcode: int, operands: Sequence[int], tensors: Tensors, grid: Gr
         return seen.reshape(*[1] * (4 - seen.dim()), *seen.shape)
     first = tensors[operands[0]]
     if opcode == SEGMENTS:
-        return (first.unsqueeze(-1) == tensors[operands[1]].unsqueeze(-2)).unsqueeze(1)
+        rows, columns = torch.atleast_2d(first, tensors[operands[1]])
+        return (rows.unsqueeze(-1) == columns.unsqueeze(-2)).unsqueeze(1)
     if opcode == LENGTH:
         return (grid.columns < first.unsqueeze(-1))[:, None, None]
     if opcode == BAND_AT:
-        return _between(grid.columns - grid.rows - first.long().unsqueeze(-1), *operands[1:]).unsqueeze(1)
+        offsets = torch.atleast_2d(first).long().unsqueeze(-1)
+        return _between(grid.columns - grid.rows - offsets, *operands[1:]).unsqueeze(1)
     return first  # DENSE
 
 
@@ -357,8 +373,8 @@ def _mask_tensors_fit(opcode: int, operands: Sequence[int], tensors: Tensors, si
         return False
     if opcode == LENGTH:
         return _broadcasts(tensors[0], batch)
-    by_query = _broadcasts(tensors[0], batch, queries)
-    return by_query and (opcode == BAND_AT or _broadcasts(tensors[1], batch, keys))
+    counts = (queries,) if opcode == BAND_AT else (queries, keys)
+    return all(_broadcasts(x, count) or _broadcasts(x, batch, count) for x, count in zip(tensors, counts, strict=True))
 
 
 def _bias_tensors_fit(opcode: int, operands: Sequence[int], tensors: Tensors, sizes: GridSizes) -> bool:

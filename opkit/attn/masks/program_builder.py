@@ -138,7 +138,10 @@ class ProgramBuilder:
         )
 
     def integers(self, name: str, tensor: Tensor, dims: tuple[str, str]) -> int:
-        """Return the number of an int32 tensor (batch or 1, size), made from ``tensor``, which may lack the batch."""
+        """Return the number of an int32 tensor (batch or 1, size), made from ``tensor``, which may lack the batch.
+
+        In graphs for GPUs it still does: what is cached is found by the tensor, and a graph would make a new one at each call.
+        """
         _check_integers(name, tensor, self.sizes.device)
         full = (self.sizes.batch, getattr(self.sizes, dims[1]))
         shape = (1, *tensor.shape) if tensor.dim() == 1 else tuple(tensor.shape)
@@ -146,7 +149,8 @@ class ProgramBuilder:
             raise ShapeError(
                 f"{_OWN}: {name} of shape {tuple(tensor.shape)} must be ({', '.join(dims)}) = {full}, or {full[1:]}."
             )
-        return self.tensor(in_rows(tensor))
+        flat = tensor.dtype == torch.int32 and self.sizes.device.type != "cpu" and torch.compiler.is_compiling()
+        return self.tensor(tensor if flat else in_rows(tensor))
 
     def dense(self, name: str, tensor: Tensor, floating: bool) -> int:
         """Return the number of a tensor that broadcasts to the logits, with 4 dimensions."""

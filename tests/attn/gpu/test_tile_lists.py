@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+import opkit
 from opkit.attn import tensor_cache
 from opkit.attn.calls import GradientCall
 from opkit.attn.gpu import kernels, tile_lists
@@ -124,6 +125,30 @@ def test_lists_of_a_users_tensor_are_built_once(case):
     gc.collect()
     assert gone() is None
     assert (len(tile_lists._lists_cache), len(tensor_cache._tensors)) == (0, 0)
+
+
+class OnGpu(torch.fx.Interpreter):
+    """Runs a compiled graph, with the portable kernel for attention."""
+
+    def call_function(self, target, args, kwargs):
+        fn = kernels.forward if target is torch.ops.opkit.attention.default else target
+        return super().call_function(fn, args, kwargs)
+
+
+@pytest.mark.parametrize("sizes", [(1024,), (1, 1024)], ids=str)
+def test_lists_are_built_once_for_the_calls_of_compiled_code(sizes):
+    @torch.compile(fullgraph=True, backend=lambda graph, _: OnGpu(graph).run)
+    def compiled(q, x):
+        return opkit.attention(q, q, q, mask=Segments(x) & Causal())
+
+    q = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(sizes, dtype=torch.int32, device="meta")
+    launches = []
+    for _ in range(3):
+        with recording() as recorded:
+            compiled(q, x)
+        launches.append([each.bound.kernel.name for each in recorded])
+    assert launches == [["tile_lists", "attention_forward"], *[["attention_forward"]] * 2]
 
 
 def turned(documents):
