@@ -19,14 +19,15 @@ from opkit.attn.functions import graph_calls, rows
 from opkit.attn.functions.pending import Functions
 from opkit.attn.masks.lowering import Bias, MaskLike, programs_of
 from opkit.attn.masks.program_builder import CallSizes
-from opkit.attn.operator import attention_operator
+from opkit.attn.operator import attention_operator, attention_with_kernel
 from opkit.attn.paged.api import paged_attention_operator
 from opkit.op import torch_private as private
 from opkit.op.dispatch.fastcall import no_active_modes
 from opkit.op.dispatch.selection import REFERENCE, Selection
-from opkit.op.forcing import use_kernel
+from opkit.op.forcing import call_kernel, use_kernel, with_kernel_argument
 
 _OPERATOR, _FLOAT8 = attention_operator(), float8.attention_float8_operator()
+_WITH_KERNEL, _FLOAT8_WITH_KERNEL = attention_with_kernel(), with_kernel_argument(_FLOAT8)
 _MODULES = sys.modules
 context: Any = None  # the active `context_parallel`, of all threads: a backward runs in other threads
 _DTYPES = arguments.DTYPES | float8.DTYPES
@@ -170,7 +171,7 @@ def attention(
         if descales is not None or call[0].dtype in float8.DTYPES:
             out, lse = _call_float8(kernel, call, descales)
         else:
-            out, lse = graph_calls.call(lambda: _call(kernel, call), functions, call[0])
+            out, lse = graph_calls.call(lambda: _call(kernel, call, functions), functions, call[0])
     if layout != "bhsd":
         out, lse = from_bhsd(out, layout), lse.squeeze(0) if layout == "thd" else lse
     if output is not None:
@@ -317,19 +318,19 @@ def from_bhsd(x: Any, layout: str) -> Any:
     return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
 
 
-def _call(kernel: str | None, call: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def _call(kernel: str | None, call: tuple[Any, ...], functions: Functions | None) -> tuple[Tensor, Tensor]:
     if kernel is None:
         return _OPERATOR(*call)
-    if kernel == REFERENCE and torch.compiler.is_compiling():  # so that the compiler sees its operations
+    if (
+        kernel == REFERENCE and torch.compiler.is_compiling() and not functions
+    ):  # so that the compiler sees its operations
         return reference.attention(*call)
-    with use_kernel(_OPERATOR, kernel):
-        return _OPERATOR(*call)
+    return call_kernel(_OPERATOR, _WITH_KERNEL, kernel, call)
 
 
 def _call_float8(kernel: str | None, call: tuple[Any, ...], descales: float8.Descales | None) -> tuple[Tensor, Tensor]:
     float8_call = float8.float8_call(call, descales)
-    with contextlib.nullcontext() if kernel is None else use_kernel(_FLOAT8, kernel):
-        return _FLOAT8(*float8_call)
+    return _FLOAT8(*float8_call) if kernel is None else call_kernel(_FLOAT8, _FLOAT8_WITH_KERNEL, kernel, float8_call)
 
 
 @contextlib.contextmanager

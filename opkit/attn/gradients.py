@@ -213,7 +213,7 @@ def whole_backward_operator() -> CustomOp[Any, list[Tensor]]:
 def setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     """Save what :func:`backward` reads."""
     q, k, v, mask_tensors, bias_tensors, sinks, seed = inputs[:7]
-    ctx.rest = inputs[7:]
+    ctx.rest = inputs[7:13]
     ctx.optional = len(mask_tensors), len(bias_tensors), sinks is not None, seed is not None
     ctx.set_materialize_grads(False)  # the log-sum-exp seldom has a gradient
     if ctx.optional == _NO_OPTIONAL:

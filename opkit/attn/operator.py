@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from opkit.attn.calls import AttentionCall
 from opkit.attn.masks import program
 from opkit.op.aot import call_code
 from opkit.op.definition import custom_op
+from opkit.op.forcing import with_kernel_argument
 from opkit.op.operator import CustomOp
 from opkit.op.rules import transforms
 
@@ -41,11 +42,20 @@ def attention_operator() -> CustomOp[Any, tuple[Tensor, Tensor]]:
     """
     op = custom_op(NAME, mutates_args=())(reference.attention)
     op.register_fake(_fake)
-    op.register_vmap(_mapped)
+    op.register_vmap(functools.partial(_mapped, attention_operator))
     op.register_autograd(gradients.backward, setup_context=gradients.setup_context)
     for module in KERNELS:
         importlib.import_module(module).register(op)
     call_code.WRITERS[NAME] = _units
+    return op
+
+
+@functools.cache
+def attention_with_kernel() -> CustomOp[Any, tuple[Tensor, Tensor]]:
+    """Return ``opkit::attention_with_kernel``, whose last argument names the kernel; the first call defines it."""
+    op = with_kernel_argument(attention_operator())
+    op.register_vmap(functools.partial(_mapped, attention_with_kernel))
+    op.register_autograd(lambda *found: (*gradients.backward(*found), None), setup_context=gradients.setup_context)
     return op
 
 
@@ -66,7 +76,7 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, call.q.new_empty((batch, heads, queries), dtype=torch.promote_types(call.q.dtype, torch.float32))
 
 
-def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+def _mapped(operator: Callable[[], Any], info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     """Make one call with the mapped dimension folded into the batch.
 
     Make a call for each index with mapped sinks, dropout, or a tensor that is both lengths and the numbers of rows.
@@ -76,7 +86,7 @@ def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
     unmapped = [x if dim is None else x.select(dim, 0) for x, dim in zip(masks, mask_dims, strict=True)]
     mapped_sinks = sinks is not None and in_dims[5] is not None
     if seed is not None or mapped_sinks or program.lengths_are_rows(args[7], unmapped):
-        return transforms.loop_over_batch(attention_operator(), info, in_dims, args, {})
+        return transforms.loop_over_batch(operator(), info, in_dims, args, {})
     q, dim = args[0], in_dims[0]
     batch = (q if dim is None else q.movedim(dim, 0)[0]).shape[0]
     folded = list(args)
@@ -88,7 +98,7 @@ def _mapped(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         folded[tensors], folded[words] = _folded_program(
             args[words], operands, args[tensors], dims, info.batch_size, batch, rows
         )
-    out, lse = attention_operator()(*folded)
+    out, lse = operator()(*folded)
     return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
 
 

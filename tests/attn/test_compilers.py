@@ -5,6 +5,7 @@ import torch
 from attention_inputs import inputs, randn
 
 import opkit
+from opkit.attn import reference
 from opkit.masks import ALiBi, Causal, KeyPadding, Not, Segments, SlidingWindow, VarLen
 
 
@@ -109,6 +110,62 @@ def test_the_reference_can_be_forced_where_a_compiler_sees_it():
         return opkit.attention(q, k, v, mask=Causal(), kernel="reference")
 
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(*args), function(*args))
+
+
+@pytest.mark.parametrize("backend", ["opkit", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_a_named_kernel_is_part_of_the_graph(backend, operator):
+    torch.compiler.reset()
+    calls, args = [], [x.requires_grad_() for x in inputs()]
+
+    @operator.register_kernel("cpu", when=lambda: False, name="counted")
+    def counted(*arguments):
+        calls.append(1)
+        return reference.attention(*arguments)
+
+    def function(q, k, v):
+        first = opkit.attention(q, k, v, mask=Causal(), kernel="counted")
+        far = opkit.attention(q, k, v, mask=lambda b, h, i, j: (i + j) % 3 != 0, kernel="counted")
+        return first.square() + torch.vmap(lambda q: opkit.attention(q, k, v, kernel="counted"))(q[None])[0] * far
+
+    want = function(*args)
+    gradients = torch.autograd.grad(want.sum(), args)
+    calls.clear()
+    found = torch.compile(function, fullgraph=True, backend=backend)(*args)
+    assert len(calls) == 3
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), args), gradients)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_keeps_a_named_kernel(strict):
+    class Named(torch.nn.Module):
+        def forward(self, q, k, v):
+            return opkit.attention(q, k, v, kernel="tiles")
+
+    args = inputs()
+    exported = torch.export.export(Named(), args, strict=strict)
+    assert "attention_with_kernel" in str(exported.graph)
+    torch.testing.assert_close(exported.module()(*args), Named()(*args))
+
+
+def test_named_kernels_of_float8_and_of_pages_are_parts_of_graphs():
+    x, pages = torch.randn(2, 4, 16), torch.randn(4, 16, 2, 16)
+    table, lengths = torch.tensor([[3, 0], [2, 1]]), torch.tensor([20, 5])
+
+    def function(x, pages):
+        q = x[None].to(torch.float8_e4m3fn)
+        paged = opkit.paged_attention(
+            x, pages, pages, table, lengths, bias=lambda s, b, h, i, j: s - j, kernel="decode"
+        )
+        return opkit.attention(q, q, q, kernel="float32"), paged
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, pages), function(x, pages))
+
+
+def test_an_unknown_kernel_is_reported_while_a_compiler_traces():
+    with pytest.raises(Exception, match="there is no kernel named 'tyles'"):
+        torch.compile(opkit.attention, backend="aot_eager")(*inputs(), kernel="tyles")
 
 
 @pytest.mark.exhaustive

@@ -59,3 +59,8 @@ class Pending:
         """Return the function, from the expressions of all."""
         found = functions[self.number]
         return found.part(self.ranges) if self.ranges else found
+
+
+def with_kernel(substitute: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """Return the same for the operator whose last argument names the kernel."""
+    return lambda *arguments, functions: (*substitute(*arguments[:-1], functions=functions), arguments[-1])

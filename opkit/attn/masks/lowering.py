@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.functions import known
-from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending
+from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending, with_kernel
 from opkit.attn.functions.trace import Traced, score_dtype
 from opkit.attn.masks import biases, program
 from opkit.attn.masks.algebra import Dense, Mask, as_mask, conjuncts, packed_sequences_of
@@ -107,6 +107,7 @@ def _with_functions(*arguments: Any, functions: Sequence[Traced]) -> AttentionCa
 
 
 SUBSTITUTES["opkit.attention.default"] = _with_functions
+SUBSTITUTES["opkit.attention_with_kernel.default"] = with_kernel(_with_functions)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from opkit.attn import batch_invariant
 from opkit.attn.calls import PagedCall, predicate
 from opkit.attn.functions import graph_calls, known
-from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending
+from opkit.attn.functions.pending import SUBSTITUTES, Functions, Pending, with_kernel
 from opkit.attn.functions.trace import Traced, describe, score_dtype, trace
 from opkit.attn.gpu.decode.paged import register_append, register_paged
 from opkit.attn.gpu.hopper import decode_cuda
@@ -32,7 +32,7 @@ from opkit.attn.paged import gathered
 from opkit.attn.paged import reference as paged_reference
 from opkit.errors import ArgumentError, ArgumentTypeError, DtypeError, ShapeError
 from opkit.op.definition import custom_op
-from opkit.op.forcing import use_kernel
+from opkit.op.forcing import call_kernel, with_kernel_argument
 from opkit.op.operator import CustomOp
 
 
@@ -142,7 +142,7 @@ def paged_attention(
     if mask is not None or bias is not None:
         call = _with_functions(PagedCall(*call), mask, bias, functions)
     out, lse = graph_calls.call(
-        lambda: _PAGED(*call) if kernel is None else _call_kernel(kernel, call), functions, rows
+        lambda: _PAGED(*call) if kernel is None else call_kernel(_PAGED, _WITH_KERNEL, kernel, call), functions, rows
     )
     if q.dim() == 4:
         out, lse = out.unflatten(0, q.shape[:-2]), lse.unflatten(0, q.shape[:-2])
@@ -199,11 +199,7 @@ def _substituted(*arguments: Any, functions: Sequence[Traced]) -> PagedCall:
 
 
 SUBSTITUTES["opkit.paged_attention.default"] = _substituted
-
-
-def _call_kernel(kernel: str, call: tuple[Any, ...]) -> Any:
-    with use_kernel(_PAGED, kernel):
-        return _PAGED(*call)
+SUBSTITUTES["opkit.paged_attention_with_kernel.default"] = with_kernel(_substituted)
 
 
 def append_kv(
@@ -334,3 +330,4 @@ def _check(
 
 # here, since compilers warn of cached functions
 _PAGED, _APPEND = paged_attention_operator(), append_kv_operator()
+_WITH_KERNEL = with_kernel_argument(_PAGED)
