@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkit.attn.compat.torch_private import is_dtensor
 from opkit.attn.functions import attributes
 from opkit.attn.functions.attributes import Paths
+from opkit.errors import ArgumentError
 
 Place = tuple[int, str, Any]
 """Where a value is found: the number of the step of another value, and what of that it is."""
+Local = Callable[[Any], Tensor | None]
+"""Returns this process's tensor of a captured ``DTensor``; None if that of another mesh is not known."""
 Step = tuple[Place, str, Any]
 """A value's place, and what of it counts: a fact and what the fact is about, as :mod:`opkit.attn.functions.readers` says."""
 ROOT: Place = (-1, "argument", None)
@@ -153,6 +157,27 @@ class Captures:
             self.steps.append((place, "same", value))
             return type(value) if not learned(self.function.__code__).needs_numbers else (type(value), value)
         return self._described(value, outer, place, reads)
+
+
+def local_tensors(tensors: Sequence[Tensor], name: str, local: Local | None) -> tuple[Tensor, ...]:
+    """Return captured tensors with this process's in place of ``DTensor``s; ``name`` is the function's, for errors.
+
+    Raises:
+        ArgumentError: there is a ``DTensor``, and no ``local``; or it knows none.
+    """
+    return tuple([_local(x, name, local) if type(x) is not Tensor and is_dtensor(x) else x for x in tensors])
+
+
+def _local(x: Any, name: str, local: Local | None) -> Tensor:
+    found = None if local is None else local(x)
+    if found is None:
+        raise ArgumentError(
+            f"opkit.attention: {name} captures a DTensor of shape {tuple(x.shape)} with placements {tuple(x.placements)}. This "
+            "call does not know how processes share its gradient: q is no DTensor of its mesh, or a compiler traces the call. "
+            "Capture the tensor x.full_tensor(grad_placements=...) instead, with Partial() where processes have different parts "
+            "of q, and Replicate() where each has all of q."
+        )
+    return found
 
 
 def _reads(code: types.CodeType, name: str, value: Any) -> Paths | None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from opkit.attn.functions.captures import Captures, Learned, learned
+from opkit.attn.functions.captures import Captures, Learned, Local, learned, local_tensors
 from opkit.attn.functions.expression import INDEX, Function, coordinates, indexed, load, loads_of
 from opkit.attn.functions.inlining import Inlining, narrowed
 from opkit.compiler.ir import expr
@@ -161,7 +161,9 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device) -> Traced:
+def trace(
+    function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device, local: Local | None = None
+) -> Traced:
     """Return a function's expression and the values of its captures.
 
     Args:
@@ -169,18 +171,20 @@ def trace(function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: 
         kind: which of the two.
         dtype: of the score.
         device: of the call.
+        local: makes this process's tensor of a ``DTensor`` that it captures.
 
     Raises:
         ArgumentTypeError: it is not callable with these arguments, or calls what cannot be computed element by element.
-        ArgumentError: it branches on values, writes to a tensor, or captures a tensor of another device.
+        ArgumentError: it branches on values, writes to a tensor, or captures a ``DTensor`` or one of another device.
         DtypeError, ShapeError: its result is not bool, or floating for a score; or not one number.
     """
-    return trace_captures(Captures.of(function), function, kind, dtype, device)
+    return trace_captures(Captures.of(function), function, kind, dtype, device, local)
 
 
 def trace_captures(
-    captures: Captures, function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device
-) -> Traced:
+    captures: Captures, function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device,
+    local: Local | None = None,
+) -> Traced:  # fmt: skip
     """Return the same from a function's captures."""
     constants = [cell.cell_contents for cell in captures.numbers] if dtype == torch.float64 else []  # of the expression
     known = captures.key is not None and all(type(x) in (int, float) for x in constants)
@@ -193,7 +197,8 @@ def trace_captures(
             if len(_recipes) >= _MAX_CACHED:
                 _recipes.clear()
             _recipes[key] = recipe
-    tensors = tuple(captures.tensors[each] if isinstance(each, int) else each for each in recipe.tensors)
+    tensors = [captures.tensors[each] if isinstance(each, int) else each for each in recipe.tensors]
+    tensors = local_tensors(tensors, describe(function), local)
     numbers = [cell.cell_contents for cell in captures.numbers] if recipe.parametrised else []
     integers = tuple(x for x in numbers if not isinstance(x, float))
     return Traced(recipe.root, tensors, integers, tuple(x for x in numbers if isinstance(x, float)))
@@ -290,6 +295,7 @@ def _as_tensor(result: Any, like: Tensor, kind: Kind, name: str) -> Tensor:
 
 def _explained(error: Exception, function: Any, name: str, captures: Captures, device: torch.device) -> Exception:
     """Return the error for one that running the function raised."""
+    local_tensors(captures.tensors, name, None)
     wrong = [x for x in captures.tensors if x.device != device]
     if wrong:
         return ArgumentError(
@@ -318,6 +324,8 @@ def _check_signature(function: Any, kind: Kind) -> None:
 def describe(function: Any) -> str:
     """Return how errors name a function: with its file and line, if it has any."""
     code = getattr(function, "__code__", None)
+    if isinstance(function, torch.fx.GraphModule):
+        return "a function that is compiled"
     if code is None:
         return getattr(function, "__qualname__", None) or repr(function)
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opkit.attn.functions import known
+from opkit.attn.functions.captures import Local
 from opkit.attn.functions.pending import Functions, Pending
 from opkit.attn.functions.trace import Kind, Traced, describe, trace
 from opkit.attn.masks import program
@@ -30,9 +31,12 @@ class TracedMask(Mask):
     name: str = "a function"
 
     @classmethod
-    def of(cls, function: Callable[..., Any], device: torch.device, functions: Functions | None = None) -> TracedMask:
-        """Return the mask of a function for calls on a device."""
-        return cls(*_traced(function, "mask", torch.float32, device, functions))
+    def of(
+        cls, function: Callable[..., Any], device: torch.device, functions: Functions | None = None,
+        local: Local | None = None,
+    ) -> TracedMask:  # fmt: skip
+        """Return the mask of a function for calls on a device; ``local`` as in :func:`opkit.attn.functions.trace.trace`."""
+        return cls(*_traced(function, "mask", torch.float32, device, functions, local))
 
     @property
     def static(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,10 +70,11 @@ class TracedScore(Bias):
 
     @classmethod
     def of(
-        cls, function: Callable[..., Any], dtype: torch.dtype, device: torch.device, functions: Functions | None = None
-    ) -> TracedScore:
+        cls, function: Callable[..., Any], dtype: torch.dtype, device: torch.device, functions: Functions | None = None,
+        local: Local | None = None,
+    ) -> TracedScore:  # fmt: skip
         """Return the score of a function for calls on a device, whose scores have a dtype."""
-        return cls(*_traced(function, "score", dtype, device, functions))
+        return cls(*_traced(function, "score", dtype, device, functions, local))
 
     def part(self, ranges: Mapping[str, range]) -> TracedScore:
         """Return the score of some of the batches, heads, queries or keys; see :meth:`Traced.part`."""
@@ -82,8 +87,9 @@ class TracedScore(Bias):
 
 
 def _traced(
-    function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device, functions: Functions | None
-) -> tuple[Traced | Pending, str]:
+    function: Callable[..., Any], kind: Kind, dtype: torch.dtype, device: torch.device, functions: Functions | None,
+    local: Local | None,
+) -> tuple[Traced | Pending, str]:  # fmt: skip
     if functions is not None:
         return Pending.of(function, kind, functions), f"the {kind}_mod"
-    return trace(function, kind, dtype, device), describe(function)
+    return trace(function, kind, dtype, device, local), describe(function)

@@ -52,7 +52,12 @@ def attention(
         )
     keys = next(k.shape[dim] for dim, name in dims.items() if name == "sequence")
     whole = CallSizes(of_all["batch"], of_all["heads"], of_all["sequence"], keys, q.device)
-    call = TracedCall.of(mask, bias, whole, q.dtype).part(heads, batch)
+    of_parts = [Replicate() if name is None else Partial() for name in sharded]
+
+    def local(captured: DTensor) -> Tensor | None:
+        return captured.full_tensor(grad_placements=of_parts) if captured.device_mesh == mesh else None
+
+    call = TracedCall.of(mask, bias, whole, q.dtype, local).part(heads, batch)
     sinks = None if sinks is None else _local_sinks(sinks, heads, sharded)
     of_q = [Partial() if name == "keys" else placement for name, placement in zip(sharded, q.placements, strict=True)]
     own = api.as_bhsd(q.to_local(grad_placements=of_q), k.to_local(), v.to_local(), layout)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opkit.attn.functions import graph_calls, known
+from opkit.attn.functions.captures import Local
 from opkit.attn.functions.pending import Functions
 from opkit.attn.functions.trace import Traced, score_dtype
 from opkit.attn.masks import biases
@@ -40,18 +41,21 @@ class TracedCall:
     functions: Functions | None = None
 
     @classmethod
-    def of(cls, mask: Any, bias: Any, sizes: CallSizes, dtype: torch.dtype) -> TracedCall:
+    def of(cls, mask: Any, bias: Any, sizes: CallSizes, dtype: torch.dtype, local: Local | None = None) -> TracedCall:
         """Return those of the arguments of :func:`opkit.attention`; ``sizes`` are those of all positions.
 
+        ``local`` makes this process's tensor of a ``DTensor`` that a function captures.
+
         Raises:
+            ArgumentError: a function captures a ``DTensor`` that ``local`` does not know.
             ShapeError: a captured tensor is smaller than the number of batches, heads, queries or keys that index it.
         """
         functions: Functions | None = [] if is_dynamo_compiling() else None
-        found = None if mask is None else _traced(as_mask(mask), sizes, functions)
+        found = None if mask is None else _traced(as_mask(mask), sizes, functions, local)
         listed = biases.listed(bias)
         for number, each in enumerate(listed):
             if biases.is_function(each):
-                score = TracedScore.of(each, score_dtype(dtype), sizes.device, functions)
+                score = TracedScore.of(each, score_dtype(dtype), sizes.device, functions, local)
                 _check(score, sizes)
                 listed[number] = score
         return cls(*separated(found, listed), functions)
@@ -85,18 +89,18 @@ def separated(mask: Mask | None, added: list[Any]) -> tuple[Mask | None, list[An
     return And(tuple(hiding)) if hiding else None, [*(each.tensor for each in floating), *rest]
 
 
-def _traced(mask: Mask, sizes: CallSizes, functions: Functions | None) -> Mask:
+def _traced(mask: Mask, sizes: CallSizes, functions: Functions | None, local: Local | None) -> Mask:
     """Return a mask with what its functions say in their place."""
     match mask:
         case And() | Or():
-            return type(mask)(tuple([_traced(part, sizes, functions) for part in mask.parts]))
+            return type(mask)(tuple([_traced(part, sizes, functions, local) for part in mask.parts]))
         case Not():
-            return Not(_traced(mask.part, sizes, functions))
+            return Not(_traced(mask.part, sizes, functions, local))
         case Blocks():
             mask.check(sizes)
-            return _traced(mask.mask, sizes, functions)
+            return _traced(mask.mask, sizes, functions, local)
         case MaskFunction():
-            found = TracedMask.of(mask.function, sizes.device, functions)
+            found = TracedMask.of(mask.function, sizes.device, functions, local)
             _check(found, sizes)
             return found
         case _:

@@ -313,6 +313,12 @@ def functions_of_distributed_tensors(mesh):
         (of_captured,) = torch.autograd.grad(found.square().sum().full_tensor(), captured)
         dist.all_reduce(of_captured)
         torch.testing.assert_close(of_captured, expected)
+        for placement in (Replicate(), Shard(0)):
+            distributed = distribute_tensor(captured.detach(), mesh, [placement]).requires_grad_()
+            found = opkit.attention(x, k, v, **functions_of(distributed))
+            torch.testing.assert_close(found.full_tensor(), out)
+            (of_captured,) = torch.autograd.grad(found.square().sum(), distributed)
+            torch.testing.assert_close(of_captured.full_tensor(), expected)
     none = distribute_tensor(numbers(4, 4, 0, D), mesh, [Replicate()])
     assert opkit.attention(none, k, v, **options).shape == (4, 4, 0, D)
 
@@ -532,6 +538,9 @@ def bad_calls(mesh):
         for wrong in ({"bias": numbers(9, 1)}, {"mask": Causal() & Dense(numbers(8, 16) > 0)}):
             with pytest.raises(ShapeError, match=r"does not broadcast to .* = \(1, 3, 16, 16\)"):  # on both
                 opkit.attention(x, x, x, **wrong)
+        distributed = distribute_tensor(numbers(3), mesh, [Shard(0)])
+        with pytest.raises(ArgumentError, match=r"captures a DTensor of shape \(3,\) .* \(Shard\(dim=0\),\).* Capture"):
+            opkit.attention(x, x, x, bias=lambda s, b, h, i, j: s + distributed[h])
     with opkit.context_parallel(mesh, balanced=True) as parallel, pytest.raises(ShapeError, match="multiple of 4"):
         parallel.shard(numbers(1, 3, 6, D), 2)
     one, other = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(x, mesh, [Replicate()])
