@@ -26,6 +26,13 @@ def deformable_attention(
 ) -> Float[Tensor, "batch queries heads d"]:
     """Return the sampled values; ``locations`` are ``(x, y)`` from 0 to 1 over the map, at whose pixels' corners these lie."""
     batch, h, w, heads, d = value.shape
+    torch._check_value(
+        h > 0 and w > 0,
+        lambda: (
+            f"gallery::deformable_attention: value of shape {tuple(value.shape)} is a map without pixels, (batch, h, w, "
+            "heads, d); leave empty maps out."
+        ),
+    )
     x, y = locations[..., 0] * w - 0.5, locations[..., 1] * h - 0.5
     left, top = x.detach().floor(), y.detach().floor()
     flat = value.reshape(batch, h * w, heads, d).transpose(1, 2)
@@ -66,7 +73,7 @@ void deformable_attention(const T* value, const T* locations, const T* weights, 
         }
 }
 """
-deformable_attention.register_kernel("cpu", opkit.c_kernel(SOURCE))
+deformable_attention.register_kernel("cpu", opkit.c_kernel(SOURCE), when=lambda value: 0 not in value.shape[1:3])
 
 
 # A program has a head of one query, and computes in float32.
@@ -106,7 +113,10 @@ TRITON = opkit.triton_kernel(
     ],
 )
 deformable_attention.register_kernel(
-    "cuda", TRITON, when=lambda value: value.shape[-1] <= 512, dtypes=[torch.float32, torch.bfloat16, torch.float16]
+    "cuda",
+    TRITON,
+    when=lambda value: 0 not in value.shape[1:3] and value.shape[-1] <= 512,
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
 )
 
 _DTYPES = (torch.float32, torch.float64)

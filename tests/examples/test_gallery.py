@@ -136,6 +136,15 @@ def test_results_are_those_of_loops(name):
         torch.testing.assert_close(results(op.reference, inputs), expected)
 
 
+def test_deformable_attention_refuses_a_map_without_pixels_as_grid_sample_does():
+    module = importlib.import_module("deformable_attention")
+    inputs = module.arguments(2, 0, 5, 3)
+    with pytest.raises(ValueError, match=r"value of shape \(2, 0, 5, 8, 32\) is a map without pixels"):
+        module.deformable_attention(*inputs)
+    with pytest.raises(RuntimeError, match="non-empty spatial dimensions"):
+        module.alternative(*inputs)
+
+
 @pytest.mark.sweep(keep=SAMPLE)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_example_runs(name):
