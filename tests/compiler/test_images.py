@@ -162,6 +162,21 @@ def test_channels_of_the_last_dimension_after_a_convolution():
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-2)
 
 
+def test_images_of_symbolic_sizes_are_trained_in_their_layout():
+    """torch's strides of such a result are products of ``Max(1, size)``, by which the backward reads what the forward stores."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.AvgPool2d(2), nn.SiLU()
+    )
+    module, eager = module.to(memory_format=torch.channels_last), copy.deepcopy(module)
+    call = torch.compile(module, backend=backend.opkit_backend, options={"strict": True}, dynamic=True)
+    for sizes in ((2, 4, 17, 14), (1, 4, 12, 21)):
+        x = torch.randn(sizes).to(memory_format=torch.channels_last)
+        found, expected = step(module, call, x), step(eager, eager, x)
+        assert found[0].stride() == expected[0].stride()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 class Branches(nn.Module):
     """Branches that are joined and padded, windows of what they join, and a convolution with a large weight."""
 

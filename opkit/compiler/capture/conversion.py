@@ -282,8 +282,8 @@ class _Conversion:
         dtype = OF_TORCH.get(_bare(value.dtype))
         if dtype is None:
             raise Unsupported(f"{node.name} ({node.target}) is of {value.dtype}")
-        index = self.sizes.index
-        return TensorType(dtype, tuple(map(index, shape)), tuple(map(index, strides)), index(offset), device)
+        index, stride = self.sizes.index, self.sizes.stride
+        return TensorType(dtype, tuple(map(index, shape)), tuple(map(stride, strides)), index(offset), device)
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,18 @@ class SymbolicSizes:
             found = self._known[expression] = self._converted(private.replaced(number), number)
         return found
 
+    def stride(self, number: Any) -> Index:
+        """Return a stride as an index, with ``n`` for each ``Max(1, n)`` that torch writes there for a size of 0.
+
+        They differ for tensors without elements only, and layouts are recognised by products of sizes.
+        """
+        if type(number) is int or not number.node.is_symbolic():
+            return self.index(number)
+        expression = private.replaced(number)
+        plain = expression.replace(_is_at_least_one, lambda most: next(a for a in most.args if a != 1))
+        known = plain == expression or private.depends_on_float(plain)
+        return self.index(number) if known else self._converted(plain, number)
+
     def _converted(self, expression: Any, number: Any) -> Index:
         if isinstance(expression, sympy.Symbol):
             return self._symbol(expression, number)
@@ -82,6 +94,13 @@ def _in_integers(expression: sympy.Expr) -> bool:
 
 
 _functions = private.sympy_functions
+
+
+def _is_at_least_one(expression: Any) -> bool:
+    """Return whether an expression is ``Max(1, n)``."""
+    return isinstance(expression, (_functions.Max, sympy.Max)) and len(expression.args) == 2 and 1 in expression.args
+
+
 _DIVISIONS: dict[type, Callable[..., Any]] = {
     _functions.FloorDiv: lambda a, b: index(a) // b,
     _functions.CleanDiv: lambda a, b: index(a) // b,
