@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -204,6 +205,13 @@ def _imports(data: bytes) -> Iterator[tuple[str, int]]:
                 yield data[name : data.index(b"\0", name)].decode(), place
 
 
+def _import(name: str, function: Any) -> None:
+    """Let libc10 call another function in place of the one that it imports."""
+    for slot in _slots(name):
+        _libc().mprotect(ctypes.c_void_p(slot & -_PAGE), ctypes.c_size_t(2 * _PAGE), ANYTHING)
+        ctypes.c_void_p.from_address(slot).value = ctypes.cast(function, ctypes.c_void_p).value
+
+
 @functools.cache
 def guard() -> Guard:
     """Return this process's guard. It stays in place: an operator may cache a block for its next call."""
@@ -214,28 +222,19 @@ def guard() -> Guard:
 class Guard:
     """Blocks that torch allocates between calls of :meth:`begin` and :meth:`end`."""
 
-    libc: ctypes.CDLL = dataclasses.field(default_factory=lambda: ctypes.CDLL(None))
     blocks: list[tuple[mmap.mmap, int, int]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._callback = _ALIGN(self._align)
-        self.libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
 
     def begin(self) -> None:
         """Start to guard torch's blocks; none is freed from here on."""
-        nothing = ctypes.cast(self.libc.getppid, ctypes.c_void_p).value or 0
-        ours = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
-        self._set("free", nothing)
-        self._set("posix_memalign", ours)
+        _import("free", _libc().getppid)
+        _import("posix_memalign", self._callback)
 
     def end(self) -> None:
         """Restore torch's allocation. The guarded blocks must never be freed, so free is not restored."""
-        self._set("posix_memalign", ctypes.cast(self.libc.posix_memalign, ctypes.c_void_p).value or 0)
-
-    def _set(self, name: str, function: int) -> None:
-        for slot in _slots(name):
-            self.libc.mprotect(ctypes.c_void_p(slot & -_PAGE), ctypes.c_size_t(2 * _PAGE), ANYTHING)
-            ctypes.c_void_p.from_address(slot).value = function
+        _import("posix_memalign", _libc().posix_memalign)
 
     def _align(self, pointer: ctypes._Pointer[ctypes.c_void_p], alignment: int, size: int) -> int:  # pyright: ignore
         try:
@@ -243,7 +242,7 @@ class Guard:
         except OSError:  # the process has the largest number of mappings
             block = None
         if block is None:
-            return self.libc.posix_memalign(pointer, alignment, size)
+            return _libc().posix_memalign(pointer, alignment, size)
         self.blocks.append(block)
         pointer[0] = ctypes.addressof(ctypes.c_char.from_buffer(block[0])) + block[1]
         return 0
@@ -292,6 +291,7 @@ def _libc() -> ctypes.CDLL:
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.malloc_trim.argtypes = [ctypes.c_size_t]
+    libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
     if hasattr(libc, "mallinfo2"):
         libc.mallinfo2.restype = _Info
     return libc
@@ -315,9 +315,21 @@ def poisoned_heap(byte: int) -> Generator[None]:
     libc = _libc()
     blocks = [libc.malloc(size) for size in _CACHED for _ in range(_BLOCKS_CACHED)]
     libc.mallopt(_PERTURB, byte ^ 0xFF)
+
+    @_ALIGN
+    def filled(pointer: ctypes._Pointer[ctypes.c_void_p], alignment: int, size: int) -> int:  # pyright: ignore
+        failed = libc.posix_memalign(pointer, alignment, size)
+        if not failed:
+            ctypes.memset(pointer[0], byte, size)
+        return failed
+
     try:
+        if not allocator_missing():
+            _import("posix_memalign", filled)  # glibc's hands out cached blocks too, in newer releases
         yield
     finally:
+        if not allocator_missing():
+            _import("posix_memalign", libc.posix_memalign)
         libc.mallopt(_PERTURB, 0)
         for block in blocks:
             libc.free(block)
