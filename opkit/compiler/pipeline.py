@@ -17,7 +17,10 @@ from opkit.compiler.diagnostics import CompiledGraph, Stages
 from opkit.compiler.emit.c.source import source
 from opkit.compiler.emit.triton.expressions import NotEmittable
 from opkit.compiler.emit.triton.source import module, triton_kernel
+from opkit.compiler.ir.access import estimate
+from opkit.compiler.ir.graph import Graph, Ref, TensorType
 from opkit.compiler.ir.kernel import Kernel, KernelLaunch, Schedule, TritonKernel
+from opkit.compiler.ir.program import Program
 from opkit.compiler.lower.graph_to_program import lower
 from opkit.compiler.lower.scheduling import schedule, streamed
 from opkit.compiler.lower.target import LoweringTarget, TileSizes
@@ -48,6 +51,7 @@ def compile_graph(
     """
     rules = user_lowerings.rules(lowered, functools.partial(_failed_rule, captured.graph.name, strict))
     program = stages.run("lower", lower, captured.graph, target, True, rules)
+    _check_saved(captured.graph, program)
     scheduled = streamed(stages.run("fuse", schedule, program, target, save_memory), target.cache)
     name = captured.graph.name
     diagnostics.log_fusion(name, scheduled)
@@ -61,6 +65,23 @@ def compile_graph(
         texts = (module(kernels.values()),)
     triton = tuple(kernels.values())
     return CompiledGraph(name, "", captured, program, scheduled, execution_plan, texts, triton)
+
+
+def _check_saved(graph: Graph, program: Program) -> None:
+    """Check that what a forward saves has strides that its backward knows: numbers, which are reported, or else torch's.
+
+    Raises:
+        Unsupported: other strides depend on sizes. The backward would read wrong numbers.
+    """
+    types = {node.name: node.result for node in graph.nodes}
+    at = functools.partial(estimate, sizes=program.sizes)
+    first = len(graph.outputs) if graph.fixed is None else graph.fixed
+    for output, found in zip(graph.outputs[first:], program.outputs[first:], strict=True):
+        kind = types[output.name] if isinstance(output, Ref) else None
+        if not isinstance(kind, TensorType) or all(s.constant is not None for s in found.strides):
+            continue
+        if any(at(n) > 1 and at(a) != at(b) for n, a, b in zip(kind.shape, found.strides, kind.strides, strict=True)):
+            raise Unsupported(f"{output.name}, which is saved for the backward, has strides that torch does not expect")
 
 
 def _triton_kernels(scheduled: Schedule, tiles: TileSizes) -> dict[Kernel, TritonKernel]:

@@ -8,6 +8,7 @@ from torch import nn
 
 import opkit
 from opkit.compiler import backend
+from opkit.compiler.capture.sizes import SymbolicSizes
 
 
 class Stem(nn.Module):
@@ -175,6 +176,14 @@ def test_images_of_symbolic_sizes_are_trained_in_their_layout():
         found, expected = step(module, call, x), step(eager, eager, x)
         assert found[0].stride() == expected[0].stride()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_backward_reads_no_strides_that_it_cannot_know(monkeypatch):
+    monkeypatch.setattr(SymbolicSizes, "stride", SymbolicSizes.index)  # then channels-last is not recognised
+    module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU()).to(memory_format=torch.channels_last)
+    call = torch.compile(module, backend=backend.opkit_backend, options={"strict": True}, dynamic=True)
+    with pytest.raises(Exception, match="which is saved for the backward, has strides that torch does not expect"):
+        call(torch.randn(2, 4, 17, 14).to(memory_format=torch.channels_last))
 
 
 class Branches(nn.Module):
