@@ -115,9 +115,10 @@ static XLA_FFI_Error* opk_xla_run(XLA_FFI_CallFrame* frame, const int64_t* call,
 
 OPK_XLA XLA_FFI_Error* opk_xla(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* opk_xla(XLA_FFI_CallFrame* frame) {
-    const XLA_FFI_Extension_Base* extension = frame->extension_start;
-    if (extension != 0 && extension->type == XLA_FFI_Extension_Metadata) {
-        XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)frame->extension_start)->metadata;
+    /* the type of `extension_start` has another name from JAX 0.12 on */
+    const XLA_FFI_Metadata_Extension* extension = (const XLA_FFI_Metadata_Extension*)frame->extension_start;
+    if (extension != 0 && extension->extension_base.type == XLA_FFI_Extension_Metadata) {
+        XLA_FFI_Metadata* metadata = extension->metadata;
         metadata->api_version.major_version = XLA_FFI_API_MAJOR;
         metadata->api_version.minor_version = XLA_FFI_API_MINOR;
         metadata->traits = 0;
