@@ -194,6 +194,16 @@ class Program:
         """Return buffers and their parts."""
         return [each for name in names for each in (name, *self.parts.get(name, ()))]
 
+    @functools.cached_property
+    def _same(self) -> Mapping[str, str]:
+        return same_memory(self.steps)
+
+    def overlapping(self, name: str) -> list[str]:
+        """Return the buffers that may share memory with a buffer without being parts of the same one, and their parts."""
+        memory = self.buffers[name].memory
+        root = self._same.get(memory)
+        return self.with_parts(other for other, its in self._same.items() if its == root and other != memory)
+
     def reads(self, step: Step) -> list[str]:
         """Return the buffers whose elements a step needs, and their parts."""
         return self.with_parts(reads(step))
@@ -218,6 +228,22 @@ def reads(step: Step) -> list[str]:
         return list(dict.fromkeys(_buffers((step.args, step.kwargs))))
     loaded = [buffer for root in roots(step) for buffer in loads(root)]
     return list(dict.fromkeys(loaded))
+
+
+def same_memory(steps: Iterable[Any]) -> dict[str, str]:
+    """Map the buffers that calls take, and of which they may return views, to one name for each memory."""
+    found: dict[str, str] = {}
+    for step in steps:
+        if isinstance(step, Extern) and step.aliases:
+            roots = {_root(found, name) for name in (*reads(step), *writes(step))}
+            found |= dict.fromkeys(roots, min(roots))
+    return {name: _root(found, name) for name in found}
+
+
+def _root(found: Mapping[str, str], name: str) -> str:
+    while found.get(name, name) != name:
+        name = found[name]
+    return name
 
 
 def writes(step: Step) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from opkit.compiler.ir.access import estimate
 from opkit.compiler.ir.index import Index, product
 from opkit.compiler.ir.kernel import KernelLaunch, parallel
-from opkit.compiler.ir.program import Extern, reads, writes
+from opkit.compiler.ir.program import Extern, same_memory
 
 ScheduledStep = KernelLaunch | Extern
 
@@ -46,7 +46,7 @@ class BatchSizes:
 
 def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[ScheduledStep], list[str]]:
     """Return the steps with the launches of a batch next to each other, and the reasons why launches did not join a batch."""
-    memory = _same_memory(steps)
+    memory = same_memory(steps)
     found: list[ScheduledStep] = []
     reasons: dict[str, None] = {}
     run = _Run(sizes, memory, reasons)
@@ -57,22 +57,6 @@ def batched(steps: Sequence[ScheduledStep], sizes: BatchSizes) -> tuple[list[Sch
             found += [*run.ordered(), step]
             run = _Run(sizes, memory, reasons)
     return found + run.ordered(), list(reasons)
-
-
-def _same_memory(steps: Sequence[ScheduledStep]) -> dict[str, str]:
-    """Map buffers that may share memory, such as an operator's results and arguments, to one name."""
-    found: dict[str, str] = {}
-    for step in steps:
-        if isinstance(step, Extern) and step.aliases:
-            first, *others = (_root(found, name) for name in (*reads(step), *writes(step)))
-            found |= {name: first for name in others if name != first}
-    return {name: _root(found, name) for name in found}
-
-
-def _root(found: Mapping[str, str], name: str) -> str:
-    while name in found:
-        name = found[name]
-    return name
 
 
 @dataclasses.dataclass

@@ -128,13 +128,16 @@ class _Fuser:
     def _after(self, step: Compute) -> int:
         """Return the first entry that the step may join: the last that writes what it reads, or uses what it overwrites."""
         sources = [self.last_writer.get(name, -1) for name in reads(step)]
-        return max([-1, *sources, self.last_writer.get(step.buffer, -1), *self.read.get(step.buffer, ())])
+        overwritten = (step.buffer, *self.program.overlapping(step.buffer))
+        users = [at for name in overwritten for at in (self.last_writer.get(name, -1), *self.read.get(name, ()))]
+        return max([-1, *sources, *users])
 
     def _note(self, step: Compute | Extern, at: int) -> None:
         for name in self.program.reads(step):
             self._comes_after(at, self.last_writer.get(name, at))
             self.read.setdefault(name, set()).add(at)
-        for name in self.program.writes(step):
+        written = self.program.writes(step)
+        for name in (*written, *(other for each in written for other in self.program.overlapping(each))):
             for earlier in (self.last_writer.get(name, at), *self.read.get(name, ())):
                 self._comes_after(at, earlier)
             self.last_writer[name] = at
@@ -193,10 +196,14 @@ class _Fuser:
         self.latest.update((size, after) for size in sizes if self.latest.get(size) == at)
 
     def _separate(self, entry: Group, step: Compute) -> str | None:
-        """Return why a reduction of columns stays apart from steps that reductions of rows need too.
+        """Return why a step stays apart from a group: a reduction of columns, from steps that reductions of rows need too.
 
         Only one of the two can share a kernel with them. Rows fit into a tile, so what comes after their reduction can join, too.
         """
+        if not {*entry.loads, *entry.members}.isdisjoint(self.program.overlapping(step.buffer)) or any(
+            not entry.members.keys().isdisjoint(self.program.overlapping(name)) for name in reads(step)
+        ):
+            return "one of them writes to memory of which the other has a view"
         if step.buffer in self.adjacent and not self.before_rows.isdisjoint(entry.members):
             return "a reduction over other axes follows"
         return None

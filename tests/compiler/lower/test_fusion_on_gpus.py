@@ -58,6 +58,18 @@ def test_what_a_call_needs_too_is_read_and_not_computed_again():
     assert (len(norm), len(total), len(norm & total)) == (2, 3, 1)
 
 
+def test_memory_is_overwritten_after_what_reads_a_view_of_it():
+    def written(x):
+        y = x.as_strided((2,), (1,)).relu()
+        y[::2].copy_(y[::2])
+        x.fill_(1)
+        return y
+
+    found, made = launches(written, torch.randn(2))
+    given = made.program.inputs[0]
+    assert [given in launch.buffers for launch in found] == [False, True]
+
+
 def test_a_sum_over_few_elements_joins_its_neighbours():
     found, _ = launches(lambda x: (x.sin().view(4, 8, 2, 512).sum(2) + 1).bfloat16(), bf16(4, 16, 512))
     assert len(found) == 1
