@@ -238,6 +238,14 @@ def test_strides_and_elements_are_those_of_eager(function, inputs):
     assert first == second, "results share memory otherwise"
 
 
+def test_layouts_of_symbolic_sizes_that_a_fake_has_wrong():
+    x = torch.randn(1, 5, 5).expand(8, 5, 5).requires_grad_()
+    call = torch.compile(torch.logaddexp, backend="opkit", options=STRICT, dynamic=True)
+    found, expected = call(x, x), torch.logaddexp(x, x)
+    torch.testing.assert_close(found, expected, check_stride=True)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (found, expected)))
+
+
 @pytest.mark.parametrize(
     "write",
     [

@@ -76,11 +76,11 @@ def _laid_out_as_sum(op: Any, x: Tensor, y: Tensor) -> Any:
     shape = torch.broadcast_shapes(x.shape, y.shape)
     if all(t.dim() == 0 or (t.shape == shape and t.is_contiguous()) for t in (x, y)):
         return NotImplemented
-    with private.without_modes():
+    with private.without_modes():  # symbolic strides of these results are not in the graph
         strides, of_fake = (x + y).stride(), op(x, y).stride()
-    if strides == of_fake:
-        return NotImplemented
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+        if strides == of_fake:
+            return NotImplemented
+        order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     dtype = torch.result_type(x, y)
     x, y = (t if t.dim() == 0 else t.to(dtype).expand(shape).permute(order).contiguous() for t in (x, y))
     return op(x, y).permute([order.index(dim) for dim in range(len(shape))])
