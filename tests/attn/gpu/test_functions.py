@@ -121,7 +121,7 @@ def test_latent_attention(run, queries, kernel):
     assert decoding.takes_few(call) if kernel == "split" else limits.takes(call)
     out, lse = run("opkit::attention", *call, kernel=kernel)
     exact, exact_lse = exactly(call)
-    close(out, exact, 2.0**-18)
+    close(out, exact, 2.0**-16)  # logits are sums of 576 products, and are multiplied by one another
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
