@@ -238,6 +238,20 @@ def test_strides_and_elements_are_those_of_eager(function, inputs):
     assert first == second, "results share memory otherwise"
 
 
+def test_a_view_of_an_input_that_was_written_to_with_symbolic_sizes():
+    """torch makes the result of the input, by the strides of what the graph returns."""
+
+    def written(x):
+        x.add_(1)
+        return x.as_strided((x.numel(),), (1,))[1::2]
+
+    x, y = (torch.arange(25.0).reshape(5, 5).t().clone() for _ in range(2))
+    found, expected = torch.compile(written, backend="opkit", options=STRICT, dynamic=True)(x), written(y)
+    torch.testing.assert_close(found, expected, check_stride=True)
+    assert found.storage_offset() == 1
+    assert found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_layouts_of_symbolic_sizes_that_a_fake_has_wrong():
     x = torch.randn(1, 5, 5).expand(8, 5, 5).requires_grad_()
     call = torch.compile(torch.logaddexp, backend="opkit", options=STRICT, dynamic=True)

@@ -239,7 +239,7 @@ def _outputs(b: Builder) -> list[Any]:
         b.node = types[output.name]
         value = b.values[output.name]
         fixed = b.graph.fixed is None or number < b.graph.fixed
-        outputs.append(_output(b, value, fixed, shared) if isinstance(value, Tensor) else value)
+        outputs.append(_output(b, value, fixed, shared, types) if isinstance(value, Tensor) else value)
     return outputs
 
 
@@ -251,7 +251,7 @@ def _shared(b: Builder) -> frozenset[str]:
     return frozenset(name for name, count in found.items() if count > 1)
 
 
-def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> Strided:
+def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str], nodes: Mapping[str, Node]) -> Strided:
     """Return a result as the graph describes it: with its strides if they are fixed, and copied if eager mode copies it."""
     kind = b.node.result if fixed and isinstance(b.node.result, TensorType) else None
     if kind is not None and not is_dense(kind.shape, kind.strides):
@@ -261,7 +261,29 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str]) -> 
         strided = found.strided()
     if strided is not None and not _is_copy(tensor) and (kind is None or _same_layout(strided, kind)):
         return strided
+    if kind is not None and (found := _in_base(b, kind, nodes)) is not None:
+        return found
     return b.strided(b.materialised(tensor, b.result().strides))
+
+
+def _in_base(b: Builder, kind: TensorType, nodes: Mapping[str, Node]) -> Strided | None:
+    """Return a result that is a view in the memory of its base, if that lies there as in eager mode.
+
+    With symbolic sizes, the elements of a view may be known by quotients only, which are no strides.
+    """
+    base = base_of(b.node, nodes, ALIASING)
+    whole, value = base.result, b.values[base.name]
+    if (
+        base is b.node
+        or not isinstance(whole, TensorType)
+        or whole.dtype != kind.dtype
+        or not isinstance(value, Tensor)
+    ):
+        return None
+    strided = value.strided()
+    if strided is None or _is_copy(value) or not _same_layout(strided, whole):
+        return None
+    return Strided(strided.buffer, kind.shape, kind.strides, strided.offset + kind.offset - whole.offset)
 
 
 def _same_layout(strided: Strided, kind: Any) -> bool:
