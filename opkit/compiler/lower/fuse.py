@@ -186,7 +186,7 @@ class _Fuser:
         entry = self.entries[at]
         assert isinstance(entry, Group)
         self.entries[at] = None
-        self.last_writer.update((name, after) for name in entry.members if self.last_writer[name] == at)
+        self.last_writer |= {name: after for name, last in self.last_writer.items() if last == at}
         for name in {*entry.loads, *entry.members} & self.read.keys():
             if at in self.read[name]:
                 self.read[name] = self.read[name] - {at} | {after}
@@ -196,12 +196,16 @@ class _Fuser:
         self.latest.update((size, after) for size in sizes if self.latest.get(size) == at)
 
     def _separate(self, entry: Group, step: Compute) -> str | None:
-        """Return why a step stays apart from a group: a reduction of columns, from steps that reductions of rows need too.
+        """Return why a step stays apart from a group.
 
-        Only one of the two can share a kernel with them. Rows fit into a tile, so what comes after their reduction can join, too.
+        One may write to memory that the other reads or writes by the name of a view. And of a reduction of columns and one of
+        rows, only one can share a kernel with the steps that both need. Rows fit into a tile, so what comes after their
+        reduction can join, too.
         """
-        if not {*entry.loads, *entry.members}.isdisjoint(self.program.overlapping(step.buffer)) or any(
-            not entry.members.keys().isdisjoint(self.program.overlapping(name)) for name in reads(step)
+        written = self.program.overlapping(step.buffer)
+        read = [other for name in reads(step) for other in self.program.overlapping(name)]
+        if any(name in entry.loads or name in entry.members for name in written) or any(
+            n in entry.members for n in read
         ):
             return "one of them writes to memory of which the other has a view"
         if step.buffer in self.adjacent and not self.before_rows.isdisjoint(entry.members):
