@@ -19,6 +19,7 @@ from opkit.compiler.lower.rules.views import base_of
 from opkit.compiler.lower.target import PLAIN, LoweringTarget
 from opkit.compiler.lower.tensors import Stored, Tensor, is_dense, memories, whole
 
+_AS_STRIDED = "aten.as_strided.default"
 _MOVES = frozenset({*views.TABLE, "aten.clone.default", "aten.copy_.default"})
 
 
@@ -267,21 +268,17 @@ def _output(b: Builder, tensor: Tensor, fixed: bool, shared: frozenset[str], nod
 
 
 def _in_base(b: Builder, kind: TensorType, nodes: Mapping[str, Node]) -> Strided | None:
-    """Return a result that is a view in the memory of its base, if that lies there as in eager mode.
+    """Return a result of ``as_strided``, or a view of one, in the memory of its base, if that lies there as in eager mode.
 
-    With symbolic sizes, the elements of a view may be known by quotients only, which are no strides.
+    With symbolic sizes, its elements may be known by quotients only, which are no strides.
     """
-    base = base_of(b.node, nodes, ALIASING)
+    view = base_of(b.node, nodes, ALIASING - {_AS_STRIDED})
+    base = base_of(view, nodes, ALIASING)
     whole, value = base.result, b.values[base.name]
-    if (
-        base is b.node
-        or not isinstance(whole, TensorType)
-        or whole.dtype != kind.dtype
-        or not isinstance(value, Tensor)
-    ):
+    if view.target != _AS_STRIDED or not isinstance(whole, TensorType) or not isinstance(value, Tensor):
         return None
     strided = value.strided()
-    if strided is None or _is_copy(value) or not _same_layout(strided, whole):
+    if strided is None or _is_copy(value) or not _same_layout(strided, whole) or whole.dtype != kind.dtype:
         return None
     return Strided(strided.buffer, kind.shape, kind.strides, strided.offset + kind.offset - whole.offset)
 
