@@ -32,6 +32,7 @@ _SPANS = Named("opkit.attn.gpu.device.tile_lists", "spans")
 _ELEMENTS = 2048  # of a tile that a program evaluates together
 _SPANS_STEP = 2048  # numbers that a program reads together
 _SPANS_ROWS = 256  # of a program
+_SPANS_ROOM = 128  # there is room for a multiple of so many rows: tiles are copied whole
 
 
 class TileLists(NamedTuple):
@@ -309,34 +310,53 @@ class Spans(NamedTuple):
 _spans_cache: TensorCache[Spans] = TensorCache(_MAX_CACHED)
 
 
-def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, name: Hashable) -> Spans:
-    """Return :func:`spans_of` views of the tensors of a call's mask, cached with these; ``name`` identifies the views."""
-    return get_or_build(_spans_cache, (name, tile), call, functools.partial(spans_of, own, others, tile))
+class Within(NamedTuple):
+    """What a row sees of others with its own number at most.
+
+    Attributes:
+        lower: others from so many places further on,
+        upper: and up to so many places further.
+        lengths: how many of the others are there, or of the rows if ``of_rows``; int32, (batch or 1,).
+    """
+
+    lower: int = -plans.FAR
+    upper: int = plans.FAR
+    lengths: Tensor | None = None
+    of_rows: bool = False
 
 
-def spans_of(own: Tensor, others: Tensor, tile: int) -> Spans:
-    """Return which of the ``others`` with its own number each row sees, and each tile of rows.
+def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, within: Within, name: Hashable) -> Spans:
+    """Return :func:`spans_of` views of the tensors of a call's mask, cached with these; ``name`` identifies all but ``tile``."""
+    return get_or_build(_spans_cache, (name, tile), call, functools.partial(spans_of, own, others, tile, within))
+
+
+def spans_of(own: Tensor, others: Tensor, tile: int, within: Within = Within()) -> Spans:
+    """Return which of the ``others`` with its own number each row sees, and, with no regard to ``within``, each tile of rows.
 
     Args:
         own: a number for each row, int32, (batch or 1, rows).
         others: a number for each of the others, int32, (batch or 1, others); at least one.
         tile: rows of a tile, a power of two.
+        within: what of these.
     """
-    batch = max(x.shape[0] for x in (own, others))
+    lengths = within.lengths
+    batch = max(x.shape[0] for x in (own, others, lengths) if x is not None)
     rows, count = own.shape[1], others.shape[1]
     tiles = tiles_in(rows, tile)
     new = functools.partial(torch.empty, dtype=torch.int32, device=own.device)
-    result = Spans(new(batch, rows, 2), new(batch, tiles, 4))
+    room = tiles_in(rows, _SPANS_ROOM) * _SPANS_ROOM
+    result = Spans(new(batch, room, 2)[:, :rows], new(batch, tiles, 4))
     programs = tiles_in(rows, max(_SPANS_ROWS, tile))
-    _spans_kernel(tile, min(_SPANS_STEP, 1 << (count - 1).bit_length()))(
+    _spans_kernel(tile, min(_SPANS_STEP, 1 << (count - 1).bit_length()), within.of_rows)(
         own=own.expand(batch, -1), others=others.expand(batch, -1), spans=result.rows, ranges=result.tiles, rows=rows,
-        count=count, rounds=count.bit_length(), programs=programs, batch=batch,
+        room=room, count=count, rounds=count.bit_length(), programs=programs, batch=batch, lower=within.lower,
+        upper=within.upper, lengths=None if lengths is None else lengths.expand(batch),
     )  # fmt: skip
     return result
 
 
 @functools.cache
-def _spans_kernel(tile: int, some: int) -> TritonKernel:
+def _spans_kernel(tile: int, some: int, of_rows: bool) -> TritonKernel:
     return triton_kernel(
         _SPANS,
         grid=lambda programs, batch: (programs, batch),
@@ -344,4 +364,5 @@ def _spans_kernel(tile: int, some: int) -> TritonKernel:
         TILES=max(1, _SPANS_ROWS // tile),
         TILE=tile,
         SOME=some,
+        OF_ROWS=of_rows,
     )

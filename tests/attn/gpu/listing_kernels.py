@@ -9,7 +9,7 @@ from torch import Tensor
 import opkit
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.tile_lists import Spans, TileLists, spans_of, states_of, visits_of
+from opkit.attn.gpu.tile_lists import Spans, TileLists, Within, spans_of, states_of, visits_of
 from opkit.attn.masks.program import Grid, visible
 
 
@@ -56,18 +56,24 @@ def bits_by_kernel(mask, tensors, sizes, rows, keys, by_keys, room):
     return whole[..., : sizes[2], : sizes[3]].expand(sizes).contiguous()
 
 
-def spans_in_torch(own, others, tile):
+def spans_in_torch(own, others, tile, within=Within()):
     """What :func:`opkit.attn.gpu.tile_lists.spans_of` finds."""
-    batch, count = max(own.shape[0], others.shape[0]), others.shape[1]
+    lengths = torch.tensor([2**31 - 1]) if within.lengths is None else within.lengths
+    batch, count = max(own.shape[0], others.shape[0], lengths.shape[0]), others.shape[1]
     own, others = own.expand(batch, -1), others.expand(batch, -1)
     rows, tiles = [], []
-    for mine, theirs in zip(own, others, strict=True):
+    place = torch.arange(own.shape[1])
+    for mine, theirs, length in zip(own, others, lengths.expand(batch), strict=True):
         falls = (theirs.diff() < 0).sum()
         in_order = falls == 0 or (falls == 1 and theirs[-1] < theirs[0])
         same = mine[:, None] == theirs
         first = torch.where(same.any(1), same.int().argmax(1), 0)
         spans = torch.stack([first, first + same.sum(1)], 1)
-        rows.append(spans if in_order else torch.tensor([0, count]).expand(len(mine), 2))
+        least, most = (spans if in_order else torch.tensor([0, count]).expand(len(mine), 2)).unbind(1)
+        least, most = least.maximum(place + within.lower), most.minimum(place + within.upper + 1)
+        most = torch.where(place < length, most, 0) if within.of_rows else most.minimum(length)
+        clipped = torch.stack([least, most], 1) * (least < most)[:, None]
+        rows.append(clipped if in_order else clipped - torch.tensor([2**31, 0]))
         for part, numbers in zip(spans.split(tile), mine.split(tile), strict=True):
             some = part[part[:, 0] < part[:, 1]]
             if not in_order or (numbers.diff() < 0).sum() > 1:
@@ -78,20 +84,25 @@ def spans_in_torch(own, others, tile):
                 )
             else:
                 tiles.append([int(x) for x in (some[:, 0].min(), some[:, 1].max(), some[:, 0].max(), some[:, 1].min())])
-    return Spans(torch.stack(rows).int().contiguous(), torch.tensor(tiles, dtype=torch.int32).reshape(batch, -1, 4))
+    padded = torch.nn.functional.pad(torch.stack(rows).int(), (0, 0, 0, -own.shape[1] % 128))
+    return Spans(padded[:, : own.shape[1]], torch.tensor(tiles, dtype=torch.int32).reshape(batch, -1, 4))
 
 
 @opkit.custom_op("listing_tests::spans", mutates_args=(), inline=False)
-def spans(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+def spans(
+    own: Tensor, others: Tensor, tile: int, lower: int, upper: int, lengths: Tensor | None, of_rows: bool
+) -> tuple[Tensor, Tensor]:
     """Which others each row sees, (batch, rows, 2), and each tile of rows, (batch, tiles, 4)."""
-    rows, tiles = spans_in_torch(own, others, tile)
-    return rows, tiles
+    rows, tiles = spans_in_torch(own, others, tile, Within(lower, upper, lengths, of_rows))
+    return rows.contiguous(), tiles
 
 
-def spans_by_kernel(own: Tensor, others: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+def spans_by_kernel(
+    own: Tensor, others: Tensor, tile: int, lower: int, upper: int, lengths: Tensor | None, of_rows: bool
+) -> tuple[Tensor, Tensor]:
     """The kernel's."""
-    rows, tiles = spans_of(own, others, tile)
-    return rows, tiles
+    rows, tiles = spans_of(own, others, tile, Within(lower, upper, lengths, of_rows))
+    return rows.contiguous(), tiles
 
 
 @opkit.custom_op("listing_tests::visits", mutates_args=(), inline=False)

@@ -7,7 +7,7 @@ from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu import tile_lists
-from opkit.attn.gpu.tile_lists import spans_of
+from opkit.attn.gpu.tile_lists import Within, spans_of
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
 
@@ -41,7 +41,10 @@ REPRESENTATIVE = (
 def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
-        return lambda own, others, tile: [x.cpu() for x in kernels.spans_by_kernel(own.cuda(), others.cuda(), tile)]
+        return lambda *given: [
+            x.cpu()
+            for x in kernels.spans_by_kernel(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
+        ]
     process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
 
@@ -51,8 +54,20 @@ def run(request):
 @pytest.mark.parametrize("case", CASES)
 def test_as_torch_finds_them(run, case, tile):
     own, others = CASES[case]()
-    for found, expected in zip(run(own, others, tile), kernels.spans_in_torch(own, others, tile), strict=True):
+    for found, expected in zip(run(own, others, tile, *Within()), kernels.spans_in_torch(own, others, tile), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("within", [
+    Within(-100, 0), Within(-5, 300, torch.tensor([250], dtype=torch.int32)),
+    Within(lengths=torch.tensor([0, 130], dtype=torch.int32), of_rows=True), Within(2000, 3000),
+])  # fmt: skip
+@pytest.mark.sweep(keep=("padding", "shuffled"))
+@pytest.mark.parametrize("case", ["padding", "shuffled", "other keys"])
+def test_within_a_band_and_lengths(run, case, within):
+    own, others = CASES[case]()
+    expected = kernels.spans_in_torch(own, others, 64, within)
+    assert all(map(torch.equal, run(own, others, 64, *within), expected))
 
 
 def test_of_documents_and_of_padding():
@@ -75,7 +90,7 @@ def test_they_are_kept_with_the_tensors_of_the_mask():
 
     def launched(what="all"):
         with recording() as launches:
-            tile_lists.spans_of_call(call, ids, ids, 64, what)
+            tile_lists.spans_of_call(call, ids, ids, 64, Within(), what)
         return len(launches)
 
     assert [launched(), launched(), launched("others")] == [1, 0, 1]

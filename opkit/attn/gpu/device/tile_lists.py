@@ -321,18 +321,20 @@ def _greater(theirs, their_counts, tile, there, mine, own, SOME: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=("rows", "count", "rounds"))
+@triton.jit(do_not_specialize=("rows", "room", "count", "rounds", "lower", "upper"))
 def spans(
-    own, own_stride_0, own_stride_1, others, others_stride_0, others_stride_1, spans, ranges, rows, count, rounds,
-    TILES: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr,
+    own, own_stride_0, own_stride_1, others, others_stride_0, others_stride_1, lengths, lengths_stride_0,
+    spans, ranges, rows, room, count, rounds, lower, upper,
+    TILES: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, OF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The spans of the rows of ``TILES`` tiles of batch ``program_id(1)``, and the ranges of these tiles.
 
-    ``own`` has a number for each of ``rows`` rows, ``others`` for each of ``count`` others, at least one. ``spans`` is (batch,
-    rows, 2): a row sees others from the first number on and before the second, (0, count) if they are not in order. ``ranges`` is
-    (batch, tiles, 4): some row sees others from the first number on and before the second, all rows from the third on and before
-    the fourth; (-1, 0, ..) if the others or the rows are not in order. Both are contiguous. ``rounds`` halvings leave nothing of
-    ``count``.
+    ``own`` has a number for each of ``rows`` rows, ``others`` for each of ``count`` others, at least one. ``ranges`` is (batch,
+    tiles, 4): some row sees others from the first number on and before the second, all rows from the third on and before the
+    fourth; (-1, 0, ..) if the others or the rows are not in order. ``spans`` is (batch, ``room``, 2): a row sees others from the
+    first number on and before the second, within a band and lengths: others ``lower`` to ``upper`` places further, and of the
+    rows, or others unless ``OF_ROWS``, so many. If the others are not in order a span is what these leave, and the first number
+    has its sign bit set. Both are contiguous. ``rounds`` halvings leave nothing of ``count``.
     """
     batch = tl.program_id(1)
     own += batch.to(tl.int64) * own_stride_0
@@ -351,9 +353,6 @@ def spans(
     end = _bisected(others, others_stride_1, begin, stop, mine, rounds, True)
     some = inside & (first < end)
     first, end = tl.where(some, first, 0), tl.where(some, end, 0)
-    place = (batch.to(tl.int64) * rows + row) * 2
-    tl.store(spans + place, tl.where(in_order, first, 0), mask=inside)
-    tl.store(spans + place + 1, tl.where(in_order, end, count), mask=inside)
     adjacent = (row + 1 < rows) & ((row + 1) % TILE > 0)
     own_falls = tl.sum((adjacent & (mine > after)).to(tl.int32), 1)
     least_first, greatest_end = tl.min(tl.where(some, first, MOST), 1), tl.max(end, 1)
@@ -367,6 +366,15 @@ def spans(
     least_end = tl.min(tl.where(inside, end, MOST), 1)
     tl.store(ranges + 2, tl.where(said, greatest_first, MOST), mask=there)
     tl.store(ranges + 3, tl.where(said, least_end, 0), mask=there)
+    first, end = tl.where(in_order, first, 0), tl.where(in_order, end, count)
+    first, end = tl.maximum(first, row + lower), tl.minimum(end, row + upper + 1)
+    if lengths is not None:
+        length = tl.load(lengths + batch * lengths_stride_0)
+        end = tl.where(row < length, end, 0) if OF_ROWS else tl.minimum(end, length)
+    some = inside & (first < end)
+    place = (batch.to(tl.int64) * room + row) * 2
+    tl.store(spans + place, tl.where(some, first, 0) | tl.where(in_order, 0, LEAST), mask=row < room)
+    tl.store(spans + place + 1, tl.where(some, end, 0), mask=row < room)
 
 
 @triton.jit

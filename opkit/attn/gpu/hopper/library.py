@@ -25,7 +25,7 @@ from torch import Tensor
 from opkit.attn.calls import AttentionCall, GradientCall
 from opkit.attn.gpu import plans, tile_lists
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.tile_lists import spans_of_call
+from opkit.attn.gpu.tile_lists import Within, spans_of_call
 from opkit.attn.masks import program
 from opkit.errors import CompileError, KernelError, NoCompilerWarning, ToolchainError
 from opkit.kernels.cc import toolchain
@@ -286,12 +286,14 @@ def lists_of(
     strides = (of_queries.stride(0), of_queries.stride(2), of_keys.stride(0), of_keys.stride(3))
     numbers = of_queries[:, 0, :, 0], of_keys[:, 0, 0]
     own, seen = numbers[::-1] if by_keys else numbers
-    which = shape.mask, shape.slots, call.q.shape[2], call.k.shape[2], by_keys
-    spans = spans_of_call(call, own, seen, _SPAN_ROWS, which)
+    lengths = call.mask_tensors[shape.lengths[0]] if shape.lengths else None
+    band = (-shape.upper, -shape.lower) if by_keys else (shape.lower, shape.upper)
+    which = shape, call.q.shape[2], call.k.shape[2], by_keys
+    spans = spans_of_call(call, own, seen, _SPAN_ROWS, Within(*band, lengths, by_keys), which)
     read = [of_queries, of_keys, *found, *spans]
     if in_order:
         read.append(tile_lists.visits_of_call(found, call, shape, blocks))
     of_lists = found.tiles.stride(0), found.counts.stride(0)
-    of_spans = (x.shape[1] if x.shape[0] > 1 else 0 for x in spans)
+    of_spans = (x.stride(0) // x.shape[2] if x.shape[0] > 1 else 0 for x in spans)
     pointers = dict(zip(_LIST_POINTERS, (each.data_ptr() for each in read), strict=False))  # null but for those
     return Lists(**pointers, **dict(zip(_LIST_STRIDES, (*strides, *of_lists, *of_spans), strict=True))), read

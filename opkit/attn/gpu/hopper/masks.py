@@ -57,6 +57,7 @@ class Asked(NamedTuple):
         found = {**more, "ASKED": ", ".join(str(each).lower() for each in self.flags)}
         if self.mask:
             found["MASK_PROGRAM"] = expression_of(self.mask)
+            found["BITS_READ"] = str((program.FUNCTION, 0) in self.mask).lower()
             found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
         found |= {
             name: text
@@ -93,7 +94,7 @@ def expression_of(mask: Words) -> str:
             called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
             found = f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})"
             if operands[0] < _FUNCTIONS:
-                found = f"where_bit<COUNT>(problem, at, {operands[0]}, [&] {{ return {found}; }})"
+                found = f"where_bit<COUNT, COPIED>(problem, at, copied, {operands[0]}, [&] {{ return {found}; }})"
             stack.append(found)
         else:
             stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")

@@ -31,6 +31,9 @@ constexpr bool SCORED = false;
 #ifndef KEYS_READ  // whether SCORE loads numbers of keys alone, in their order
 #define KEYS_READ false
 #endif
+#ifndef BITS_READ  // whether a mask's program has a function
+#define BITS_READ false
+#endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.
 struct Slot {

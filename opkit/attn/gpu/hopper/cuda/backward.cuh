@@ -73,16 +73,9 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 wait(barriers + Q_FULL + slot * 8, parity);
                 begin(it);
             }
-            bool part;
-            int head = 0;
-            if constexpr (S::LISTED) {
-                const int4 numbers = load_four(base + S::PUBLISHED_STEPS + slot * 16);
-                block = __shfl_sync(~0u, numbers.x, 0), part = __shfl_sync(~0u, numbers.y, 0), head = __shfl_sync(~0u, numbers.z, 0);
-                of_head = head * blocks;
-            } else {
-                part = partial<S>(problem, block * S::ROWS, at, keys_there);
-            }
-            const int row = block * S::ROWS;
+            Published now{block * S::ROWS};
+            if constexpr (S::LISTED) now = read_step(base + S::PUBLISHED_STEPS + slot * 16);
+            const bool part = S::LISTED ? now.place != Published::WHOLE : partial<S>(problem, now.row, at, keys_there);
             if (!FOLLOWS) wait(barriers + V_FULL, n & 1);
             wait(barriers + G_FULL + slot * 8, parity);
             multiply_rows<S, S::DV>(dp, my_values, base + S::G, slot, base + S::DELTAS);
@@ -92,7 +85,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
             cap(problem, s);
-            if (part) hide_unseen<S>(problem, s, batch, head % problem.heads, row, at, keys_there, warp, lane);
+            if (part) hide_unseen<S>(problem, s, base, slot, now, batch, at, keys_there, warp, lane);
             if (!CHANGED) weigh<0, FIRST>(s, problem.factor);
             hold(s);
             // Has a branch, above which ptxas moves no wait for a product.
@@ -102,8 +95,8 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             hold(dp);
             if (S::HIDES_ROWS && part) odd |= __any_sync(~0u, not_finite(dp));
             if constexpr (CHANGED) {
-                const int of_batch = S::LISTED ? head : SCORED ? of_head / blocks : 0;
-                weigh_changed(problem, place_of(batch, of_batch % problem.heads, row, at, warp, lane), s, dp, base + S::POWERS + slot * S::SUM_ROOM, part, weights, slopes);
+                const int of_batch = S::LISTED ? now.head : SCORED ? of_head / blocks : 0;
+                weigh_changed(problem, place_of(batch, of_batch % problem.heads, now.row, at, warp, lane), s, dp, base + S::POWERS + slot * S::SUM_ROOM, part, weights, slopes);
             } else {
                 weigh<FIRST, S::ROWS / 2>(s, problem.factor);
                 multiply_weights(dp, s, part);
@@ -140,7 +133,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             if constexpr (S::AHEAD) hold(s);
             hold(dk), hold(dv), hold(slopes);
             free(Q_EMPTY + slot * 8);
-            before = of_head + block;
+            before = S::LISTED ? now.of_all : of_head + block;
             if constexpr (!S::LISTED && S::ORDERED) {
                 block += goes_down<S>(tile) ? -1 : 1;
                 if (--left == 0) left = tile.steps, of_head += blocks, block = visit_of<S>(problem, tile, 0, 0).block;

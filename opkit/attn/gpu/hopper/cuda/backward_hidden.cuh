@@ -51,34 +51,34 @@ SM90 bool partial(const Problem& problem, int row, int at, int keys) {
     return found;
 }
 
-// -infinity where a query does not see a key by the band or, if there are segments, is beyond the key's span; s is (keys from `at`,
-// queries from `row`).
+// -infinity where a query does not see a key: by the band or, if there are segments, by the key's span, which is at `spans`; s is (keys
+// from `at`, queries from `row`). Returns whether spans say all.
 template <class S, int N>
-SM90 void hide_beyond(const Problem& problem, float (&s)[N], int batch, int row, int at, int keys, int warp, int lane) {
+SM90 bool hide_beyond(const Problem& problem, float (&s)[N], uint32_t spans, int row, int at, int keys, int warp, int lane) {
+    bool in_order = true;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
         int past = problem.queries, from = here;
-        if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
-        if (S::LISTED) {
-            const int2 span = problem.lists.spans[batch * problem.lists.spans_batch + min(key, problem.keys - 1)];
-            past = min(past, span.y), from = max(from, span.x);
+        if constexpr (S::LISTED) {
+            const float2 both = load_two(spans + key % S::KEYS * 8);
+            from = __float_as_int(both.x), past = __float_as_int(both.y);
+            in_order = from >= 0;  // the same for all
+            from &= 0x7fffffff;
+        } else {
+            if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
+            if (key >= keys) past = 0;
         }
-        if (key >= keys) past = 0;
         past -= here, from -= here;
 #pragma unroll
         for (int j = 0; j < N / 4; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int x = 8 * j + i;
-                if (x >= past || (S::BANDED && x < from)) s[4 * j + 2 * h + i] = -INFINITY;
+                if (x >= past || ((S::BANDED || S::LISTED) && x < from)) s[4 * j + 2 * h + i] = -INFINITY;
             }
     }
-}
-
-// Whether spans of 64 keys from `at` say all. From the first lane, so that the compiler knows that it is the same for a warp.
-SM90 bool in_order(const Problem& problem, int batch, int at) {
-    return __shfl_sync(~0u, problem.lists.ranges[batch * problem.lists.ranges_batch + at / HALF].x, 0) >= 0;
+    return __all_sync(~0u, in_order);
 }
 
 // -infinity where a query and a key are of different segments. A warp asks of all of its 16 keys at once who of the queries see each.
@@ -104,16 +104,17 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int row,
     }
 }
 
-// -infinity where a query does not see a key of 64 from `at`, which `keys` of the batch and the mask say; of a head of queries. `row` is
-// that of a block's first query.
+// -infinity where a query does not see a key of 64 from `at`, which `keys` of the batch and the mask say, in a step in some buffer.
 template <class S, int N>
-SM90 void hide_unseen(const Problem& problem, float (&s)[N], int batch, int head, int row, int at, int keys, int warp, int lane) {
+SM90 void hide_unseen(const Problem& problem, float (&s)[N], uint32_t base, int slot, const Published& step, int batch, int at, int keys, int warp,
+                      int lane) {
     if constexpr (PROGRAM) {
-        const Seen seen = seen_columns<N / 2, S::BANDED>(problem, {batch, head, at + 16 * warp + lane / 4, row + 2 * (lane % 4)});
+        const Place first{batch, step.head % problem.heads, at + 16 * warp + lane / 4, step.row + 2 * (lane % 4)};
+        const Seen seen = seen_columns<N / 2, S::BANDED, S::BIT_BYTES != 0>(problem, first, {base + S::BITS + slot * S::BIT_BYTES, step.place});
         hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
     } else {
-        hide_beyond<S>(problem, s, batch, row, at, keys, warp, lane);
-        if (S::LISTED && !in_order(problem, batch, at)) hide_others<S>(problem, s, batch, row, at, warp, lane);
+        const bool all = hide_beyond<S>(problem, s, base + S::SPANS, step.row, at, keys, warp, lane);
+        if (S::LISTED && !all) hide_others<S>(problem, s, batch, step.row, at, warp, lane);
     }
 }
 

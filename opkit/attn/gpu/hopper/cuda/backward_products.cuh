@@ -150,10 +150,11 @@ SM90 void put(uint32_t to, const uint32_t (&slopes)[N]) {
 }
 
 // What comes next of a tile: a block of queries, and the number of its head's first among all. Where steps are listed each is read when it
-// is there, with its head, of all batches.
+// is there.
 template <class S>
 struct Course {
-    int block = 0, of_head, head = 0, left;  // left: of a head, where it is asked for
+    Published now{};
+    int block = 0, of_head, left;  // left: of a head, where it is asked for
 
     __device__ __forceinline__ Course(const Problem& problem, const Tile& tile)
         : of_head(tile.head * (problem.heads / problem.key_heads) * blocks_of<S>(problem)), left(tile.steps) {
@@ -161,15 +162,16 @@ struct Course {
     }
     // Whether some of the queries do not see some of 64 keys from `at`, or are not there.
     __device__ __forceinline__ bool read(const Problem& problem, uint32_t base, int slot, int at, int keys) {
-        if constexpr (!S::LISTED) return partial<S>(problem, block * S::ROWS, at, keys);
-        // From the first lane, so that the compiler knows that it is the same for a warp.
-        const int4 numbers = load_four(base + S::PUBLISHED_STEPS + slot * 16);
-        block = __shfl_sync(~0u, numbers.x, 0), head = __shfl_sync(~0u, numbers.z, 0);
-        of_head = head * blocks_of<S>(problem);
-        return __shfl_sync(~0u, numbers.y, 0);
+        if constexpr (S::LISTED) {
+            now = read_step(base + S::PUBLISHED_STEPS + slot * 16);
+            return now.place != Published::WHOLE;
+        }
+        now.row = block * S::ROWS;
+        return partial<S>(problem, now.row, at, keys);
     }
     // The number of this block among all; and then the next one.
     __device__ __forceinline__ int next(const Problem& problem, const Tile& tile) {
+        if constexpr (S::LISTED) return now.of_all;
         const int of_all = of_head + block;
         if constexpr (!S::LISTED && S::ORDERED) {
             block += goes_down<S>(tile) ? -1 : 1;

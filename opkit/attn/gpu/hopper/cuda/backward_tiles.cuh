@@ -54,9 +54,13 @@ struct Shape {
     static constexpr int POWERS = ROUNDED + ITEM_STAGES * PART * 2, DELTAS = POWERS + STAGES * SUM_ROOM;
     static constexpr int ROW_SUMS = DELTAS + G_STAGES * SUM_ROOM, PUBLISHED_TILES = ROW_SUMS + ITEM_STAGES * ITEM_ROWS * 4;
     static constexpr int PUBLISHED_ITEMS = PUBLISHED_TILES + 2 * 16;
-    static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + ITEM_STAGES * 16;  // of listed steps the block, whether it is a part, and the head
+    static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + ITEM_STAGES * 16;  // of listed steps, as Published says
     static constexpr int ODD = PUBLISHED_STEPS + (LISTED ? STAGES * 16 : 0);  // of weights that are passed, by warps whether they are odd
-    static constexpr int BARRIERS = ODD + (WIDE ? 16 : 0), BYTES = BARRIERS + BARRIER_BYTES;
+    // What is copied of a mask, as loads by threads that multiply come behind the sums that they send to memory: spans of keys; or bits of a
+    // program's first function, of a block of queries, for which there is no room beside heads of 64.
+    static constexpr int SPANS = ODD + (WIDE ? 16 : 0), SPAN_BYTES = LISTED && !PROGRAM ? KEYS * 8 : 0;
+    static constexpr int BITS = SPANS + SPAN_BYTES, BIT_BYTES = BITS_READ && D > HALF ? KEYS * ROWS / 8 : 0;
+    static constexpr int BARRIERS = BITS + STAGES * BIT_BYTES, BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
 
@@ -124,6 +128,17 @@ struct Visit {
     int block;
     bool part;
 };
+
+// A listed step as who multiplies reads it: the first row of its block; WHOLE, or if some of the block do not see some keys the place of bits
+// that are copied, or NO_BITS; the head of queries, and the block's number among all, of all batches.
+struct Published {
+    static constexpr int WHOLE = -4;
+    int row, place, head, of_all;
+};
+SM90 Published read_step(uint32_t at) {
+    const int4 x = load_four(at);
+    return {__shfl_sync(~0u, x.x, 0), __shfl_sync(~0u, x.y, 0), __shfl_sync(~0u, x.z, 0), __shfl_sync(~0u, x.w, 0)};
+}
 
 // Where sums are made in order twice a step's block, and one more if it is such a part; and the tile's turn there.
 template <class S>
@@ -242,27 +257,34 @@ struct Loader {
     // A block of rows of a head, with numbers of these, to one of COUNT buffers.
     template <bool ODD, int COUNT>
     __device__ __forceinline__ void load_block(int full, int to, const CUtensorMap* map, int head, int block, int numbers,
-                                               const float* sums) const {
+                                               const float* sums, int more = 0) const {
         const int slot = it % COUNT;
-        expect_bytes(barrier(full + slot * 8), S::BLOCK_BYTES + S::SUM_BYTES);
+        expect_bytes(barrier(full + slot * 8), S::BLOCK_BYTES + S::SUM_BYTES + more);
         load_rows_of<ODD, S::BOXES>(base + to + slot * S::BLOCK_BYTES, map, barrier(full + slot * 8), block * S::ROWS, head % problem.heads,
                                     head / problem.heads, S::ROW_BOX);
         load_bytes(base + numbers + slot * S::SUM_ROOM, sums, S::SUM_BYTES, barrier(full + slot * 8));
     }
     template <int COUNT = STAGES>
     __device__ __forceinline__ void wait_empty(int empty) const { wait(barrier(empty + it % COUNT * 8), (it / COUNT & 1) ^ 1); }
-    __device__ __forceinline__ void load_rows(int head, const Visit& visit) const {
+    // `at` is the tile's first key.
+    __device__ __forceinline__ void load_rows(int head, const Visit& visit, int at) const {
+        int place = visit.part ? NO_BITS : Published::WHOLE;
+        if (S::BIT_BYTES && visit.part) place = place_of_bits(problem, 0, head / problem.heads, head % problem.heads, visit.block * tiles_of_head<S>(problem) + at / S::KEYS);
         wait_empty(Q_EMPTY);
-        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block, visit.part, head, 0});
-        load_block<ODD_KEYS, STAGES>(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block));
+        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block * S::ROWS, place, head, head * blocks_of<S>(problem) + visit.block});
+        load_block<ODD_KEYS, STAGES>(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block),
+                                     place < 0 ? 0 : S::BIT_BYTES);
+        if (S::BIT_BYTES && place >= 0)
+            load_bytes(base + S::BITS + it % STAGES * S::BIT_BYTES, problem.mask.bits[0].words + int64_t(place) * (S::BIT_BYTES / 4), S::BIT_BYTES,
+                       barrier(Q_FULL + it % STAGES * 8));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {
         wait_empty<S::G_STAGES>(G_EMPTY);
         load_block<ODD_VALUES, S::G_STAGES>(G_FULL, S::G, &maps.gradient, head, block, S::DELTAS, sums_of<S>(problem, head, block) + S::SUM_FLOATS);
     }
     template <bool ODD>
-    __device__ __forceinline__ void load_keys(int full, int to, const CUtensorMap* map, const Tile& tile) const {
-        expect_bytes(barrier(full), S::KEY_BYTES);
+    __device__ __forceinline__ void load_keys(int full, int to, const CUtensorMap* map, const Tile& tile, int more = 0) const {
+        expect_bytes(barrier(full), S::KEY_BYTES + more);
         load_rows_of<ODD, S::BOXES>(base + to, map, barrier(full), tile.at, tile.head % problem.key_heads, tile.head / problem.key_heads, S::KEY_BOX);
     }
 
@@ -308,9 +330,12 @@ struct Loader {
         Walk<S> walk(problem, tile);
         Visit visit = walk.visit(problem, tile);
         wait_ready(walk.head);
-        load_rows(walk.head, visit);
+        load_rows(walk.head, visit, tile.at);
         tell(n, tile);
-        load_keys<ODD_KEYS>(K_FULL, S::K, &maps.k, tile);
+        load_keys<ODD_KEYS>(K_FULL, S::K, &maps.k, tile, S::SPAN_BYTES);
+        if (S::SPAN_BYTES)
+            load_bytes(base + S::SPANS, problem.lists.spans + tile.head / problem.key_heads * problem.lists.spans_batch + tile.at, S::SPAN_BYTES,
+                       barrier(K_FULL));
         load_gradients(walk.head, visit.block);
         wait(barrier(V_EMPTY), (n & 1) ^ 1);
         load_keys<ODD_VALUES>(V_FULL, S::V, &maps.v, tile);
@@ -324,7 +349,7 @@ struct Loader {
             walk.next(problem, same);
             if (walk.head != head) wait_ready(walk.head);
             visit = walk.visit(problem, same);
-            load_rows(walk.head, visit);
+            load_rows(walk.head, visit, same.at);
             load_gradients(walk.head, visit.block);
             if constexpr (S::ORDERED) give_turn(same, head, step);
         }

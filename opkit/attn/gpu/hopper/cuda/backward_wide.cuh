@@ -113,9 +113,10 @@ struct Values : Wide<S> {
         bool odd = false;
         if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
         cap(this->problem, s);
-        if (part) hide_unseen<S>(this->problem, s, batch, course.head % this->problem.heads, course.block * S::ROWS, tile.at, keys_there, warp, lane);
-        const int of_batch = S::LISTED ? course.head : SCORED ? course.of_head / blocks_of<S>(this->problem) : 0;
-        const Place at = place_of(batch, of_batch % this->problem.heads, course.block * S::ROWS, tile.at, warp, lane);
+        if (part)
+            hide_unseen<S>(this->problem, s, this->base, slot, course.now, batch, tile.at, keys_there, warp, lane);
+        const int of_batch = S::LISTED ? course.now.head : SCORED ? course.of_head / blocks_of<S>(this->problem) : 0;
+        const Place at = place_of(batch, of_batch % this->problem.heads, course.now.row, tile.at, warp, lane);
         weigh_wide<S>(this->problem, at, s, this->base + S::POWERS + slot * S::SUM_ROOM, part, weights);
         // Were read where slopes of the step before are there. But without a branch here ptxas finds too few registers.
         wait(W::barrier(WEIGHTS_EMPTY), (it & 1) ^ 1);

@@ -162,7 +162,7 @@ SM90 void hide_step(const Problem& problem, float (&s)[L::KEYS / 2], const Step&
         hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
         return;
     }
-    hide_beyond<BANDED>(problem, s, tile.batch, tile.row + row_of_thread(group), step.at);
+    hide_beyond(problem, s, tile.batch, tile.row + row_of_thread(group), step.at);
     const int warp = threadIdx.x % WARPGROUP / LANES;
     if (step.hidden == OTHERS) hide_others(problem, s, tile.batch, tile.row + group * GROUP_ROWS + warp * 16, step.at);
 }

@@ -31,19 +31,15 @@ SM90 void mask(const Problem& problem, float (&s)[N], int row, int at, int keys)
     }
 }
 
-// -inf for what is beyond the spans of the thread's rows, `row` and `row + 8`, of the keys from `at`; or beyond the band, if it has any.
-template <bool BANDED, int N>
+// -inf for what is beyond the spans of the thread's rows, `row` and `row + 8`, of the keys from `at`.
+template <int N>
 SM90 void hide_beyond(const Problem& problem, float (&s)[N], int batch, int row, int at) {
     const int2* spans = problem.lists.spans + batch * problem.lists.spans_batch;
-    const int keys = keys_of(problem, batch);
     const int column = at + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = row + 8 * half;
-        const int2 span = spans[min(i, problem.queries - 1)];
-        const int first = BANDED ? max(span.x, i + problem.lower) : span.x;
-        const int end = min(BANDED ? min(span.y, i + problem.upper + 1) : span.y, LENGTHS ? keys : span.y);
-        hide(s, half, columns_to(end - 1 - column) & ~columns_to(first - 1 - column));
+        const int2 span = spans[min(row + 8 * half, problem.queries - 1)];
+        hide(s, half, between(span.x & 0x7fffffff, span.y - 1, column));
     }
 }
 

@@ -26,14 +26,14 @@ SM90 E* first_of(const Rows& rows, int batch, int head) {
 
 // Segments: query i sees key j only if their numbers are the same. Then tiles have lists of the blocks that they visit, of queries in the
 // backward and of keys in the forward: those in which all see all from a list's front on, the others from its back; and the numbers
-// of the first and of all. A row's span is what it sees if the numbers of what is visited are in order: from `x` on and before `y`; else
-// that is all. A range is what some of 64 rows see, and from `z` on and before `w` what all see; if they are not in order x is -1.
+// of the first and of all. A row's span is what it sees if the numbers of what is visited are in order: from `x` on and before `y`, within
+// the band and the lengths; else it is what these leave, and x has its sign bit set. A range is what some of 64 rows see, and from `z` on and before `w` what all see; if they are not in order x is -1.
 // Visits are a tile's list from its least block on, where sums are made in order, else null: twice a block, and one more if some there do
 // not see all; and how many later tiles visit it too.
 struct Lists {
     const int *of_queries, *of_keys;  // (batch, rows), by strides
     const int *blocks, *counts;       // (batch, tiles of a head, blocks) and (.., tiles, 2), dense but for batch
-    const int2* spans;                // (batch, rows of the tiles)
+    const int2* spans;                // (batch, rows of the tiles), with room for a multiple of 128 rows
     const int4* ranges;               // (batch, 64 rows of the tiles each)
     const int2* visits;               // (batch, tiles of a head, blocks), as the blocks
     int64_t queries_batch, queries_row, keys_batch, keys_row, blocks_batch, counts_batch, spans_batch, ranges_batch;
