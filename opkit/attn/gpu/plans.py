@@ -54,8 +54,7 @@ class MaskShape:
     @property
     def fits(self) -> bool:
         """Whether there are enough slots and numbers."""
-        masks = sum(each.whose == "mask" for each in self.functions)  # in lists of tiles each has a slot
-        enough = len(self.slots) + masks <= SLOTS and len(self.numbers) <= NUMBERS and functions.fit(self.functions)
+        enough = len(self.slots) <= SLOTS and len(self.numbers) <= NUMBERS and functions.fit(self.functions)
         return enough and len(self.lengths) <= 1
 
 

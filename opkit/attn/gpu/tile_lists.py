@@ -22,13 +22,14 @@ T = TypeVar("T")
 _LISTS = Named("opkit.attn.gpu.device.tile_lists", "tile_lists")
 _TURNS = "opkit.attn.gpu.device.tile_lists"
 _STATES = Named("opkit.attn.gpu.device.tile_lists", "tile_states")
-_FUNCTION_STATES = Named("opkit.attn.gpu.device.tile_lists", "function_states")
+_MASK_STATES = Named("opkit.attn.gpu.device.tile_lists", "mask_states")
 _STEP = 32  # tiles, or rows of a tile, that a program reads together
 _MAX_CACHED = 64  # lists, and as many orders
-_BITS = 32 << 20  # bytes that a function's bits take at most
+_BITS = 32 << 20  # bytes that a mask's bits take at most, unless its own bools take so many times as many:
+_BOOLS = 4
 MAX_UNLISTED = 4  #: tiles; up to so many are checked in the kernel itself
 _order_cache: TensorCache[Tensor] = TensorCache(_MAX_CACHED)
-_SPANS = Named("opkit.attn.gpu.device.tile_lists", "spans")
+_SPANS = Named("opkit.attn.gpu.device.spans", "spans")
 _ELEMENTS = 2048  # of a tile that a program evaluates together
 _SPANS_STEP = 2048  # numbers that a program reads together
 _SPANS_ROWS = 256  # of a program
@@ -45,10 +46,10 @@ class TileLists(NamedTuple):
 _lists_cache: TensorCache[TileLists] = TensorCache(_MAX_CACHED)
 
 
-class FunctionBits(NamedTuple):
-    """States of a function's tiles, and what it returns in those that are true in part, as bits.
+class MaskBits(NamedTuple):
+    """States of a mask's tiles, and what is visible in those that are visible in part, as bits.
 
-    :func:`opkit.attn.gpu.device.tile_lists.function_states` writes them. Without words ``places`` and ``words`` are None.
+    :func:`opkit.attn.gpu.device.tile_lists.mask_states` writes them. Without words ``places`` and ``words`` are None.
     """
 
     states: Tensor
@@ -61,37 +62,38 @@ def worth_it(shape: MaskShape, blocks: BlockSizes, queries: int, keys: int) -> b
     return bool(shape.mask) and tiles_in(queries, blocks.rows) * tiles_in(keys, blocks.keys) > MAX_UNLISTED
 
 
-def lists_of(
-    call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, bits: Sequence[FunctionBits] = ()
-) -> TileLists:
+def lists_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, bits: MaskBits | None = None) -> TileLists:
     """Return the lists of a call: for each tile of queries the tiles of keys, or ``by_keys`` the other way round.
 
-    ``bits`` are :func:`bits_of` the call, if they are known.
+    ``bits`` are :func:`bits_of` the call, of which the lists are made then.
     """
     masks, sizes = list(call.mask_tensors), _sizes(call)
 
     def build() -> TileLists:
-        states = bits or _function_states(shape, masks, blocks, sizes, call.q.device)
-        return _build(shape, masks, blocks, sizes, by_keys, call.q.device, states)
+        found = bits
+        if found is None and any(word[0] == program.FUNCTION for word in shape.mask):
+            found = mask_states_of(shape, masks, blocks, sizes, call.q.device)
+        return _build(shape, masks, blocks, sizes, by_keys, call.q.device, found)
 
-    return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys), call, build)
+    return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys, bits is None), call, build)
 
 
-def bits_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool) -> list[FunctionBits]:
-    """Return what each function of a call's mask returns: states of tiles, and bits of those that are true in part.
+def bits_fit(call: Any, shape: MaskShape, blocks: BlockSizes) -> bool:
+    """Return whether there is room for bits of all tiles of a call's mask, of which ``shape`` is the shape."""
+    slots = plans.slots_of(shape, call.mask_tensors, [], _sizes(call), of_biases=False)
+    bools = sum(slots[word[1]].numel() for word in shape.mask if word[0] == program.DENSE)
+    batch, heads = _depends(shape, slots, call.mask_tensors, _sizes(call))
+    rows, keys = (tiles_in(size, tile) * tile for size, tile in zip(_sizes(call)[2:], blocks[:2], strict=True))
+    return batch * heads * rows * keys // 8 <= max(_BITS, bools // _BOOLS)
 
-    A row of bits is that of a query, or ``by_keys`` of a key. They are not cached.
+
+def bits_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, every: bool) -> MaskBits:
+    """Return what a call's mask says: states of tiles, and bits of those that are visible in part.
+
+    A row of bits is that of a query, or ``by_keys`` of a key. There are bits of ``every`` such tile, or of as many as ``_BITS``
+    says. They are not cached.
     """
-    return _function_states(shape, list(call.mask_tensors), blocks, _sizes(call), call.q.device, by_keys)
-
-
-def _function_states(
-    shape: MaskShape, masks: Sequence[Tensor], blocks: BlockSizes, sizes: Sequence[int], device: torch.device,
-    by_keys: bool | None = None,
-) -> list[FunctionBits]:  # fmt: skip
-    """Return the states of a mask's functions, which are before those of biases; with bits unless ``by_keys`` is None."""
-    count = sum(each.whose == "mask" for each in shape.functions)
-    return [function_states_of(shape, k, masks, blocks, sizes, device, by_keys) for k in range(count)]
+    return mask_states_of(shape, list(call.mask_tensors), blocks, _sizes(call), call.q.device, by_keys, every)
 
 
 def turns_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
@@ -99,18 +101,21 @@ def turns_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSi
     return _ordered(turns_of, lists, call, shape, blocks)
 
 
-def visits_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
-    """Return :func:`visits_of` a call's ``lists`` by keys among those by queries."""
-    return _ordered(visits_of, lists, call, shape, blocks)
+def visits_of_call(
+    lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes, bits: MaskBits | None = None
+) -> Tensor:
+    """Return :func:`visits_of` a call's ``lists`` by keys among those by queries; all are made of ``bits`` if there are some."""
+    return _ordered(visits_of, lists, call, shape, blocks, bits)
 
 
 def _ordered(
-    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes
-) -> Tensor:
+    compute: Callable[[TileLists, TileLists], Tensor], lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes,
+    bits: MaskBits | None = None,
+) -> Tensor:  # fmt: skip
     def build() -> Tensor:
-        return compute(lists, lists_of(call, shape, blocks, by_keys=False))
+        return compute(lists, lists_of(call, shape, blocks, by_keys=False, bits=bits))
 
-    return get_or_build(_order_cache, (compute, shape, blocks[:2], _sizes(call)), call, build)
+    return get_or_build(_order_cache, (compute, shape, blocks[:2], _sizes(call), bits is None), call, build)
 
 
 def _sizes(call: Any) -> tuple[int, int, int, int]:
@@ -181,19 +186,22 @@ def _build(
     sizes: Sequence[int],
     by_keys: bool,
     device: torch.device,
-    found: Sequence[FunctionBits],
+    found: MaskBits | None,
 ) -> TileLists:
-    slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
-    for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
-        slots[slot] = states_of(slots[slot], blocks)
-    words = _with_states(shape, slots, found)
-    batch, heads = _depends(slots, [masks[n] for n in shape.lengths], sizes)
+    if found is None:
+        slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
+        batch, heads = _depends(shape, slots, masks, sizes)
+        for slot in {word[1] for word in shape.mask if word[0] == program.DENSE}:
+            slots[slot] = states_of(slots[slot], blocks)
+    else:  # the states say all
+        shape, slots = plans.shape_of((program.DENSE, 0), ()), [found.states]
+        batch, heads = _depends(shape, slots, [], sizes)
     counted = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     own, others = counted[::-1] if by_keys else counted
     tiles = torch.empty((batch, heads, own, others), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads, own, 2), dtype=torch.int32, device=device)
     constants = {
-        "MASK": words, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
+        "MASK": shape.mask, "BANDED": shape.banded, "BY_KEYS": by_keys, "ROWS": blocks.rows, "KEYS": blocks.keys,
         "SOME": min(_STEP, 1 << (others - 1).bit_length()),
     }  # fmt: skip
     tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, sizes[0]), strict=True))
@@ -204,70 +212,65 @@ def _build(
     return TileLists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
 
 
-def _with_states(shape: MaskShape, slots: list[Tensor | None], found: Sequence[FunctionBits]) -> plans.Words:
-    """Return a mask's program with the states of tiles, in new slots, in place of users' functions."""
-    words: list[tuple[int, ...]] = []
-    for word in shape.mask:
-        if word[0] == program.FUNCTION:
-            slots.append(found[word[1]].states)
-            word = (program.DENSE, len(slots) - 1)
-        words.append(word)
-    return tuple(words)
-
-
-def function_states_of(
+def mask_states_of(
     shape: MaskShape,
-    which: int,
     masks: Sequence[Tensor],
     blocks: BlockSizes,
     sizes: Sequence[int],
     device: torch.device,
     by_keys: bool | None = None,
-) -> FunctionBits:
-    """Return :func:`states_of` what a function of a mask lets queries see, evaluated tile by tile, and its bits.
+    every: bool = False,
+) -> MaskBits:
+    """Return :func:`states_of` what queries see under a mask, evaluated tile by tile, and its bits.
 
-    The strides of states and places are 0 for batches and heads if the function does not depend on these. There are no bits if
-    ``by_keys`` is None.
+    The strides of states and places are 0 for batches and heads if the mask does not depend on these. There are no bits if
+    ``by_keys`` is None; bits of ``every`` tile that is visible in part, or of as many as ``_BITS`` says.
     """
-    placed = shape.functions[which]
-    dims = [size if name in placed.variables else 1 for name, size in zip("bh", sizes, strict=False)]
+    slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
+    dims = _depends(shape, slots, masks, sizes)
     tiles = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
     states = torch.empty((*dims, *tiles), dtype=torch.uint8, device=device)
     numbers = blocks.rows * blocks.keys // 32
-    room = min(states.numel(), _BITS // (4 * numbers))
+    room = states.numel() if every else min(states.numel(), _BITS // (4 * numbers))
     places = words = count = None
     if by_keys is not None:
         places, count = torch.empty_like(states, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
         words = torch.empty((room, numbers), dtype=torch.int32, device=device)
-    tensors = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
-    _function_states_kernel(blocks[:2], functions.text_of(placed, placed.function.root, masks), by_keys)(
+    said = functions.words_of(shape.mask, shape.functions, program.FUNCTION, masks)
+    tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, dims[0]), strict=True))
+    captured = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
+    _mask_states_kernel(blocks[:2], said, shape.banded, by_keys)(
         states=states, places=places, words=words, count_of_words=count, room=room, tiles=tiles[0] * tiles[1],
-        programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3],
-        **tensors, **functions.numbers_of(shape.functions, masks, None),
+        programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3], **tensors, **captured,
+        **plans.numbers_of(shape), **functions.numbers_of(shape.functions, masks, None),
     )  # fmt: skip
     strides = [stride if size > 1 else 0 for stride, size in zip(states.stride(), dims, strict=False)]
     states, places = (
         None if x is None else x.as_strided(x.shape, (*strides, *x.stride()[2:])) for x in (states, places)
     )
-    return FunctionBits(states, places, words)
+    return MaskBits(states, places, words)
 
 
 @functools.cache
-def _function_states_kernel(tile: tuple[int, int], function: Any, by_keys: bool | None) -> TritonKernel:
+def _mask_states_kernel(tile: tuple[int, int], said: Any, banded: bool, by_keys: bool | None) -> TritonKernel:
     rows, keys = tile
     step = min(rows, max(32 if by_keys else 1, _ELEMENTS // keys))
     return triton_kernel(
-        _FUNCTION_STATES,
+        _MASK_STATES,
         grid=lambda tiles, programs: (tiles, programs),
-        num_warps=4, FUNCTION=function, ROWS=rows, KEYS=keys, STEP=step, BY_KEYS=bool(by_keys),
+        num_warps=4, MASK=said, BANDED=banded, ROWS=rows, KEYS=keys, STEP=step, BY_KEYS=bool(by_keys),
     )  # fmt: skip
 
 
-def _depends(slots: Sequence[Tensor | None], lengths: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, int]:
-    """Return how many batches and heads have lists of their own."""
-    batches = any(x is not None and x.stride(0) for x in slots) or any(x.shape[0] > 1 for x in lengths)
-    heads = any(x is not None and x.stride(1) for x in slots)
-    return (sizes[0] if batches else 1), (sizes[1] if heads else 1)
+def _depends(
+    shape: MaskShape, slots: Sequence[Tensor | None], masks: Sequence[Tensor], sizes: Sequence[int]
+) -> tuple[int, int]:
+    """Return on how many batches and heads a mask depends: 1 if on none."""
+    read = {name for each in shape.functions if each.whose == "mask" for name in each.variables}
+    read |= {name for dim, name in enumerate("bh") for x in slots if x is not None and x.stride(dim)}
+    if any(masks[n].shape[0] > 1 for n in shape.lengths):
+        read.add("b")
+    return (sizes[0] if "b" in read else 1), (sizes[1] if "h" in read else 1)
 
 
 def states_of(x: Tensor, blocks: BlockSizes) -> Tensor:
@@ -301,7 +304,7 @@ def _states_kernel(tile: tuple[int, int]) -> TritonKernel:
 
 
 class Spans(NamedTuple):
-    """Spans and ranges as :func:`opkit.attn.gpu.device.tile_lists.spans` writes them, with the batches that numbers have."""
+    """Spans and ranges as :func:`opkit.attn.gpu.device.spans.spans` writes them, with the batches that numbers have."""
 
     rows: Tensor
     tiles: Tensor
@@ -330,7 +333,7 @@ def spans_of_call(call: Any, own: Tensor, others: Tensor, tile: int, within: Wit
     return get_or_build(_spans_cache, (name, tile), call, functools.partial(spans_of, own, others, tile, within))
 
 
-def spans_of(own: Tensor, others: Tensor, tile: int, within: Within = Within()) -> Spans:
+def spans_of(own: Tensor, others: Tensor, tile: int, within: Within) -> Spans:
     """Return which of the ``others`` with its own number each row sees, and, with no regard to ``within``, each tile of rows.
 
     Args:

@@ -138,7 +138,7 @@ def survives(seed, run, check):
     return True
 
 
-def lists_in_torch(call, shape, blocks, by_keys, bits=()):
+def lists_in_torch(call, shape, blocks, by_keys, bits=None):
     """What :func:`opkit.attn.gpu.tile_lists.lists_of` builds on a GPU."""
     seen = program.visible(call.mask, call.mask_tensors, program.Grid(call.q.shape[2], call.k.shape[2], call.q.device))
     rows, keys = (blocks.keys, blocks.rows) if by_keys else (blocks.rows, blocks.keys)
@@ -156,32 +156,33 @@ def lists_in_torch(call, shape, blocks, by_keys, bits=()):
     return tile_lists.TileLists(*(x.int().expand(*call.q.shape[:2], -1, -1) for x in (tiles, counts)))
 
 
-def bits_in_torch(call, shape, blocks, by_keys):
-    """What :func:`opkit.attn.gpu.tile_lists.bits_of` finds on a GPU; every third tile that is true in part has no bits."""
-    sizes = call.q.shape[2], call.k.shape[2]
-    grid = program.Grid.of(call)
-    counts = [-(-size // tile) for size, tile in zip(sizes, (blocks.rows, blocks.keys), strict=True)]
-    bit = torch.tensor([8 * (n % 8 // 2) + 2 * (n // 8) + n % 2 for n in range(32)])
-    found = []
-    for placed in shape.functions:
-        words = [program.FUNCTION, *placed.function.words()]
-        seen = program.visible(words, call.mask_tensors, grid)
-        padding = [(0, count * tile - size) for count, tile, size in zip(counts, blocks[:2], sizes, strict=True)]
-        seen, inside = (torch.nn.functional.pad(x, (*padding[1], *padding[0])) for x in (seen, torch.ones_like(seen)))
-        tiles, there = (
-            x.unflatten(3, (counts[1], -1)).unflatten(2, (counts[0], -1)).transpose(3, 4) for x in (seen, inside)
-        )
-        some, every = tiles.flatten(-2).any(-1), (tiles | ~there).flatten(-2).all(-1)
-        places = torch.where(every & some, -3, torch.where(some, -1, -2)).int()
-        of_tiles = (tiles.mT if by_keys else tiles)[some & ~every]
-        packed = (of_tiles.unflatten(-1, (-1, 32)).long() << bit).sum(-1)
-        numbers = torch.arange(len(of_tiles)).int()
-        places[some & ~every] = torch.where(numbers % 3 == 2, -1, numbers)
+def bits_in_torch(call, shape, blocks, by_keys, every):
+    """What :func:`opkit.attn.gpu.tile_lists.bits_of` finds on a GPU; unless ``every``, each third tile has no bits."""
+    seen = program.visible(call.mask, call.mask_tensors, program.Grid.of(call))
+    sizes, tile = seen.shape[2:], blocks[:2]
+    assert sizes == (call.q.shape[2], call.k.shape[2])
+    counts = [-(-size // of) for size, of in zip(sizes, tile, strict=True)]
+    down, across = (count * of - size for size, of, count in zip(sizes, tile, counts, strict=True))
+    padded = torch.nn.functional.pad(seen, (0, across))
+    some, all_of = (
+        torch.nn.functional.pad(padded, (0, 0, 0, down)),
+        torch.nn.functional.pad(padded, (0, 0, 0, down), value=1),
+    )
+    tiles, every_query = (
+        x.unflatten(3, (counts[1], -1)).unflatten(2, (counts[0], -1)).transpose(3, 4) for x in (some, all_of)
+    )
+    some, whole = tiles.flatten(-2).any(-1), every_query.flatten(-2).all(-1)
+    places = torch.where(whole, -3, torch.where(some, -1, -2)).int()
+    partly = some & ~whole
+    packed = (tiles.mT if by_keys else tiles)[partly].unflatten(-1, (-1, 32)).long()
+    packed = (packed << torch.tensor([8 * (n % 8 // 2) + 2 * (n // 8) + n % 2 for n in range(32)])).sum(-1)
+    numbers = torch.arange(len(packed)).int()
+    places[partly] = numbers if every else torch.where(numbers % 3 == 2, -1, numbers)
+    if not every:
         packed[2::3] = -1
-        strides = [stride if size > 1 else 0 for stride, size in zip(places.stride(), places.shape, strict=True)][:2]
-        spread = places.as_strided(places.shape, (*strides, *places.stride()[2:]))
-        found.append(tile_lists.FunctionBits(some, spread, packed.where(packed < 1 << 31, packed - (1 << 32)).int()))
-    return found
+    strides = [stride if size > 1 else 0 for stride, size in zip(places.stride(), places.shape, strict=True)][:2]
+    spread = places.as_strided(places.shape, (*strides, *places.stride()[2:]))
+    return tile_lists.MaskBits(some, spread, packed.where(packed < 1 << 31, packed - (1 << 32)).int())
 
 
 def visits_in_torch(lists, *of_call):

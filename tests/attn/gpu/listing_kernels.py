@@ -34,7 +34,7 @@ def states_by_kernel(x: Tensor, shape: list[int], stride: list[int], rows: int, 
 def bits(
     mask: list[int], tensors: list[Tensor], sizes: list[int], rows: int, keys: int, by_keys: bool, room: int
 ) -> Tensor:
-    """What the function that is all of a mask returns for each query and key; 2 in tiles of which its bits are not written."""
+    """Which keys each query sees; 2 in tiles of which bits are not written."""
     batch, heads, queries, columns = sizes
     grid = Grid(queries, columns, tensors[0].device, batch, heads)
     return visible(mask, tensors, grid).to(torch.uint8).expand(sizes).contiguous()
@@ -45,7 +45,7 @@ def bits_by_kernel(mask, tensors, sizes, rows, keys, by_keys, room):
     tile_lists._BITS = room * rows * keys // 8
     blocks = BlockSizes(rows, keys, 0, 0)
     shape = plans.shape_of(tuple(mask), ())
-    _, places, words = tile_lists.function_states_of(shape, 0, tensors, blocks, sizes, tensors[0].device, by_keys)
+    _, places, words = tile_lists.mask_states_of(shape, tensors, blocks, sizes, tensors[0].device, by_keys)
     place = torch.arange(32, device=words.device)
     bit = words[..., None] >> (place % 8 // 2 * 8 + place // 8 * 2 + place % 2) & 1
     tiles = bit.reshape(-1, keys, rows).mT if by_keys else bit.reshape(-1, rows, keys)
@@ -56,7 +56,7 @@ def bits_by_kernel(mask, tensors, sizes, rows, keys, by_keys, room):
     return whole[..., : sizes[2], : sizes[3]].expand(sizes).contiguous()
 
 
-def spans_in_torch(own, others, tile, within=Within()):
+def spans_in_torch(own, others, tile, within):
     """What :func:`opkit.attn.gpu.tile_lists.spans_of` finds."""
     lengths = torch.tensor([2**31 - 1]) if within.lengths is None else within.lengths
     batch, count = max(own.shape[0], others.shape[0], lengths.shape[0]), others.shape[1]

@@ -19,6 +19,7 @@ from hopper_masks import documents, packed, padded, shuffled
 
 from opkit.attn import gradients, reference
 from opkit.attn.calls import GradientCall
+from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import backward_cuda, backward_kinds
 from opkit.attn.masks import program
 
@@ -250,6 +251,15 @@ KEPT = (
 )  # fmt: skip
 
 
+@pytest.mark.sweep(keep=["a diagonal of each query"])
+@pytest.mark.parametrize("case", ["not these documents, or near", "a diagonal of each query", "blocks of bools, 64"])
+def test_some_tiles_of_a_mask_have_no_bits(listed, monkeypatch, case):
+    monkeypatch.setattr(tile_lists, "bits_fit", lambda *of: False)
+    sizes, what = CALLS[case]
+    call, expected = gradient_call(sizes, **what)
+    assert off(backward_cuda.backward(*call), expected) < 2 * torch.finfo(BF16).eps
+
+
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "deterministic"])
 @pytest.mark.sweep(keep=KEPT)
 @pytest.mark.parametrize("case", ASKED)
@@ -309,8 +319,8 @@ LISTS_DEFECTS = {
     "a step that is published and loaded too early": (
         "        wait_empty(Q_EMPTY);\n        if (S::LISTED)", "        if (S::LISTED)",
     ),
-    "a span that is not asked for": ("past = min(past, span.y)", "past = min(past, problem.queries)"),
-    "a span from its end on": ("from = max(from, span.x)", "from = max(from, 0)"),
+    "a span that is not asked for": ("past = __float_as_int(both.y)", "past = problem.queries"),
+    "a span from its end on": ("from &= 0x7fffffff", "from = 0"),
     "gradients that are not cleaned": ("    if (S::HIDES_ROWS) clean<S::BLOCK_BYTES>(", "    if (false) clean<S::BLOCK_BYTES>("),
 }  # fmt: skip
 WIDE_DEFECTS = {

@@ -9,6 +9,7 @@ from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, 
 from hopper_masks import bools, documents, lengths, packed, padded, shuffled
 
 from opkit.attn import reference
+from opkit.attn.gpu import tile_lists
 from opkit.attn.gpu.hopper import calls, forward_cuda, forward_kinds
 from opkit.attn.masks import program
 
@@ -267,6 +268,13 @@ class TestKinds:
             compared(given, found[-1])
             assert all(map(torch.equal, found[0], found[-1]))
 
+    @pytest.mark.sweep(keep=["a diagonal of each query"])
+    @pytest.mark.parametrize("case", ["not these documents, or near", "a diagonal of each query", "bools, 64"])
+    def test_some_tiles_of_a_mask_have_no_bits(self, listed, monkeypatch, case):
+        monkeypatch.setattr(tile_lists, "bits_fit", lambda *of: False)
+        given = of_kind(case)
+        compared(given, forward_cuda.forward(*given))
+
     @pytest.mark.sweep
     @pytest.mark.parametrize(
         "case", ["a cap, 128", "sinks", "causal lengths", "96", "bools", "a diagonal of each query"]
@@ -317,7 +325,7 @@ DEFECTS_OF_SPANS = {
     "none": NONE,
     "a step that is published too early": DEFECTS_OF_LISTS["a step that is published too early"],
     "steps that are whole by mistake": ("plan.to ? BEYOND : NOTHING};", "plan.to ? NOTHING : NOTHING};"),
-    "a key too many": ("columns_to(end - 1 - column)", "columns_to(end - column)"),
+    "a key too many": ("span.y - 1, column)", "span.y, column)"),
     "a key too few": ("columns_to(first - 1 - column)", "columns_to(first - column)"),
     "steps that no warpgroup but the first needs": (
         "if (seen.x < seen.y) plan.at",

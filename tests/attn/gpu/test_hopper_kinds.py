@@ -20,6 +20,9 @@ from opkit.attn.calls import AttentionCall
 from opkit.attn.gpu.hopper import forward_cuda, forward_kinds
 from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.masks import program
+from opkit.attn.masks.algebra import as_mask
+from opkit.attn.masks.lowering import lower
+from opkit.attn.masks.program_builder import CallSizes
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
 
@@ -48,6 +51,7 @@ LAYOUTS = {  # heads of keys and of values, queries and keys, a mask; and the la
 
 
 def kind_of(head, columns, queries, keys, mask, **what):
+    what.setdefault("masks", [torch.empty(1, 1, queries, keys, dtype=torch.bool, device="meta")])
     call = AttentionCall(*arguments(*shaped((16, 2), queries, keys, head, columns), mask=mask, **what))
     return forward_kinds.kind_of(call)
 
@@ -85,9 +89,23 @@ def test_a_mask_of_more_tensors_than_there_is_room_for_becomes_bools():
     assert kind_of(128, 128, 300, 300, mask) == kind_of(128, 128, 300, 300, (program.DENSE, 0))
 
 
-def test_segments_with_a_band_and_lengths_need_no_program():
+def test_segments_with_a_band_and_lengths_need_no_bits():
     mask = (*CAUSAL, *SEGMENTS, program.AND, program.LENGTH, 2, program.AND)
-    assert kind_of(128, 128, 300, 300, mask).asked.mask == ()
+    assert kind_of(128, 128, 300, 300, mask).asked.tile == ()
+
+
+def test_one_kernel_serves_all_masks_that_are_read_as_bits():
+    def of_function(function, length):
+        lowered = lower(as_mask(function), CallSizes(1, 16, length, length, torch.device("cpu")))
+        return kind_of(128, 128, length, length, tuple(lowered.program), masks=lowered.tensors)
+
+    table = torch.ones(8192, dtype=torch.bool)
+    first = of_function(lambda b, h, i, j: (i - j) % 3 == 0, 8192)
+    assert first == of_function(lambda b, h, i, j: table[(i * j) % 8192], 8192)
+    assert first == kind_of(128, 128, 300, 300, (*CAUSAL, program.DENSE, 0, program.AND))
+    long = of_function(lambda b, h, i, j: (i - j) % 3 == 0, 65536)  # there is no room for bits of all tiles
+    assert long.asked.mask
+    assert "user_0" in long.definitions
 
 
 def test_heads_are_interleaved_as_the_cache_holds():

@@ -42,8 +42,7 @@ def run(request):
     """Calls the kernel."""
     if request.param == "gpu":
         return lambda *given: [
-            x.cpu()
-            for x in kernels.spans_by_kernel(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
+            x.cpu() for x in kernels.spans_by_kernel(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in given))
         ]
     process = request.getfixturevalue("interpreter")
     return lambda *given: process(kernels.spans, *given, kernel="interpreted")
@@ -54,7 +53,9 @@ def run(request):
 @pytest.mark.parametrize("case", CASES)
 def test_as_torch_finds_them(run, case, tile):
     own, others = CASES[case]()
-    for found, expected in zip(run(own, others, tile, *Within()), kernels.spans_in_torch(own, others, tile), strict=True):
+    for found, expected in zip(
+        run(own, others, tile, *Within()), kernels.spans_in_torch(own, others, tile, Within()), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
@@ -71,7 +72,7 @@ def test_within_a_band_and_lengths(run, case, within):
 
 
 def test_of_documents_and_of_padding():
-    rows, tiles = kernels.spans_in_torch(torch.tensor([[1, 1, 2, 0]]), torch.tensor([[1, 2, 2, 0]]), 2)
+    rows, tiles = kernels.spans_in_torch(torch.tensor([[1, 1, 2, 0]]), torch.tensor([[1, 2, 2, 0]]), 2, Within())
     assert rows.tolist() == [[[0, 1], [0, 1], [1, 3], [3, 4]]]
     assert tiles.tolist() == [[[0, 1, 0, 1], [1, 4, 3, 3]]]
 
@@ -80,7 +81,7 @@ def test_of_documents_and_of_padding():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_compiles(target):
     own = torch.empty(2, 5000, dtype=torch.int32, device="meta")
-    compile_launches(lambda: spans_of(own, own, 64), [target]).raise_for_failures()
+    compile_launches(lambda: spans_of(own, own, 64, Within()), [target]).raise_for_failures()
 
 
 def test_they_are_kept_with_the_tensors_of_the_mask():

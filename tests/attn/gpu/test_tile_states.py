@@ -6,7 +6,7 @@ import torch
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.tile_lists import function_states_of, states_of
+from opkit.attn.gpu.tile_lists import mask_states_of, states_of
 from opkit.attn.masks.algebra import as_mask
 from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program import DENSE
@@ -143,7 +143,7 @@ def test_bits_compile(tile, by_keys):
     lowered = lower(as_mask(OF_TILES["of heads and batches"](x)), CallSizes(*sizes, x.device))
     shape, tensors = plans.shape_of(tuple(lowered.program), ()), [each.to("meta") for each in lowered.tensors]
     report = compile_launches(
-        lambda: function_states_of(shape, 0, tensors, blocks, sizes, tensors[0].device, by_keys), ["sm_90"]
+        lambda: mask_states_of(shape, tensors, blocks, sizes, tensors[0].device, by_keys), ["sm_90"]
     )
     report.raise_for_failures()
     assert not any(row.spills for row in report.rows)

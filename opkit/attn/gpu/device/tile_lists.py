@@ -3,11 +3,10 @@
 ``tile_lists`` lists for each tile of queries the tiles of keys that it sees, or the reverse. A mask's program is evaluated for
 whole tiles, as a pair of answers for each: whether some pair of a query and a key may be visible, and whether all are. The first
 may be true too often and the second false too often, never the reverse; ``NOT`` swaps them. For bands and segments the answers
-follow from the least and the greatest number in a tile; for a tensor of bools and a user's function, ``tile_states`` and
-``function_states`` compute them first.
+follow from the least and the greatest number in a tile; for a tensor of bools ``tile_states`` computes them first. Of a mask
+with a user's function ``mask_states`` computes those of all that it says, and for kernels that read a mask as bits these bits.
 
-``tile_turns`` and ``tile_visits`` compute the order in which tiles of keys add to the gradient of a block of queries. ``spans``
-finds by bisection the span of keys that each row sees under segments whose numbers are in order.
+``tile_turns`` and ``tile_visits`` compute the order in which tiles of keys add to the gradient of a block of queries.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from opkit.attn.gpu.device.tile import AND, BAND, DENSE, LENGTH, NOT, OR, SEGMENTS, called, element, number
+from opkit.attn.gpu.device.tile import AND, BAND, DENSE, FUNCTION, LENGTH, NOT, OR, SEGMENTS, element, number, seen
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
@@ -63,7 +62,7 @@ def tile_lists(
         other = start + tl.arange(0, SOME)
         mine = own + tl.zeros([1], tl.int32)
         i, j = (other * ROWS, mine * KEYS) if BY_KEYS else (mine * ROWS, other * KEYS)
-        some, every = _state(MASK, slots, numbers, b, h, i, j, queries, limit, lower, upper, BANDED, ROWS, KEYS)
+        some, every = _state(MASK, slots, numbers, b, h, i, j, queries, limit, lower, upper, BANDED, ROWS, KEYS, True)
         full = (every & (i + ROWS <= queries)) if BY_KEYS else every
         full = full & (j + KEYS <= limit) & (other < others)
         part = some & (full == 0) & (other < others)
@@ -79,9 +78,12 @@ def tile_lists(
 @triton.jit
 def _state(
     PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, limit, lower, upper,
-    BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Return whether some and all pairs are visible in the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,)."""
+    """Return whether some and all pairs are visible in the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,).
+
+    ``FOUND``: slots have states of tiles in place of tensors of bools; else nothing is known of these.
+    """
     i_end, j_end = tl.minimum(i + ROWS, queries) - 1, tl.minimum(j + KEYS, limit) - 1
     some = (i < queries) & (j < limit)
     every = some
@@ -105,6 +107,8 @@ def _state(
         elif PROGRAM[at][0] == LENGTH:
             length = number(slots, PROGRAM[at][1], b, h)
             stack = stack + ((j < length) & (i == i), (j_end < length) & (i == i))
+        elif PROGRAM[at][0] == FUNCTION or (PROGRAM[at][0] == DENSE and not FOUND):
+            stack = stack + ((i == i) & (j == j), (i != i) & (j == j))
         elif PROGRAM[at][0] == DENSE:
             stack = stack + _states_of(slots, PROGRAM[at][1], b, h, i // ROWS, j // KEYS, (i < queries) & (j < limit))
         else:
@@ -179,57 +183,76 @@ def _count(x, stride, stride_of_columns, rows, columns, ROWS: tl.constexpr, COLU
 
 
 @triton.jit(do_not_specialize=(*RUN_TIME, "room"))
-def function_states(
-    states, places, words, count_of_words, room,
+def mask_states(
+    states, places, words, count_of_words, room, lengths, lengths_stride_0,
+    t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3, t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3,
+    t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3, t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3,
+    t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3, t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3,
     f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3, f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3,
     f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3, f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3,
     f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3, f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3,
+    n0, n1, n2, n3, n4, n5, n6, n7,
     m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
-    tiles, programs, heads, queries, keys,
-    FUNCTION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr,
+    tiles, programs, heads, queries, keys, lower, upper,
+    MASK: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`tile_states`, of what a user's function returns for queries and keys. ``heads`` are those with states.
+    """As :func:`tile_states`, of all that a mask says. ``heads`` are those with states.
 
-    What the function does not depend on is the same for all batches and heads. ``STEP`` divides ``ROWS``; it is a multiple of 32
+    Tiles of which bands, segments and lengths say enough are not evaluated. ``STEP`` divides ``ROWS``; it is a multiple of 32
     ``BY_KEYS``.
 
-    With ``places`` the results of tiles that are true in part are written too, as bits, for up to ``room`` tiles in any order:
-    ``places``, like ``states``, has a tile's place in ``words``, or ``NO_BITS``, or ``ALL_FALSE``, or ``ALL_TRUE``.
-    ``words`` is (room, ROWS, KEYS / 32), or (room, KEYS, ROWS / 32) ``BY_KEYS``, contiguous. Of 32 elements, that of number n is
-    bit 8 * (n % 8 // 2) + 2 * (n // 8) + n % 2: a thread of Hopper's products has the elements of one byte.
+    With ``places`` what is visible in tiles of which that is not all or nothing is written too, as bits, for up to ``room``
+    tiles in any order: ``places``, like ``states``, has a tile's place in ``words``, or ``NO_BITS``, or ``ALL_FALSE``, or
+    ``ALL_TRUE``. Keys that are not there are not visible; queries may be. ``words`` is (room, ROWS, KEYS / 32), or (room, KEYS,
+    ROWS / 32) ``BY_KEYS``, contiguous. Of 32 elements, that of number n is bit 8 * (n % 8 // 2) + 2 * (n // 8) + n % 2: a thread
+    of Hopper's products has the elements of one byte.
     """
     slots = (
-        0, 0, 0, 0, 0, 0,
+        (t0, t0_stride_0, t0_stride_1, t0_stride_2, t0_stride_3), (t1, t1_stride_0, t1_stride_1, t1_stride_2, t1_stride_3),
+        (t2, t2_stride_0, t2_stride_1, t2_stride_2, t2_stride_3), (t3, t3_stride_0, t3_stride_1, t3_stride_2, t3_stride_3),
+        (t4, t4_stride_0, t4_stride_1, t4_stride_2, t4_stride_3), (t5, t5_stride_0, t5_stride_1, t5_stride_2, t5_stride_3),
         (f0, f0_stride_0, f0_stride_1, f0_stride_2, f0_stride_3), (f1, f1_stride_0, f1_stride_1, f1_stride_2, f1_stride_3),
         (f2, f2_stride_0, f2_stride_1, f2_stride_2, f2_stride_3), (f3, f3_stride_0, f3_stride_1, f3_stride_2, f3_stride_3),
         (f4, f4_stride_0, f4_stride_1, f4_stride_2, f4_stride_3), (f5, f5_stride_0, f5_stride_1, f5_stride_2, f5_stride_3),
     )  # fmt: skip
     numbers = (
-        0, 0, 0, 0, 0, 0, 0, 0,
+        n0, n1, n2, n3, n4, n5, n6, n7,
         m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     )  # fmt: skip
     wide = tl.cdiv(keys, KEYS)
-    first, j = tl.program_id(0) // wide * ROWS, tl.program_id(0) % wide * KEYS + tl.arange(0, KEYS)[None, :]
+    first, begin = tl.program_id(0) // wide * ROWS, tl.program_id(0) % wide * KEYS
+    j = begin + tl.arange(0, KEYS)[None, :]
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    count, all_of = 0, 0
+    limit = keys
+    if lengths is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_stride_0), 0), keys)
+    one = tl.zeros([1], tl.int32)
+    some, every = _state(
+        MASK, slots, numbers, b, h, first + one, begin + one, queries, limit, lower, upper, BANDED, ROWS, KEYS, False
+    )
+    whole = tl.max(every.to(tl.int32), 0) * (begin + KEYS <= limit).to(tl.int32)
+    count, all_of = whole, 1
     packed = tl.zeros([ROWS // STEP, STEP * KEYS // 32], tl.int32)
     steps, flat = tl.arange(0, ROWS // STEP)[:, None], tl.arange(0, STEP * KEYS // 32)[None, :]
-    for at in range(0, ROWS, STEP):
-        i = first + at + tl.arange(0, STEP)[:, None]
-        inside = (i < queries) & (j < keys)
-        found = inside & called(FUNCTION, b, slots, numbers, b, h, i, j, queries, keys)
-        count += tl.sum(tl.sum(found.to(tl.int32), 1), 0)
-        all_of += tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
-        if places is not None:
-            packed = tl.where(
-                steps == at // STEP, tl.reshape(_bits_of(found, STEP, KEYS, BY_KEYS), [1, STEP * KEYS // 32]), packed
-            )
+    if (tl.max(some.to(tl.int32), 0) > 0) & (whole == 0):
+        all_of = 0
+        for at in range(0, ROWS, STEP):
+            i = first + at + tl.arange(0, STEP)[:, None]
+            found = seen(slots, numbers, b, h, i, j, queries, limit, lower, upper, MASK, BANDED)
+            count += tl.sum(tl.sum(found.to(tl.int32), 1), 0)
+            all_of += tl.sum(tl.sum(((i < queries) & (j < keys)).to(tl.int32), 1), 0)
+            if places is not None:
+                packed = tl.where(
+                    steps == at // STEP,
+                    tl.reshape(_bits_of(found, STEP, KEYS, BY_KEYS), [1, STEP * KEYS // 32]),
+                    packed,
+                )
     state = tl.where(count > 0, ANY, 0) | tl.where(count == all_of, ALL, 0)
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(states + tile, state.to(tl.uint8))
     if places is not None:
         place = tl.where(count > 0, ALL_TRUE, ALL_FALSE)
-        if (count > 0) & (count < all_of):
+        if (count > 0) & ((count < all_of) | (begin + KEYS > keys)):
             place = tl.atomic_add(count_of_words, 1)
             place = tl.where(place < room, place, NO_BITS)
         tl.store(places + tile, place)
@@ -319,86 +342,3 @@ def _greater(theirs, their_counts, tile, there, mine, own, SOME: tl.constexpr):
         each = tl.load(theirs + tile[:, None] * own + _index(step, whole[:, None], own), mask=seen, other=0)
         found += tl.sum((seen & (each > mine)).to(tl.int32), 1)
     return found
-
-
-@triton.jit(do_not_specialize=("rows", "room", "count", "rounds", "lower", "upper"))
-def spans(
-    own, own_stride_0, own_stride_1, others, others_stride_0, others_stride_1, lengths, lengths_stride_0,
-    spans, ranges, rows, room, count, rounds, lower, upper,
-    TILES: tl.constexpr, TILE: tl.constexpr, SOME: tl.constexpr, OF_ROWS: tl.constexpr,
-):  # fmt: skip
-    """The spans of the rows of ``TILES`` tiles of batch ``program_id(1)``, and the ranges of these tiles.
-
-    ``own`` has a number for each of ``rows`` rows, ``others`` for each of ``count`` others, at least one. ``ranges`` is (batch,
-    tiles, 4): some row sees others from the first number on and before the second, all rows from the third on and before the
-    fourth; (-1, 0, ..) if the others or the rows are not in order. ``spans`` is (batch, ``room``, 2): a row sees others from the
-    first number on and before the second, within a band and lengths: others ``lower`` to ``upper`` places further, and of the
-    rows, or others unless ``OF_ROWS``, so many. If the others are not in order a span is what these leave, and the first number
-    has its sign bit set. Both are contiguous. ``rounds`` halvings leave nothing of ``count``.
-    """
-    batch = tl.program_id(1)
-    own += batch.to(tl.int64) * own_stride_0
-    others += batch.to(tl.int64) * others_stride_0
-    fall, falls = _falls(others, others_stride_1, count, SOME)
-    least, last = tl.load(others), tl.load(others + (count - 1) * others_stride_1)
-    in_order = (falls == 0) | ((falls == 1) & (last < least))
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    row = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    inside = row < rows
-    mine = tl.load(own + row * own_stride_1, mask=inside, other=0)
-    after = tl.load(own + (row + 1) * own_stride_1, mask=row + 1 < rows, other=0)
-    tail = (falls == 1) & (mine < least)
-    begin, stop = tl.where(tail, fall, 0), tl.where(tail | (falls == 0), count, fall)
-    first = _bisected(others, others_stride_1, begin, stop, mine, rounds, False)
-    end = _bisected(others, others_stride_1, begin, stop, mine, rounds, True)
-    some = inside & (first < end)
-    first, end = tl.where(some, first, 0), tl.where(some, end, 0)
-    adjacent = (row + 1 < rows) & ((row + 1) % TILE > 0)
-    own_falls = tl.sum((adjacent & (mine > after)).to(tl.int32), 1)
-    least_first, greatest_end = tl.min(tl.where(some, first, MOST), 1), tl.max(end, 1)
-    said = in_order & (own_falls <= 1)
-    count_of_tiles = tl.cdiv(rows, TILE)
-    ranges += (batch.to(tl.int64) * count_of_tiles + tile) * 4
-    there = tile < count_of_tiles
-    tl.store(ranges, tl.where(said, tl.minimum(least_first, greatest_end), -1), mask=there)
-    tl.store(ranges + 1, tl.where(said, greatest_end, 0), mask=there)
-    greatest_first = tl.max(tl.where(inside, tl.where(some, first, MOST), 0), 1)
-    least_end = tl.min(tl.where(inside, end, MOST), 1)
-    tl.store(ranges + 2, tl.where(said, greatest_first, MOST), mask=there)
-    tl.store(ranges + 3, tl.where(said, least_end, 0), mask=there)
-    first, end = tl.where(in_order, first, 0), tl.where(in_order, end, count)
-    first, end = tl.maximum(first, row + lower), tl.minimum(end, row + upper + 1)
-    if lengths is not None:
-        length = tl.load(lengths + batch * lengths_stride_0)
-        end = tl.where(row < length, end, 0) if OF_ROWS else tl.minimum(end, length)
-    some = inside & (first < end)
-    place = (batch.to(tl.int64) * room + row) * 2
-    tl.store(spans + place, tl.where(some, first, 0) | tl.where(in_order, 0, LEAST), mask=row < room)
-    tl.store(spans + place + 1, tl.where(some, end, 0), mask=row < room)
-
-
-@triton.jit
-def _falls(numbers, stride, count, SOME: tl.constexpr):
-    """Return where numbers fall last, and how often."""
-    fall, falls = 0, 0
-    for start in range(0, count, SOME):
-        at = start + tl.arange(0, SOME)
-        here = tl.load(numbers + at * stride, mask=at + 1 < count, other=0)
-        falling = (at + 1 < count) & (here > tl.load(numbers + (at + 1) * stride, mask=at + 1 < count, other=0))
-        fall = tl.maximum(fall, tl.max(tl.where(falling, at + 1, 0), 0))
-        falls += tl.sum(falling.to(tl.int32), 0)
-    return fall, falls
-
-
-@triton.jit
-def _bisected(numbers, stride, begin, stop, wanted, rounds, BEYOND: tl.constexpr):
-    """Return the first of the rising numbers in ``begin`` to ``stop`` that is not less than ``wanted``, or is greater."""
-    for _ in range(rounds):
-        middle = (begin + stop) // 2
-        found = tl.load(numbers + middle * stride, mask=begin < stop, other=0)
-        less = (found <= wanted) if BEYOND else (found < wanted)
-        begin, stop = (
-            tl.where((begin < stop) & less, middle + 1, begin),
-            tl.where((begin < stop) & (less == 0), middle, stop),
-        )
-    return begin

@@ -26,9 +26,10 @@ from torch import Tensor
 from opkit.attn.allocation import allocate_scratch, overwritten, rows
 from opkit.attn.calls import GradientCall, dtypes_and_shapes, predicate
 from opkit.attn.gpu import arguments, plans
+from opkit.attn.gpu.functions import Placed
 from opkit.attn.gpu.hopper import backward as gluon
 from opkit.attn.gpu.hopper import calls, functions, library
-from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, is_alone, keys_of_tile, kind_of
+from opkit.attn.gpu.hopper.backward_kinds import PART, Kind, is_alone, kind_of, tile_of
 from opkit.attn.gpu.hopper.biases import as_functions
 from opkit.attn.gpu.hopper.library import Lists, Rows
 from opkit.attn.gpu.hopper.masks import Mask, list_building, reader_of, shape_of
@@ -118,10 +119,10 @@ def _is_slower(call: GradientCall) -> bool:
     heads, whose sums of the gradient of queries are all that the L2 cache can do.
     """
     head, values, shape = call.q.shape[3], call.v.shape[3], shape_of(call)
-    if functions.texts_of(call).functions:  # which that kernel does not call
+    if _functions_of(call):  # which that kernel does not call
         return False
     size = calls.padded(max(head, values))
-    if call.k.shape[0] * call.k.shape[1] * -(-call.k.shape[2] // keys_of_tile(size)) <= calls.processors(call.q.device):
+    if call.k.shape[0] * call.k.shape[1] * -(-call.k.shape[2] // tile_of(size)[1]) <= calls.processors(call.q.device):
         return True
     short = (
         min(call.q.shape[2], shape.upper - shape.lower) < _ENOUGH
@@ -132,6 +133,11 @@ def _is_slower(call: GradientCall) -> bool:
     return (short and whole and not call.softcap) or (
         head > _NARROW and not (library.of_segments(shape) or shape.lengths)
     )
+
+
+def _functions_of(call: GradientCall) -> tuple[Placed, ...]:
+    """Return users' functions, of masks and of biases."""
+    return plans.shape_of(tuple(call.mask), tuple(call.bias)).functions
 
 
 def fits(call: GradientCall) -> bool:
@@ -189,14 +195,14 @@ def backward(*args: Any) -> Callable[..., Results]:
 
 def _prepared(call: GradientCall, ordered: bool) -> Callable[..., Results]:
     kind = kind_of(call, ordered)
-    lists = list_building(call, (kind.rows, kind.keys), by_keys=True, in_order=ordered)
+    lists = list_building(call, kind.asked, kind.tile, by_keys=True, in_order=ordered)
     kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
     if kernels is None:
-        return portable.prepare_backward(call) if kind.asked.functions.functions else gluon.backward.prepare(*call)
-    shape, fitted, tile = shape_of(call), arguments.fit_to_slots(call), (kind.rows, kind.keys)
+        return portable.prepare_backward(call) if _functions_of(call) else gluon.backward.prepare(*call)
+    shape, fitted = shape_of(call), arguments.fit_to_slots(call)
     fits_slots, captured = fitted is call, functions.places_of(call)
     masked = shape.mask or shape.lengths
-    read_mask = reader_of(fitted, shape, tile, by_keys=True, in_order=ordered) if masked else None
+    read_mask = reader_of(fitted, shape, kind.asked, kind.tile, by_keys=True, in_order=ordered) if masked else None
     made = [rows(each, each.shape[3], call.out_is_bshd) for each in call[2:5]]
     delta = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
     new = [overwritten(each) for each in (*made, delta)]
@@ -319,7 +325,7 @@ def _problem(call: GradientCall, kind: Kind) -> BackwardProblem:
         numbers |= {"factor": 2 * offset, "inner": 2 * calls.LOG2E * call.scale / call.softcap, "offset": offset}
     if call.bias:
         numbers |= {"factor": calls.LOG2E, "inner": call.scale}
-    if kind.asked.functions.functions:
+    if _functions_of(call):
         numbers["functions"] = functions.captured(call)
     return BackwardProblem(**numbers)
 

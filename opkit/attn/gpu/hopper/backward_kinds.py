@@ -36,14 +36,19 @@ class Kind(NamedTuple):
     asked: Asked
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Queries of a step, and keys of a tile."""
+        return tile_of(self.size)
+
+    @property
     def rows(self) -> int:
         """Queries of a step."""
-        return max(2 * PART // self.size, 64)
+        return self.tile[0]
 
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return keys_of_tile(self.size)
+        return self.tile[1]
 
     @property
     def parts(self) -> int:
@@ -55,15 +60,15 @@ class Kind(NamedTuple):
         """The definitions with which ``backward.cu`` is compiled."""
         sizes = f"{self.size}, {self.head}, {self.values}"
         ways = ", ".join(str(each).lower() for each in (self.asked.banded, self.asked.listed, self.ordered, self.alone))
-        return self.asked.definitions((self.rows, self.keys), LAYOUT=f"Shape<{sizes}, {ways}>")
+        return self.asked.definitions(LAYOUT=f"Shape<{sizes}, {ways}>")
 
 
 _STEP = 16  # channels of a product
 
 
-def keys_of_tile(size: int) -> int:
-    """Return how many keys a tile has, of heads of that size in shared memory."""
-    return 128 if size <= calls.HEADS[1] else 64
+def tile_of(size: int) -> tuple[int, int]:
+    """Return how many queries a step has, and keys a tile, of heads of that size in shared memory."""
+    return max(2 * PART // size, 64), 128 if size <= calls.HEADS[1] else 64
 
 
 def is_alone(call: GradientCall, shape: MaskShape) -> bool:
@@ -71,11 +76,12 @@ def is_alone(call: GradientCall, shape: MaskShape) -> bool:
     queries, keys = call.q.shape[2], call.k.shape[2]
     size = calls.padded(max(call.q.shape[3], call.v.shape[3]))
     whole = not shape.mask and not shape.lengths and shape.upper >= 0 and keys - shape.lower >= queries
-    return whole and keys <= keys_of_tile(size)
+    return whole and keys <= tile_of(size)[1]
 
 
 def kind_of(call: GradientCall, ordered: bool) -> Kind:
     """Return the kind of a call."""
     shape, head, values = shape_of(call), *(-(-size // _STEP) * _STEP for size in (call.q.shape[3], call.v.shape[3]))
-    alone, asked = is_alone(call, shape), asked_of(call, sinks=False, sloped=True)
-    return Kind(calls.padded(max(head, values)), head, values, ordered and not alone, alone, asked)
+    alone, size = is_alone(call, shape), calls.padded(max(head, values))
+    asked = asked_of(call, tile_of(size), sinks=False, sloped=True)
+    return Kind(size, head, values, ordered and not alone, alone, asked)

@@ -24,7 +24,7 @@ from opkit.attn.calls import AttentionCall, Float8Call, dtypes_and_shapes, predi
 from opkit.attn.gpu import arguments, plans
 from opkit.attn.gpu.hopper import calls, functions, library
 from opkit.attn.gpu.hopper.biases import as_functions
-from opkit.attn.gpu.hopper.forward_kinds import ROWS, Layout, kind_of, layout_of
+from opkit.attn.gpu.hopper.forward_kinds import ROWS, Kind, Layout, kind_of
 from opkit.attn.gpu.hopper.library import Lists, Rows
 from opkit.attn.gpu.hopper.masks import Mask, list_building, reader_of, shape_of
 from opkit.attn.gpu.portable import forward as portable
@@ -131,20 +131,23 @@ def forward(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _prepared(call: AttentionCall) -> Callable[..., tuple[Tensor, Tensor]]:
     kind = kind_of(call)
-    lists = list_building(call, kind.layout.tile, by_keys=False)
+    lists = list_building(call, kind.asked, kind.layout.tile, by_keys=False)
     kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions, lists)
-    return portable.prepare_forward(call) if kernels is None else launching(kernels, call, call.q)
+    return portable.prepare_forward(call) if kernels is None else launching(kernels, kind, call, call.q)
 
 
-def launching(kernels: library.Kernels, call: AttentionCall, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def launching(
+    kernels: library.Kernels, kind: Kind, call: AttentionCall, like: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that launches for calls like ``call``; results are of the dtype of ``like``, which is as q is.
 
     Where queries and keys are float8 it takes ``by``: three of float32, (batch, key heads) and dense, that their numbers and
     those of the values are multiplied by.
     """
     roomy = arguments.fit_to_slots(call)
-    fits, shape, layout = roomy is call, shape_of(call), layout_of(call)
-    read_mask = reader_of(roomy, shape, layout.tile, by_keys=False) if shape.mask or shape.lengths else None
+    fits, shape, layout = roomy is call, shape_of(call), kind.layout
+    masked = shape.mask or shape.lengths
+    read_mask = reader_of(roomy, shape, kind.asked, layout.tile, by_keys=False) if masked else None
     captured = functions.places_of(call)
     described = all(calls.describable(each) for each in call[:3])
     counter = calls.counters(call.q.device, _marks(call, layout))
@@ -278,7 +281,7 @@ def _float8_has(call: AttentionCall) -> bool:
     """Return whether the kernels in float8 have what a call asks for."""
     asked = kind_of(call).asked
     heads = calls.HEADS[:2] if asked.listed else calls.HEADS
-    return call.q.shape[3] == call.v.shape[3] in heads and not any((*asked.flags, *asked.functions)) and not asked.mask
+    return call.q.shape[3] == call.v.shape[3] in heads and not any((*asked.flags, *asked.functions, *asked.tile))
 
 
 def fits_float8(call: Float8Call) -> bool:
@@ -309,10 +312,11 @@ def forward_float8(*args: Any) -> Callable[..., tuple[Tensor, Tensor]]:
             "or no mask. Leave the choice to opkit, or force kernel='triton'."
         )
     plain = call.plain
-    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind_of(plain).definitions)
+    kind = kind_of(plain)
+    kernels = library.kernels_or_none(_SOURCE, call.q.dtype, kind.definitions)
     if kernels is None:
         return portable.forward_float8.prepare(*call)
-    inner = launching(kernels, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
+    inner = launching(kernels, kind, plain, torch.empty_like(call.q, dtype=torch.bfloat16))
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
         call = Float8Call(*args)

@@ -59,12 +59,13 @@ class Kind(NamedTuple):
     def definitions(self) -> str:
         """The definitions with which ``forward.cu`` is compiled."""
         layout = f"Listed<{self.layout.text}>" if self.asked.listed else self.layout.text
-        return self.asked.definitions(self.layout.tile, LAYOUT=layout, OF_BAND=str(self.asked.banded).lower())
+        return self.asked.definitions(LAYOUT=layout, OF_BAND=str(self.asked.banded).lower())
 
 
 def kind_of(call: AttentionCall) -> Kind:
     """Return the kind of a call."""
-    return Kind(layout_of(call), asked_of(call, sinks=call.sinks is not None))
+    layout = layout_of(call)
+    return Kind(layout, asked_of(call, layout.tile, sinks=call.sinks is not None))
 
 
 def layout_of(call: AttentionCall) -> Layout:

@@ -137,8 +137,8 @@ def _roots_of(placed: Placed, sloped: bool = True) -> list[Expr]:
     return [root, *(slope for node, slope in slopes if node.op == "var")]
 
 
-def texts_of(call: AnyCall, sloped: bool = False) -> Texts:
-    """Return the functions of a call; if ``sloped``, that of logits gives its derivative too."""
+def texts_of(call: AnyCall, sloped: bool, of_masks: bool) -> Texts:
+    """Return the functions of a call, of masks too if ``of_masks``; if ``sloped``, that of logits gives its derivative too."""
     shape = plans.shape_of(tuple(call.mask), tuple(call.bias))
     if not shape.functions:
         return Texts("", "", "")
@@ -146,13 +146,13 @@ def texts_of(call: AnyCall, sloped: bool = False) -> Texts:
     lie = tuple(
         tuple(Lies.of(lists[each.whose][number]) for number in each.function.tensors) for each in shape.functions
     )
-    return _texts(shape, lie, sloped)
+    return _texts(shape, lie, sloped, of_masks)
 
 
 @functools.lru_cache(maxsize=256)
-def _texts(shape: plans.MaskShape, lie: tuple[tuple[Lies, ...], ...], sloped: bool) -> Texts:
+def _texts(shape: plans.MaskShape, lie: tuple[tuple[Lies, ...], ...], sloped: bool, of_masks: bool) -> Texts:
     placed = enumerate(zip(shape.functions, lie, strict=True))
-    written = [_text(number, each, of, sloped) for number, (each, of) in placed]
+    written = [_text(number, each, of, sloped) for number, (each, of) in placed if of_masks or each.whose == "bias"]
     if not shape.bias:
         return Texts(" ".join(written), "", "")
     calls = [f"{name_of(word[1])}(problem, b, h, i, j, score)" for word in shape.bias]

@@ -1,8 +1,8 @@
-"""What masks are in kernels for sm_90a in CUDA C++: expressions over bits, and tensors that these read.
+"""What masks are in kernels for sm_90a in CUDA C++: bits, or expressions, and tensors that these read.
 
-A mask that bands, segments and lengths do not describe becomes an expression (``cuda/masks.cuh``), with which a kernel is
-compiled. It is evaluated in the tiles that some of their queries see in part; the lists of :mod:`opkit.attn.gpu.tile_lists` say
-which these are.
+A mask that bands, segments and lengths do not describe is read as bits, in the tiles that some of their queries see in part
+(``cuda/masks.cuh``); :mod:`opkit.attn.gpu.tile_lists` evaluates it into these and into lists of tiles. So one kernel serves all
+such masks. Where there is no room for the bits of all tiles, a kernel is compiled with the mask as an expression too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from opkit.attn.tensor_cache import TensorCache
 from opkit.op import torch_private as private
 
 _MAX_CACHED = 16  # calls' masks, of which each may have bits of functions
-_FUNCTIONS = 4  # whose results are read as bits
 _BOX = 64  # channels that the copy engine loads at once
 
 
@@ -42,23 +41,24 @@ class Asked(NamedTuple):
         banded: whether there is a band, or segments, whose keys see spans of queries.
         listed: whether steps are listed: a mask is more than a band and lengths.
         flags: of ``Asked`` in ``cuda/asked.cuh``.
-        mask: the program; empty where bands, segments and lengths say all.
-        functions: those of users.
+        tile: queries and keys of which a mask has bits; empty where bands, segments and lengths say all.
+        mask: the program, for tiles without bits; empty if there are none.
+        functions: those of users, of masks only if there is such a program.
     """
 
     banded: bool
     listed: bool
     flags: tuple[bool, ...]
+    tile: tuple[int, ...]
     mask: Words
     functions: functions.Texts
 
-    def definitions(self, tile: tuple[int, int], **more: str) -> str:
-        """Return the definitions with which a source is compiled, ``more`` of them first; a tile is queries and keys."""
+    def definitions(self, **more: str) -> str:
+        """Return the definitions with which a source is compiled, ``more`` of them first."""
         found = {**more, "ASKED": ", ".join(str(each).lower() for each in self.flags)}
+        found |= {name: str(size) for name, size in zip(("TILE_QUERIES", "TILE_KEYS"), self.tile, strict=False)}
         if self.mask:
             found["MASK_PROGRAM"] = expression_of(self.mask)
-            found["BITS_READ"] = str((program.FUNCTION, 0) in self.mask).lower()
-            found |= {"TILE_QUERIES": str(tile[0]), "TILE_KEYS": str(tile[1])}
         found |= {
             name: text
             for name, text in zip(("USER_FUNCTIONS", "SCORE", "KEYS_READ"), self.functions, strict=True)
@@ -67,14 +67,23 @@ class Asked(NamedTuple):
         return "".join(f"#define {name} {text}\n" for name, text in found.items())
 
 
-def asked_of(call: AttentionCall | GradientCall, *, sinks: bool, sloped: bool = False) -> Asked:
-    """Return what a call asks for; ``sloped``: with the derivatives of functions of logits."""
+def asked_of(call: AttentionCall | GradientCall, tile: tuple[int, int], *, sinks: bool, sloped: bool = False) -> Asked:
+    """Return what a call asks for, in tiles of queries and keys; ``sloped``: with the derivatives of functions of logits."""
     shape = shape_of(call)
     spans = of_segments(shape)
+    bits = bool(shape.mask) and not spans
+    every = bits and _bits_fit(call, tile)  # and then the band and lengths are in the bits
     odd = tuple(size > _BOX and size % _BOX != 0 for size in (call.q.shape[3], call.v.shape[3]))
-    flags = (call.softcap > 0, sinks, bool(shape.lengths), *odd)
-    mask = () if spans else shape.mask
-    return Asked(shape.banded or spans, bool(shape.mask), flags, mask, functions.texts_of(call, sloped))
+    flags = (call.softcap > 0, sinks, bool(shape.lengths) and not every, *odd)
+    mask = shape.mask if bits and not every else ()
+    texts = functions.texts_of(call, sloped, bool(mask))
+    return Asked(spans or (shape.banded and not every), bool(shape.mask), flags, tile if bits else (), mask, texts)
+
+
+def _bits_fit(call: AttentionCall | GradientCall, tile: tuple[int, int]) -> bool:
+    """Return whether there are bits of all tiles. A mask that fits no slots becomes bools, which take more room."""
+    shape = plans.shape_of(tuple(call.mask), ())
+    return not shape.fits or tile_lists.bits_fit(call, shape, BlockSizes(*tile, 0, 0))
 
 
 def expression_of(mask: Words) -> str:
@@ -92,10 +101,7 @@ def expression_of(mask: Words) -> str:
             stack.append(f"~{stack.pop()}")
         elif opcode == program.FUNCTION:
             called = f"{functions.name_of(operands[0])}(problem, at.batch, at.head, i, j, 0.f)"
-            found = f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})"
-            if operands[0] < _FUNCTIONS:
-                found = f"where_bit<COUNT, COPIED>(problem, at, copied, {operands[0]}, [&] {{ return {found}; }})"
-            stack.append(found)
+            stack.append(f"where_holds<COUNT>(problem, at, [&](int i, int j) {{ return {called}; }})")
         else:
             stack.append(f"{_LEAVES[opcode]}(problem, at, {', '.join(map(str, operands))})")
     return stack[0]
@@ -117,7 +123,7 @@ class Slot(ctypes.Structure):
 
 
 class Bits(ctypes.Structure):
-    """Bits of a function's results, as ``cuda/asked.cuh`` says."""
+    """Bits of a mask, as ``cuda/asked.cuh`` says."""
 
     _fields_ = (
         ("words", ctypes.c_void_p),
@@ -135,7 +141,7 @@ class Mask(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("lengths_batch", "blocks_head", "counts_head")),
         ("slots", Slot * plans.SLOTS),
         ("numbers", ctypes.c_int * plans.NUMBERS),
-        ("bits", Bits * _FUNCTIONS),
+        ("bits", Bits),
     )
 
 
@@ -157,8 +163,9 @@ def _name_of(*what: Hashable) -> object:
 
 
 def reader_of(
-    call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool = False
-) -> Callable[[AttentionCall | GradientCall], MaskRead]:
+    call: AttentionCall | GradientCall, shape: MaskShape, asked: Asked, tile: tuple[int, int], by_keys: bool,
+    in_order: bool = False,
+) -> Callable[[AttentionCall | GradientCall], MaskRead]:  # fmt: skip
     """Return a function that returns what the mask of a call like ``call`` reads.
 
     That is cached with the mask's tensors, and must live until the kernel is launched.
@@ -166,22 +173,24 @@ def reader_of(
     Args:
         call: a call, whose mask fits the kernels' slots.
         shape: of its mask.
+        asked: what the kernels are compiled for.
         tile: queries and keys.
         by_keys: whether tiles of keys have lists of those of queries.
         in_order: whether such lists have turns, by which sums are made in order.
     """
     sizes, strides = (*call.q.shape[:3], call.k.shape[2]), tuple([x.stride() for x in call.mask_tensors])
-    name = _name_of(shape, tile, by_keys, in_order, sizes, strides, call.q.device)
+    every = not asked.mask
+    name = _name_of(shape, every, tile, by_keys, in_order, sizes, strides, call.q.device)
 
     def read(call: AttentionCall | GradientCall) -> MaskRead:
-        build = functools.partial(_mask_of, call, shape, tile, by_keys, in_order, sizes)
+        build = functools.partial(_mask_of, call, shape, every, tile, by_keys, in_order, sizes)
         return tile_lists.get_or_build(_cache, name, call, build)
 
     return read
 
 
 def _mask_of(
-    call: AttentionCall | GradientCall, shape: MaskShape, tile: tuple[int, int], by_keys: bool, in_order: bool,
+    call: AttentionCall | GradientCall, shape: MaskShape, every: bool, tile: tuple[int, int], by_keys: bool, in_order: bool,
     sizes: tuple[int, ...],
 ) -> MaskRead:  # fmt: skip
     mask, lists = Mask(), Lists()
@@ -197,29 +206,28 @@ def _mask_of(
         for place, x in enumerate(plans.slots_of(shape, call.mask_tensors, [], sizes, of_biases=False)):
             mask.slots[place] = Slot(x.data_ptr(), *x.stride())
         blocks = BlockSizes(*tile, 0, 0)
-        bits = tile_lists.bits_of(call, shape, blocks, by_keys) if shape.functions else []
-        for place, (_, places, words) in enumerate(bits[:_FUNCTIONS]):
-            assert places is not None
-            assert words is not None
-            mask.bits[place] = Bits(words.data_ptr(), places.data_ptr(), *places.stride()[:2])
-            read += (places, words)
+        bits = tile_lists.bits_of(call, shape, blocks, by_keys, every)
+        assert bits.places is not None
+        assert bits.words is not None
+        mask.bits = Bits(bits.words.data_ptr(), bits.places.data_ptr(), *bits.places.stride()[:2])
+        read += (bits.places, bits.words)
         found = tile_lists.lists_of(call, shape, blocks, by_keys, bits)
         read += found
         (lists.blocks, lists.counts), strides = (x.data_ptr() for x in found), [x.stride() for x in found]
         lists.blocks_batch, lists.counts_batch = (each[0] for each in strides)
         mask.blocks_head, mask.counts_head = (each[1] for each in strides)
         if in_order:
-            read.append(tile_lists.visits_of_call(found, call, shape, blocks))
+            read.append(tile_lists.visits_of_call(found, call, shape, blocks, bits))
             lists.visits = read[-1].data_ptr()
     return MaskRead(mask, lists, read)
 
 
 def list_building(
-    call: AttentionCall | GradientCall, tile: tuple[int, int], by_keys: bool, in_order: bool = False
+    call: AttentionCall | GradientCall, asked: Asked, tile: tuple[int, int], by_keys: bool, in_order: bool = False
 ) -> Callable[[], Any] | None:
     """Return what builds the lists of a call's tiles, which are cached, while kernels are compiled; None without lists."""
     shape = shape_of(call)
     if not shape.mask or not call.q.is_cuda or private.capturing():
         return None
     fitted = arguments.fit_to_slots(call)
-    return functools.partial(reader_of(fitted, shape, tile, by_keys, in_order), fitted)
+    return functools.partial(reader_of(fitted, shape, asked, tile, by_keys, in_order), fitted)

@@ -50,6 +50,7 @@ SM90 void wait(uint32_t barrier, uint32_t parity) {
     machine::wait_until([&found, parity] { return found.phase != parity; });
 }
 SM90 bool elected() { return threadIdx.x % 32 == 0; }
+SM90 int thread_now() { return threadIdx.x; }
 SM90 void named_sync(int number, int threads) { machine::meet_named(number, threads); }
 SM90 void named_arrive(int number, int threads) { machine::arrive_named(number, threads); }
 template <int COUNT>

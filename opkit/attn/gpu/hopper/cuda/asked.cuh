@@ -17,10 +17,15 @@ struct Asked {
 constexpr Asked OF_CALL = {ASKED};
 constexpr bool CAPPED = OF_CALL.capped, SINKS = OF_CALL.sinks, LENGTHS = OF_CALL.lengths;
 constexpr bool ODD_KEYS = OF_CALL.odd_keys, ODD_VALUES = OF_CALL.odd_values;
-#ifdef MASK_PROGRAM
+#ifdef TILE_KEYS  // a mask is read as bits of tiles of so many keys and TILE_QUERIES queries
 constexpr bool PROGRAM = true;
 #else
 constexpr bool PROGRAM = false;
+#endif
+#ifdef MASK_PROGRAM  // some tiles have no bits
+constexpr bool EVALUATED = true;
+#else
+constexpr bool EVALUATED = false;
 #endif
 #ifdef SCORE
 constexpr bool SCORED = true;
@@ -31,9 +36,6 @@ constexpr bool SCORED = false;
 #ifndef KEYS_READ  // whether SCORE loads numbers of keys alone, in their order
 #define KEYS_READ false
 #endif
-#ifndef BITS_READ  // whether a mask's program has a function
-#define BITS_READ false
-#endif
 
 // A tensor that a mask's program reads, with its strides by batch, head, query and key.
 struct Slot {
@@ -41,8 +43,8 @@ struct Slot {
     int64_t batch, head, query, key;
 };
 
-// What a function returns, as bits of those tiles in which it is true in part: where in `words` those of each tile are, by tiles of
-// queries and of keys, or one of these numbers; with strides by batch and head.
+// What a mask says, as bits of those tiles that are visible in part: where in `words` those of each tile are, by tiles of queries and of
+// keys, or one of these numbers; with strides by batch and head. Without MASK_PROGRAM there are bits of every such tile.
 struct Bits {
     const uint32_t* words;
     const int* places;
@@ -50,14 +52,14 @@ struct Bits {
 };
 constexpr int NO_BITS = -1, ALL_FALSE = -2, ALL_TRUE = -3;
 
-// What a mask says besides a band and segments: how many keys each batch has, and what a program reads (masks.cuh). Lists of tiles may
-// be of a head then.
+// What a mask says besides a band and segments: how many keys each batch has, bits, and what a program reads where there are none
+// (masks.cuh). Lists of tiles may be of a head then.
 struct Mask {
     const int* lengths;
     int64_t lengths_batch, blocks_head, counts_head;
     Slot slots[6];
     int numbers[8];
-    Bits bits[4];
+    Bits bits;
 };
 
 }  // namespace

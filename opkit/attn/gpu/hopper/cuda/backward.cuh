@@ -26,6 +26,13 @@ struct Known {
     __device__ constexpr operator int() const { return N; }
 };
 
+// Where a lane's row of four matrices of slopes goes: queries are rows there, keys columns.
+template <class S>
+SM90 uint32_t slopes_of(uint32_t base, int me, int thread) {
+    const int warp = thread % WARPGROUP / LANES, lane = thread % LANES;
+    return base + S::SLOPES + me * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+}
+
 // `me` is the number of the warpgroup: known to the compiler for heads of 128, where there are no registers for what depends on it;
 // for heads of 64 both have the same code, of which less is in the way of others'.
 template <class S, class Number>
@@ -34,19 +41,19 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
     const int thread = threadIdx.x % WARPGROUP, warp = thread / LANES, lane = thread % LANES;
     const int group = problem.heads / problem.key_heads, blocks = blocks_of<S>(problem);
     const uint32_t my_keys = keys + me * HALF * ROW_BYTES, my_values = base + S::V + me * HALF * ROW_BYTES;
-    // Where a lane's row of four matrices of slopes goes: queries are rows there, keys columns.
-    const uint32_t my_slopes = base + S::SLOPES + me * S::ROW_BOX + (lane % 8 + lane / 16 * 8) * ROW_BYTES +
-                               (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+    uint32_t my_slopes = slopes_of<S>(base, me, thread);
     const auto free = [&](int barrier) {  // by a warp, all of whose threads are done
         if (lane == 0) arrive(barriers + barrier);
     };
     int it = 0;  // blocks of queries so far
     for (int n = 0;; n++) {
+        const uint32_t published = base + S::PUBLISHED_TILES + (n & 1) * 16;
         wait(barriers + K_FULL, n & 1);
-        const Tile tile = read_tile(base + S::PUBLISHED_TILES + (n & 1) * 16);
+        const Tile tile = read_tile(published);
         if (tile.steps < 0) break;
         const int at = tile.at + me * HALF, total = S::LISTED ? tile.steps : tile.steps * group;
-        const int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads, keys_there = keys_of(problem, batch);
+        int batch = tile.head / problem.key_heads, key_head = tile.head % problem.key_heads;
+        const int keys_there = keys_of(problem, batch);
         float dk[S::OF_K / 2], dv[S::OF_V / 2], s[S::ROWS / 2];
 #pragma unroll
         for (float& x : dk) x = 0;
@@ -85,7 +92,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
             }
             if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
             cap(problem, s);
-            if (part) hide_unseen<S>(problem, s, base, slot, now, batch, at, keys_there, warp, lane);
+            if (part) hide_unseen<S>(problem, s, base, slot, now, published, me * HALF, at, keys_there, warp, lane);
             if (!CHANGED) weigh<0, FIRST>(s, problem.factor);
             hold(s);
             // Has a branch, above which ptxas moves no wait for a product.
@@ -104,6 +111,7 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
                 if (S::ROWS > HALF) narrow(s, weights);
             }
 
+            if (S::LISTED) my_slopes = slopes_of<S>(base, me, thread_now());  // no register is left for it meanwhile
             put(my_slopes + slot * S::SLOPE_BYTES, slopes);
             if (S::HIDES && odd) clean_all<S>(base, slot, my_keys, warp, lane);
             fence_stores();
@@ -169,7 +177,11 @@ SM90 void multiply(const Problem& problem, uint32_t base, Number me) {
         __syncwarp();
         free(SUMMED + (n & 1) * 8);
         const float one[] = {1, 1}, scale[] = {problem.scale, problem.scale};
-        const int key = at + 16 * warp + lane / 4;
+        int key = at + 16 * warp + lane / 4;
+        if constexpr (S::LISTED) {  // read anew, so that they take no registers before
+            const Tile same = read_tile(published);
+            batch = same.head / problem.key_heads, key_head = same.head % problem.key_heads, key = same.at + me * HALF + 16 * warp + lane / 4;
+        }
         store<T>(problem.of_v, batch, key_head, key, problem.keys, problem.value_size, dv, one);
         store<T>(problem.of_k, batch, key_head, key, problem.keys, problem.head_size, dk, scale);
     }

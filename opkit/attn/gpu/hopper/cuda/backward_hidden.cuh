@@ -51,8 +51,8 @@ SM90 bool partial(const Problem& problem, int row, int at, int keys) {
     return found;
 }
 
-// -infinity where a query does not see a key: by the band or, if there are segments, by the key's span, which is at `spans`; s is (keys
-// from `at`, queries from `row`). Returns whether spans say all.
+// -infinity where a query does not see a key: by the band or, if there are segments, by the key's span, the first of which is at `spans`; s
+// is (keys from `at`, queries from `row`). Returns whether spans say all.
 template <class S, int N>
 SM90 bool hide_beyond(const Problem& problem, float (&s)[N], uint32_t spans, int row, int at, int keys, int warp, int lane) {
     bool in_order = true;
@@ -61,7 +61,7 @@ SM90 bool hide_beyond(const Problem& problem, float (&s)[N], uint32_t spans, int
         const int key = at + 16 * warp + lane / 4 + 8 * h, here = row + 2 * (lane % 4);
         int past = problem.queries, from = here;
         if constexpr (S::LISTED) {
-            const float2 both = load_two(spans + key % S::KEYS * 8);
+            const float2 both = load_two(spans + (16 * warp + lane / 4 + 8 * h) * 8);
             from = __float_as_int(both.x), past = __float_as_int(both.y);
             in_order = from >= 0;  // the same for all
             from &= 0x7fffffff;
@@ -104,17 +104,25 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int row,
     }
 }
 
-// -infinity where a query does not see a key of 64 from `at`, which `keys` of the batch and the mask say, in a step in some buffer.
+// -infinity where a query does not see a key of 64, by the band and the `keys` that there are from `at` on, or by the mask, in a step in some
+// buffer. The keys are those of a published tile from its key `first` on: where steps are listed `at` is read anew, when it is needed.
 template <class S, int N>
-SM90 void hide_unseen(const Problem& problem, float (&s)[N], uint32_t base, int slot, const Published& step, int batch, int at, int keys, int warp,
-                      int lane) {
+SM90 void hide_unseen(const Problem& problem, float (&s)[N], uint32_t base, int slot, const Published& step, uint32_t published, int first, int at,
+                      int keys, int warp, int lane) {
     if constexpr (PROGRAM) {
-        const Place first{batch, step.head % problem.heads, at + 16 * warp + lane / 4, step.row + 2 * (lane % 4)};
-        const Seen seen = seen_columns<N / 2, S::BANDED, S::BIT_BYTES != 0>(problem, first, {base + S::BITS + slot * S::BIT_BYTES, step.place});
+        constexpr bool COPIED = S::BIT_BYTES != 0;
+        Place place{0, 0, first + 16 * warp + lane / 4, step.row + 2 * (lane % 4)};  // of a row of bits in shared memory its own tile says enough
+        if constexpr (EVALUATED || !COPIED) {
+            const Tile tile = read_tile(published);
+            place.batch = tile.head / problem.key_heads, place.head = step.head % problem.heads, place.row += tile.at;
+        }
+        const Seen seen = seen_columns<N / 2, S::BANDED, COPIED>(problem, place, {base + S::BITS + slot * S::BIT_BYTES, step.place});
         hide(s, 0, seen.of[0]), hide(s, 1, seen.of[1]);
     } else {
-        const bool all = hide_beyond<S>(problem, s, base + S::SPANS, step.row, at, keys, warp, lane);
-        if (S::LISTED && !all) hide_others<S>(problem, s, batch, step.row, at, warp, lane);
+        const bool all = hide_beyond<S>(problem, s, base + S::SPANS + first * 8, step.row, at, keys, warp, lane);
+        if (!S::LISTED || all) return;
+        const Tile tile = read_tile(published);
+        hide_others<S>(problem, s, tile.head / problem.key_heads, step.row, tile.at + first, warp, lane);
     }
 }
 

@@ -56,10 +56,10 @@ struct Shape {
     static constexpr int PUBLISHED_ITEMS = PUBLISHED_TILES + 2 * 16;
     static constexpr int PUBLISHED_STEPS = PUBLISHED_ITEMS + ITEM_STAGES * 16;  // of listed steps, as Published says
     static constexpr int ODD = PUBLISHED_STEPS + (LISTED ? STAGES * 16 : 0);  // of weights that are passed, by warps whether they are odd
-    // What is copied of a mask, as loads by threads that multiply come behind the sums that they send to memory: spans of keys; or bits of a
-    // program's first function, of a block of queries, for which there is no room beside heads of 64.
+    // What is copied of a mask, as loads by threads that multiply come behind the sums that they send to memory: spans of keys, or bits of a
+    // block of queries, for which there is no room with heads of 64.
     static constexpr int SPANS = ODD + (WIDE ? 16 : 0), SPAN_BYTES = LISTED && !PROGRAM ? KEYS * 8 : 0;
-    static constexpr int BITS = SPANS + SPAN_BYTES, BIT_BYTES = BITS_READ && D > HALF ? KEYS * ROWS / 8 : 0;
+    static constexpr int BITS = SPANS + SPAN_BYTES, BIT_BYTES = PROGRAM && D > HALF ? KEYS * ROWS / 8 : 0;
     static constexpr int BARRIERS = BITS + STAGES * BIT_BYTES, BYTES = BARRIERS + BARRIER_BYTES;
     static constexpr int SHARED = BYTES + 1024;  // boxes begin at multiples of 1024
 };
@@ -269,13 +269,13 @@ struct Loader {
     // `at` is the tile's first key.
     __device__ __forceinline__ void load_rows(int head, const Visit& visit, int at) const {
         int place = visit.part ? NO_BITS : Published::WHOLE;
-        if (S::BIT_BYTES && visit.part) place = place_of_bits(problem, 0, head / problem.heads, head % problem.heads, visit.block * tiles_of_head<S>(problem) + at / S::KEYS);
+        if (S::BIT_BYTES && visit.part) place = place_of_bits(problem, head / problem.heads, head % problem.heads, visit.block * tiles_of_head<S>(problem) + at / S::KEYS);
         wait_empty(Q_EMPTY);
         if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block * S::ROWS, place, head, head * blocks_of<S>(problem) + visit.block});
         load_block<ODD_KEYS, STAGES>(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block),
                                      place < 0 ? 0 : S::BIT_BYTES);
         if (S::BIT_BYTES && place >= 0)
-            load_bytes(base + S::BITS + it % STAGES * S::BIT_BYTES, problem.mask.bits[0].words + int64_t(place) * (S::BIT_BYTES / 4), S::BIT_BYTES,
+            load_bytes(base + S::BITS + it % STAGES * S::BIT_BYTES, problem.mask.bits.words + int64_t(place) * (S::BIT_BYTES / 4), S::BIT_BYTES,
                        barrier(Q_FULL + it % STAGES * 8));
     }
     __device__ __forceinline__ void load_gradients(int head, int block) const {

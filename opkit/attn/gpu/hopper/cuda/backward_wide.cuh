@@ -114,7 +114,8 @@ struct Values : Wide<S> {
         if (S::HIDES && part) odd = __any_sync(~0u, not_finite(s));
         cap(this->problem, s);
         if (part)
-            hide_unseen<S>(this->problem, s, this->base, slot, course.now, batch, tile.at, keys_there, warp, lane);
+            hide_unseen<S>(this->problem, s, this->base, slot, course.now, this->base + S::PUBLISHED_TILES + (n & 1) * 16, 0, tile.at, keys_there, warp,
+                           lane);
         const int of_batch = S::LISTED ? course.now.head : SCORED ? course.of_head / blocks_of<S>(this->problem) : 0;
         const Place at = place_of(batch, of_batch % this->problem.heads, course.now.row, tile.at, warp, lane);
         weigh_wide<S>(this->problem, at, s, this->base + S::POWERS + slot * S::SUM_ROOM, part, weights);

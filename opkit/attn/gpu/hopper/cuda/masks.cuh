@@ -35,7 +35,7 @@ struct Seen {
     __device__ __forceinline__ Seen operator&(const Seen& x) const { return {{of[0] & x.of[0], of[1] & x.of[1]}}; }
     __device__ __forceinline__ Seen operator|(const Seen& x) const { return {{of[0] | x.of[0], of[1] | x.of[1]}}; }
 };
-// Of a tile the bits of a program's first function: their place in global memory, and if there are some where a copy is.
+// Of a tile's bits the place in global memory, and if they have one where a copy is.
 struct Copied {
     uint32_t words;
     int place;
@@ -177,26 +177,37 @@ SM90 Seen where_holds(const Problem& problem, const Place& at, const Function& f
     return seen;
 }
 
-// Where in `words` of a function's bits those of a tile are; or NO_BITS, ALL_FALSE, ALL_TRUE. Tiles are counted by queries, then by keys.
-SM90 int place_of_bits(const Problem& problem, int function, int batch, int head, int tile) {
-    const Bits& bits = problem.mask.bits[function];
+// Where in `words` the bits of a tile are; or NO_BITS, ALL_FALSE, ALL_TRUE. Tiles are counted by queries, then by keys.
+SM90 int place_of_bits(const Problem& problem, int batch, int head, int tile) {
+    const Bits& bits = problem.mask.bits;
     return bits.places[batch * bits.batch + head * bits.head + tile];
 }
 
+#ifdef TILE_KEYS
 #ifdef MASK_PROGRAM
-// Where a function is true, by its bits, a row's one after another (opkit/attn/gpu/device/tile_lists.py): a thread's columns of 32 are
-// a byte. Of tiles without bits `evaluated` is called. COPIED: the first function's are in shared memory.
-template <int COUNT, bool COPIED, class Evaluated>
-SM90 Seen where_bit(const Problem& problem, const Place& at, const Copied& copied, int function, const Evaluated& evaluated) {
+// What a mask says of a tile that has no bits.
+template <int COUNT, bool BANDED>
+SM90 Seen evaluated(const Problem& problem, const Place& at) {
+    Seen seen = before(keys_of(problem, at.batch), at);
+    if (BANDED) seen = seen & in_band(at, problem.lower, problem.upper);
+    return seen & (MASK_PROGRAM);
+}
+#endif
+
+// Which of some columns two rows see: of queries that are there, all that their mask says. Bits are a row's one after another
+// (opkit/attn/gpu/device/tile_lists.py): a thread's columns of 32 are a byte. COPIED: they are in shared memory.
+template <int COUNT, bool BANDED, bool COPIED = false>
+SM90 Seen seen_columns(const Problem& problem, const Place& at, const Copied& copied = {}) {
     constexpr int ROWS = BY_KEYS ? TILE_KEYS : TILE_QUERIES, WORDS = (BY_KEYS ? TILE_QUERIES : TILE_KEYS) / 32;
     static_assert(COUNT == 1 || COUNT % 16 == 0);
-    const bool there = COPIED && function == 0;
     const int query = BY_KEYS ? at.column : at.row, key = BY_KEYS ? at.row : at.column;
     const int tile = query / TILE_QUERIES * ((problem.keys + TILE_KEYS - 1) / TILE_KEYS) + key / TILE_KEYS;
-    const int place = there ? copied.place : place_of_bits(problem, function, at.batch, at.head, tile);
-    if (place == NO_BITS) return evaluated();
+    const int place = COPIED ? copied.place : place_of_bits(problem, at.batch, at.head, tile);
+#ifdef MASK_PROGRAM
+    if (place == NO_BITS) return evaluated<COUNT, BANDED>(problem, at);
+#endif
     if (place < 0) return place == ALL_TRUE ? Seen{{~0u, ~0u}} : Seen{};
-    const uint32_t* words = problem.mask.bits[function].words + (int64_t(place) * ROWS + at.row % ROWS) * WORDS + at.column / 32 % WORDS;
+    const uint32_t* words = problem.mask.bits.words + (int64_t(place) * ROWS + at.row % ROWS) * WORDS + at.column / 32 % WORDS;
     const int byte = at.column % 8 / 2 * 8;
     if constexpr (COUNT == 1) {
         return {{*words >> (byte + at.column % 32 / 8 * 2 + at.column % 2) & 1, 0}};
@@ -212,25 +223,18 @@ SM90 Seen where_bit(const Problem& problem, const Place& at, const Copied& copie
                 static_assert(COUNT == 16 && WORDS == 2);
                 const float2 both = load_two(copied.words + (at.row % ROWS + half * 8) * (WORDS * 4));
                 row = {{__float_as_uint(both.x), __float_as_uint(both.y)}};
+            } else {
+                row = *reinterpret_cast<const Row*>(words + half * 8 * WORDS);
             }
-            if (!there) row = *reinterpret_cast<const Row*>(words + half * 8 * WORDS);
 #pragma unroll
             for (int i = 0; i < COUNT / 8; i++) seen.of[half] |= (row.words[i] >> byte & 0xff) << (8 * i);
         }
         return seen;
     }
 }
+#else
+template <int, bool, bool = false>
+SM90 Seen seen_columns(const Problem&, const Place&, const Copied& = {}) { return {}; }
 #endif
-
-// Which of some columns two rows see: of queries that are there, all that their mask says.
-template <int COUNT, bool BANDED, bool COPIED = false>
-SM90 Seen seen_columns(const Problem& problem, const Place& at, const Copied& copied = {}) {
-    Seen seen = before(keys_of(problem, at.batch), at);
-    if (BANDED) seen = seen & in_band(at, problem.lower, problem.upper);
-#ifdef MASK_PROGRAM
-    seen = seen & (MASK_PROGRAM);
-#endif
-    return seen;
-}
 
 }  // namespace

@@ -82,6 +82,13 @@ SM90 bool elected() {
     return found;
 }
 
+// threadIdx.x, read anew: what is computed of it is not computed before, to be kept in a register.
+SM90 int thread_now() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // ---- named barriers of a block's threads; 0 is __syncthreads' -------------------------------------------------------------
 
 SM90 void named_sync(int number, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
