@@ -237,9 +237,10 @@ def mask_states_of(
         places, count = torch.empty_like(states, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
         words = torch.empty((room, numbers), dtype=torch.int32, device=device)
     said = functions.words_of(shape.mask, shape.functions, program.FUNCTION, masks)
+    of_tiles = _words_of_tiles(shape, slots, blocks)
     tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, dims[0]), strict=True))
     captured = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
-    _mask_states_kernel(blocks[:2], said, shape.banded, by_keys)(
+    _mask_states_kernel(blocks[:2], said, of_tiles, shape.banded, by_keys)(
         states=states, places=places, words=words, count_of_words=count, room=room, tiles=tiles[0] * tiles[1],
         programs=dims[0] * dims[1], heads=dims[1], queries=sizes[2], keys=sizes[3], **tensors, **captured,
         **plans.numbers_of(shape), **functions.numbers_of(shape.functions, masks, None),
@@ -251,14 +252,28 @@ def mask_states_of(
     return MaskBits(states, places, words)
 
 
+def _words_of_tiles(shape: MaskShape, slots: list[Any], blocks: BlockSizes) -> plans.Words:
+    """Return a mask's program for whole tiles, with states of bools, which get slots of their own, while there are some."""
+    words: list[tuple[int, ...]] = []
+    for word in shape.mask:
+        if word[0] == program.DENSE and len(slots) < plans.SLOTS:
+            slots.append(states_of(slots[word[1]], blocks))
+            words.append((program.DENSE, len(slots) - 1))
+        else:
+            words.append((program.FUNCTION,) if word[0] in (program.DENSE, program.FUNCTION) else word)
+    return tuple(words)
+
+
 @functools.cache
-def _mask_states_kernel(tile: tuple[int, int], said: Any, banded: bool, by_keys: bool | None) -> TritonKernel:
+def _mask_states_kernel(
+    tile: tuple[int, int], said: Any, of_tiles: plans.Words, banded: bool, by_keys: bool | None
+) -> TritonKernel:
     rows, keys = tile
     step = min(rows, max(32 if by_keys else 1, _ELEMENTS // keys))
     return triton_kernel(
         _MASK_STATES,
         grid=lambda tiles, programs: (tiles, programs),
-        num_warps=4, MASK=said, BANDED=banded, ROWS=rows, KEYS=keys, STEP=step, BY_KEYS=bool(by_keys),
+        num_warps=4, MASK=said, OF_TILES=of_tiles, BANDED=banded, ROWS=rows, KEYS=keys, STEP=step, BY_KEYS=bool(by_keys),
     )  # fmt: skip
 
 

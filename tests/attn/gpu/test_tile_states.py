@@ -9,7 +9,7 @@ from opkit.attn.gpu.blocks import BlockSizes
 from opkit.attn.gpu.tile_lists import mask_states_of, states_of
 from opkit.attn.masks.algebra import as_mask
 from opkit.attn.masks.lowering import lower
-from opkit.attn.masks.program import DENSE
+from opkit.attn.masks.program import AND, BAND, DENSE, LENGTH, OR, SEGMENTS
 from opkit.attn.masks.program_builder import CallSizes
 from opkit.op.triton.launch import recording
 from opkit.testing import compile_launches
@@ -125,14 +125,29 @@ def test_bits_of_functions(request, kind, case, by_keys, tile):
     x = torch.randn(2, SIZES[3], generator=torch.Generator().manual_seed(0))
     lowered = lower(as_mask(OF_TILES[case](x)), CallSizes(*SIZES, x.device))
     for room in (1000, 1):
-        given = (lowered.program, lowered.tensors or [x], list(SIZES), *tile, by_keys, room)
-        if kind == "gpu":
-            found = kernels.bits_by_kernel(given[0], [each.cuda() for each in given[1]], *given[2:]).cpu()
-        else:
-            found = request.getfixturevalue("interpreter")(kernels.bits, *given, kernel="interpreted")
-        expected = kernels.bits.reference(*given)
+        found, expected = bits(request, kind, lowered.program, lowered.tensors or [x], tile, by_keys, room)
         assert torch.equal(found[found < 2], expected[found < 2])
         assert (found < 2).all() == (room == 1000)
+
+
+def bits(request, kind, mask, tensors, tile, by_keys, room):
+    """What the kernel finds, and what the reference does."""
+    given = (mask, tensors, list(SIZES), *tile, by_keys, room)
+    expected = kernels.bits.reference(*given)
+    if kind == "gpu":
+        return kernels.bits_by_kernel(mask, [each.cuda() for each in tensors], *given[2:]).cpu(), expected
+    return request.getfixturevalue("interpreter")(kernels.bits, *given, kernel="interpreted"), expected
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("kind", ["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_bits_of_all_that_a_mask_says(request, kind, by_keys):
+    allowed = torch.rand(2, 1, *SIZES[2:], generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[:, :, :32, 32:64], allowed[1, :, 32:] = True, False  # whole tiles, if the band and lengths leave them
+    ids, lengths = torch.arange(SIZES[3]).int()[None] // 20, torch.tensor([70, 35], dtype=torch.int32)
+    said = [DENSE, 0, SEGMENTS, 1, 2, OR, BAND, -60, 50, AND, LENGTH, 3, AND]
+    found, expected = bits(request, kind, said, [allowed, ids[:, : SIZES[2]], ids, lengths], (32, 32), by_keys, 1000)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.sweep(1)

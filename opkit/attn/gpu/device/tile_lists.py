@@ -17,6 +17,7 @@ import triton.language as tl
 from opkit.attn.gpu.device.tile import AND, BAND, DENSE, FUNCTION, LENGTH, NOT, OR, SEGMENTS, element, number, seen
 from opkit.attn.gpu.portable.device.forward import RUN_TIME
 
+UNKNOWN = FUNCTION  #: in a program for tiles: nothing is known of what a mask says there
 LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 ANY, ALL = tl.constexpr(1), tl.constexpr(2)
 NO_BITS, ALL_FALSE, ALL_TRUE = (
@@ -62,7 +63,7 @@ def tile_lists(
         other = start + tl.arange(0, SOME)
         mine = own + tl.zeros([1], tl.int32)
         i, j = (other * ROWS, mine * KEYS) if BY_KEYS else (mine * ROWS, other * KEYS)
-        some, every = _state(MASK, slots, numbers, b, h, i, j, queries, limit, lower, upper, BANDED, ROWS, KEYS, True)
+        some, every = _state(MASK, slots, numbers, b, h, i, j, queries, limit, lower, upper, BANDED, ROWS, KEYS)
         full = (every & (i + ROWS <= queries)) if BY_KEYS else every
         full = full & (j + KEYS <= limit) & (other < others)
         part = some & (full == 0) & (other < others)
@@ -78,12 +79,9 @@ def tile_lists(
 @triton.jit
 def _state(
     PROGRAM: tl.constexpr, slots, numbers, b, h, i, j, queries, limit, lower, upper,
-    BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FOUND: tl.constexpr,
+    BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Return whether some and all pairs are visible in the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,).
-
-    ``FOUND``: slots have states of tiles in place of tensors of bools; else nothing is known of these.
-    """
+    """Return whether some and all pairs are visible in the tiles that begin at queries ``i`` and keys ``j``, (n,) or (1,)."""
     i_end, j_end = tl.minimum(i + ROWS, queries) - 1, tl.minimum(j + KEYS, limit) - 1
     some = (i < queries) & (j < limit)
     every = some
@@ -107,7 +105,7 @@ def _state(
         elif PROGRAM[at][0] == LENGTH:
             length = number(slots, PROGRAM[at][1], b, h)
             stack = stack + ((j < length) & (i == i), (j_end < length) & (i == i))
-        elif PROGRAM[at][0] == FUNCTION or (PROGRAM[at][0] == DENSE and not FOUND):
+        elif PROGRAM[at][0] == UNKNOWN:
             stack = stack + ((i == i) & (j == j), (i != i) & (j == j))
         elif PROGRAM[at][0] == DENSE:
             stack = stack + _states_of(slots, PROGRAM[at][1], b, h, i // ROWS, j // KEYS, (i < queries) & (j < limit))
@@ -194,12 +192,13 @@ def mask_states(
     n0, n1, n2, n3, n4, n5, n6, n7,
     m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15, m16, m17, m18, m19, m20, m21, m22, m23,
     tiles, programs, heads, queries, keys, lower, upper,
-    MASK: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, BY_KEYS: tl.constexpr,
+    MASK: tl.constexpr, OF_TILES: tl.constexpr, BANDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr,
+    BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """As :func:`tile_states`, of all that a mask says. ``heads`` are those with states.
 
-    Tiles of which bands, segments and lengths say enough are not evaluated. ``STEP`` divides ``ROWS``; it is a multiple of 32
-    ``BY_KEYS``.
+    ``OF_TILES`` is the mask's program for whole tiles; those of which it says enough are not evaluated. ``STEP`` divides
+    ``ROWS``; it is a multiple of 32 ``BY_KEYS``.
 
     With ``places`` what is visible in tiles of which that is not all or nothing is written too, as bits, for up to ``room``
     tiles in any order: ``places``, like ``states``, has a tile's place in ``words``, or ``NO_BITS``, or ``ALL_FALSE``, or
@@ -228,7 +227,7 @@ def mask_states(
         limit = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_stride_0), 0), keys)
     one = tl.zeros([1], tl.int32)
     some, every = _state(
-        MASK, slots, numbers, b, h, first + one, begin + one, queries, limit, lower, upper, BANDED, ROWS, KEYS, False
+        OF_TILES, slots, numbers, b, h, first + one, begin + one, queries, limit, lower, upper, BANDED, ROWS, KEYS
     )
     whole = tl.max(every.to(tl.int32), 0) * (begin + KEYS <= limit).to(tl.int32)
     count, all_of = whole, 1
