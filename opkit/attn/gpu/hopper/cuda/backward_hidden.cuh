@@ -63,7 +63,7 @@ SM90 bool hide_beyond(const Problem& problem, float (&s)[N], uint32_t spans, int
         if constexpr (S::LISTED) {
             const float2 both = load_two(spans + (16 * warp + lane / 4 + 8 * h) * 8);
             from = __float_as_int(both.x), past = __float_as_int(both.y);
-            in_order = from >= 0;  // the same for all
+            in_order &= from >= 0;
             from &= 0x7fffffff;
         } else {
             if (S::BANDED) past = min(past, key - problem.lower + 1), from = key - problem.upper;
