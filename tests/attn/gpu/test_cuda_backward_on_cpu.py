@@ -1,5 +1,7 @@
 """The backward for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
+import random
+
 import pytest
 import torch
 from cuda_on_cpu import NONE, filled, on_cpu, survives
@@ -15,7 +17,7 @@ from hopper_backward_calls import (
     large,
 )
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right
-from hopper_masks import documents, packed, padded, shuffled
+from hopper_masks import documents, packed, padded, random_mask, shuffled
 
 from opkit.attn import gradients, reference
 from opkit.attn.calls import GradientCall
@@ -194,6 +196,7 @@ SEGMENTS = {  # queries, keys, a mask, and numbers of segments
         300, 300, (program.SEGMENTS, 0, 1), [torch.cat([packed(100, 90, 110), shuffled(1, 300)])] * 2,
     ),
     "keys out of order": (333, 200, (program.SEGMENTS, 0, 1), [packed(100, 50, 183), shuffled(1, 200)]),
+    "queries out of order": (280, 119, (program.SEGMENTS, 0, 1), [shuffled(1, 280), packed(50, 40, 29)]),
     "nothing in common": (200, 150, (program.SEGMENTS, 0, 1), [packed(200), packed(150) + 7]),
 }  # fmt: skip
 
@@ -249,6 +252,20 @@ KEPT = (
     "capped", "72 and 128", "causal with lengths", "bools of heads", "a diagonal of each query", "256, causal",
     "136, blocks of bools, capped",
 )  # fmt: skip
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("seed", range(24))
+def test_random_masks(listed, monkeypatch, seed):
+    let_helpers_prepare(monkeypatch)
+    choose = random.Random(seed)
+    batch, heads = choose.choice([1, 2]), choose.choice([(1, 1), (2, 1), (3, 3)])
+    sizes = choose.randint(1, 280), choose.randint(1, 280)
+    mask, tensors = random_mask(seed, batch, heads[0], *sizes)
+    head = (64, 128, 256)[seed % 3]
+    call, expected = gradient_call((batch, heads, *sizes, head, head), mask=tuple(mask), masks=tensors)
+    listed[0] = seed
+    assert off(backward_cuda.backward(*call), expected) < 3 * torch.finfo(BF16).eps
 
 
 @pytest.mark.sweep(keep=["a diagonal of each query"])

@@ -1,12 +1,13 @@
 """The forward for sm_90a in CUDA C++, run on a processor in random orders of events: its numbers beside the reference's."""
 
 import math
+import random
 
 import pytest
 import torch
 from cuda_on_cpu import NONE, filled, on_cpu, survives
 from hopper_calls import BF16, CAUSAL, FP16, arguments, bottom_right, compared, compared_where_hidden, hide, overflowing
-from hopper_masks import bools, documents, lengths, packed, padded, shuffled
+from hopper_masks import bools, documents, lengths, packed, padded, random_mask, shuffled
 
 from opkit.attn import reference
 from opkit.attn.gpu import tile_lists
@@ -267,6 +268,18 @@ class TestKinds:
             found.append(forward_cuda.forward(*given))
             compared(given, found[-1])
             assert all(map(torch.equal, found[0], found[-1]))
+
+    @pytest.mark.sweep(2)
+    @pytest.mark.parametrize("seed", range(24))
+    def test_random_masks(self, listed, seed):
+        choose = random.Random(seed)
+        batch, heads = choose.choice([1, 2]), choose.choice([(1, 1), (2, 1), (3, 3)])
+        sizes = choose.randint(1, 280), choose.randint(1, 280)
+        mask, tensors = random_mask(seed, batch, heads[0], *sizes)
+        head = (64, 128, 256)[seed % 3]
+        given = arguments(*filled(batch, heads, *sizes, head, head), mask=tuple(mask), masks=tensors)
+        listed[0] = seed
+        compared(given, forward_cuda.forward(*given))
 
     @pytest.mark.sweep(keep=["a diagonal of each query"])
     @pytest.mark.parametrize("case", ["not these documents, or near", "a diagonal of each query", "bools, 64"])

@@ -3,6 +3,7 @@
 import listing_kernels as kernels
 import pytest
 import torch
+from hopper_masks import random_mask
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import BlockSizes
@@ -147,6 +148,14 @@ def test_bits_of_all_that_a_mask_says(request, kind, by_keys):
     ids, lengths = torch.arange(SIZES[3]).int()[None] // 20, torch.tensor([70, 35], dtype=torch.int32)
     said = [DENSE, 0, SEGMENTS, 1, 2, OR, BAND, -60, 50, AND, LENGTH, 3, AND]
     found, expected = bits(request, kind, said, [allowed, ids[:, : SIZES[2]], ids, lengths], (32, 32), by_keys, 1000)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("seed", range(24))
+def test_bits_of_random_masks(request, seed):
+    mask, tensors = random_mask(seed, *SIZES)
+    found, expected = bits(request, "interpreted", mask, tensors, (64, 32), seed % 2 == 0, 1000)
     assert torch.equal(found, expected)
 
 
