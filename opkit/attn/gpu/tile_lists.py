@@ -72,7 +72,7 @@ def lists_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, bit
     def build() -> TileLists:
         found = bits
         if found is None and any(word[0] == program.FUNCTION for word in shape.mask):
-            found = mask_states_of(shape, masks, blocks, sizes, call.q.device)
+            found = bits_of(call, shape, blocks)
         return _build(shape, masks, blocks, sizes, by_keys, call.q.device, found)
 
     return get_or_build(_lists_cache, (shape, blocks[:2], sizes, by_keys, bits is None), call, build)
@@ -85,15 +85,6 @@ def bits_fit(call: Any, shape: MaskShape, blocks: BlockSizes) -> bool:
     batch, heads = _depends(shape, slots, call.mask_tensors, _sizes(call))
     rows, keys = (tiles_in(size, tile) * tile for size, tile in zip(_sizes(call)[2:], blocks[:2], strict=True))
     return batch * heads * rows * keys // 8 <= max(_BITS, bools // _BOOLS)
-
-
-def bits_of(call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool, every: bool) -> MaskBits:
-    """Return what a call's mask says: states of tiles, and bits of those that are visible in part.
-
-    A row of bits is that of a query, or ``by_keys`` of a key. There are bits of ``every`` such tile, or of as many as ``_BITS``
-    says. They are not cached.
-    """
-    return mask_states_of(shape, list(call.mask_tensors), blocks, _sizes(call), call.q.device, by_keys, every)
 
 
 def turns_of_call(lists: TileLists, call: Any, shape: MaskShape, blocks: BlockSizes) -> Tensor:
@@ -212,20 +203,16 @@ def _build(
     return TileLists(tiles.expand(*sizes[:2], -1, -1), counts.expand(*sizes[:2], -1, -1))
 
 
-def mask_states_of(
-    shape: MaskShape,
-    masks: Sequence[Tensor],
-    blocks: BlockSizes,
-    sizes: Sequence[int],
-    device: torch.device,
-    by_keys: bool | None = None,
-    every: bool = False,
+def bits_of(
+    call: Any, shape: MaskShape, blocks: BlockSizes, by_keys: bool | None = None, every: bool = False
 ) -> MaskBits:
-    """Return :func:`states_of` what queries see under a mask, evaluated tile by tile, and its bits.
+    """Return what a call's mask says: :func:`states_of` its tiles, and bits of those that are visible in part. It is not cached.
 
     The strides of states and places are 0 for batches and heads if the mask does not depend on these. There are no bits if
-    ``by_keys`` is None; bits of ``every`` tile that is visible in part, or of as many as ``_BITS`` says.
+    ``by_keys`` is None; else a row of bits is that of a query, or ``by_keys`` of a key. There are bits of ``every`` tile that is
+    visible in part, or of as many as ``_BITS`` says.
     """
+    sizes, masks, device = _sizes(call), list(call.mask_tensors), call.q.device
     slots = plans.slots_of(shape, masks, [], sizes, of_biases=False)
     dims = _depends(shape, slots, masks, sizes)
     tiles = tiles_in(sizes[2], blocks.rows), tiles_in(sizes[3], blocks.keys)
@@ -237,8 +224,8 @@ def mask_states_of(
         places, count = torch.empty_like(states, dtype=torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
         words = torch.empty((room, numbers), dtype=torch.int32, device=device)
     said = functions.words_of(shape.mask, shape.functions, program.FUNCTION, masks)
-    of_tiles = _words_of_tiles(shape, slots, blocks)
-    tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, slots, dims[0]), strict=True))
+    of_tiles, found = _words_of_tiles(shape, slots, blocks)
+    tensors = dict(zip(plans.TENSORS, plans.tensors_of(shape, masks, [*slots, *found], dims[0]), strict=True))
     captured = dict(zip(functions.TENSORS, functions.tensors_of(shape.functions, masks, None), strict=True))
     _mask_states_kernel(blocks[:2], said, of_tiles, shape.banded, by_keys)(
         states=states, places=places, words=words, count_of_words=count, room=room, tiles=tiles[0] * tiles[1],
@@ -252,16 +239,17 @@ def mask_states_of(
     return MaskBits(states, places, words)
 
 
-def _words_of_tiles(shape: MaskShape, slots: list[Any], blocks: BlockSizes) -> plans.Words:
-    """Return a mask's program for whole tiles, with states of bools, which get slots of their own, while there are some."""
+def _words_of_tiles(shape: MaskShape, slots: Sequence[Tensor], blocks: BlockSizes) -> tuple[plans.Words, list[Tensor]]:
+    """Return a mask's program for whole tiles, and the states of its bools, for slots after ``slots``, while there are some."""
     words: list[tuple[int, ...]] = []
+    states: list[Tensor] = []
     for word in shape.mask:
-        if word[0] == program.DENSE and len(slots) < plans.SLOTS:
-            slots.append(states_of(slots[word[1]], blocks))
-            words.append((program.DENSE, len(slots) - 1))
+        if word[0] == program.DENSE and len(slots) + len(states) < plans.SLOTS:
+            words.append((program.DENSE, len(slots) + len(states)))
+            states.append(states_of(slots[word[1]], blocks))
         else:
             words.append((program.FUNCTION,) if word[0] in (program.DENSE, program.FUNCTION) else word)
-    return tuple(words)
+    return tuple(words), states
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Tiles of bools, spans of segments and visits of tiles, as operators for the process in which they run on the CPU."""
 
 import os
+import types
 
 import torch
 from cuda_on_cpu import visits_in_torch
@@ -40,12 +41,17 @@ def bits(
     return visible(mask, tensors, grid).to(torch.uint8).expand(sizes).contiguous()
 
 
+def masked_call(tensors, sizes):
+    """What is read of a call for the bits of its mask."""
+    q, k = (torch.empty(*sizes[:2], size, 0, device=tensors[0].device) for size in sizes[2:])
+    return types.SimpleNamespace(q=q, k=k, mask_tensors=tensors)
+
+
 def bits_by_kernel(mask, tensors, sizes, rows, keys, by_keys, room):
     """The kernel's, from its words."""
     tile_lists._BITS = room * rows * keys // 8
     blocks = BlockSizes(rows, keys, 0, 0)
-    shape = plans.shape_of(tuple(mask), ())
-    _, places, words = tile_lists.mask_states_of(shape, tensors, blocks, sizes, tensors[0].device, by_keys)
+    _, places, words = tile_lists.bits_of(masked_call(tensors, sizes), plans.shape_of(tuple(mask), ()), blocks, by_keys)
     place = torch.arange(32, device=words.device)
     bit = words[..., None] >> (place % 8 // 2 * 8 + place // 8 * 2 + place % 2) & 1
     tiles = bit.reshape(-1, keys, rows).mT if by_keys else bit.reshape(-1, rows, keys)

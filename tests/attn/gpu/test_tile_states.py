@@ -7,7 +7,7 @@ from hopper_masks import random_mask
 
 from opkit.attn.gpu import plans
 from opkit.attn.gpu.blocks import BlockSizes
-from opkit.attn.gpu.tile_lists import mask_states_of, states_of
+from opkit.attn.gpu.tile_lists import bits_of, states_of
 from opkit.attn.masks.algebra import as_mask
 from opkit.attn.masks.lowering import lower
 from opkit.attn.masks.program import AND, BAND, DENSE, LENGTH, OR, SEGMENTS
@@ -166,8 +166,6 @@ def test_bits_compile(tile, by_keys):
     x, blocks, sizes = torch.empty(2, 1024), BlockSizes(*tile, 0, 0), (2, 3, 1000, 1024)
     lowered = lower(as_mask(OF_TILES["of heads and batches"](x)), CallSizes(*sizes, x.device))
     shape, tensors = plans.shape_of(tuple(lowered.program), ()), [each.to("meta") for each in lowered.tensors]
-    report = compile_launches(
-        lambda: mask_states_of(shape, tensors, blocks, sizes, tensors[0].device, by_keys), ["sm_90"]
-    )
+    report = compile_launches(lambda: bits_of(kernels.masked_call(tensors, sizes), shape, blocks, by_keys), ["sm_90"])
     report.raise_for_failures()
     assert not any(row.spills for row in report.rows)

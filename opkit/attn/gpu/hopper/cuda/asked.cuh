@@ -21,11 +21,14 @@ constexpr bool ODD_KEYS = OF_CALL.odd_keys, ODD_VALUES = OF_CALL.odd_values;
 constexpr bool PROGRAM = true;
 #else
 constexpr bool PROGRAM = false;
+#define TILE_QUERIES 32
+#define TILE_KEYS 32
 #endif
 #ifdef MASK_PROGRAM  // some tiles have no bits
 constexpr bool EVALUATED = true;
 #else
 constexpr bool EVALUATED = false;
+#define MASK_PROGRAM {}
 #endif
 #ifdef SCORE
 constexpr bool SCORED = true;

@@ -104,14 +104,14 @@ SM90 void hide_others(const Problem& problem, float (&s)[N], int batch, int row,
     }
 }
 
-// -infinity where a query does not see a key of 64, by the band and the `keys` that there are from `at` on, or by the mask, in a step in some
-// buffer. The keys are those of a published tile from its key `first` on: where steps are listed `at` is read anew, when it is needed.
+// -infinity where a query does not see a key of 64 in a step in some buffer: by the band and the `keys` that there are, or by the mask. The
+// keys are those from `at`, or of a published tile from its key `first` on: where steps are listed `at` is read anew, if it is needed.
 template <class S, int N>
 SM90 void hide_unseen(const Problem& problem, float (&s)[N], uint32_t base, int slot, const Published& step, uint32_t published, int first, int at,
                       int keys, int warp, int lane) {
     if constexpr (PROGRAM) {
         constexpr bool COPIED = S::BIT_BYTES != 0;
-        Place place{0, 0, first + 16 * warp + lane / 4, step.row + 2 * (lane % 4)};  // of a row of bits in shared memory its own tile says enough
+        Place place{0, 0, first + 16 * warp + lane / 4, step.row + 2 * (lane % 4)};  // in the tile, which is enough for a copy of its bits
         if constexpr (EVALUATED || !COPIED) {
             const Tile tile = read_tile(published);
             place.batch = tile.head / problem.key_heads, place.head = step.head % problem.heads, place.row += tile.at;

@@ -269,9 +269,10 @@ struct Loader {
     // `at` is the tile's first key.
     __device__ __forceinline__ void load_rows(int head, const Visit& visit, int at) const {
         int place = visit.part ? NO_BITS : Published::WHOLE;
-        if (S::BIT_BYTES && visit.part) place = place_of_bits(problem, head / problem.heads, head % problem.heads, visit.block * tiles_of_head<S>(problem) + at / S::KEYS);
+        const int tile = visit.block * tiles_of_head<S>(problem) + at / S::KEYS, of_all = head * blocks_of<S>(problem) + visit.block;
+        if (S::BIT_BYTES && visit.part) place = place_of_bits(problem, head / problem.heads, head % problem.heads, tile);
         wait_empty(Q_EMPTY);
-        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block * S::ROWS, place, head, head * blocks_of<S>(problem) + visit.block});
+        if (S::LISTED) store_four(base + S::PUBLISHED_STEPS + it % STAGES * 16, {visit.block * S::ROWS, place, head, of_all});
         load_block<ODD_KEYS, STAGES>(Q_FULL, S::Q, &maps.q, head, visit.block, S::POWERS, sums_of<S>(problem, head, visit.block),
                                      place < 0 ? 0 : S::BIT_BYTES);
         if (S::BIT_BYTES && place >= 0)

@@ -183,16 +183,13 @@ SM90 int place_of_bits(const Problem& problem, int batch, int head, int tile) {
     return bits.places[batch * bits.batch + head * bits.head + tile];
 }
 
-#ifdef TILE_KEYS
-#ifdef MASK_PROGRAM
 // What a mask says of a tile that has no bits.
 template <int COUNT, bool BANDED>
 SM90 Seen evaluated(const Problem& problem, const Place& at) {
     Seen seen = before(keys_of(problem, at.batch), at);
     if (BANDED) seen = seen & in_band(at, problem.lower, problem.upper);
-    return seen & (MASK_PROGRAM);
+    return seen & Seen(MASK_PROGRAM);
 }
-#endif
 
 // Which of some columns two rows see: of queries that are there, all that their mask says. Bits are a row's one after another
 // (opkit/attn/gpu/device/tile_lists.py): a thread's columns of 32 are a byte. COPIED: they are in shared memory.
@@ -203,9 +200,7 @@ SM90 Seen seen_columns(const Problem& problem, const Place& at, const Copied& co
     const int query = BY_KEYS ? at.column : at.row, key = BY_KEYS ? at.row : at.column;
     const int tile = query / TILE_QUERIES * ((problem.keys + TILE_KEYS - 1) / TILE_KEYS) + key / TILE_KEYS;
     const int place = COPIED ? copied.place : place_of_bits(problem, at.batch, at.head, tile);
-#ifdef MASK_PROGRAM
-    if (place == NO_BITS) return evaluated<COUNT, BANDED>(problem, at);
-#endif
+    if (EVALUATED && place == NO_BITS) return evaluated<COUNT, BANDED>(problem, at);
     if (place < 0) return place == ALL_TRUE ? Seen{{~0u, ~0u}} : Seen{};
     const uint32_t* words = problem.mask.bits.words + (int64_t(place) * ROWS + at.row % ROWS) * WORDS + at.column / 32 % WORDS;
     const int byte = at.column % 8 / 2 * 8;
@@ -232,9 +227,5 @@ SM90 Seen seen_columns(const Problem& problem, const Place& at, const Copied& co
         return seen;
     }
 }
-#else
-template <int, bool, bool = false>
-SM90 Seen seen_columns(const Problem&, const Place&, const Copied& = {}) { return {}; }
-#endif
 
 }  // namespace
