@@ -437,7 +437,7 @@ def _writes(b, h, i, j):
     return i > j
 
 
-META = torch.zeros(S, device="meta")
+META, META_BOOLS = torch.zeros(S, device="meta"), torch.zeros(S, dtype=torch.bool, device="meta")
 MISTAKES = [
     (ArgumentError, r"_branches \(.*test_functions.py:\d+\) branches on a value.*: if i > j:", {"mask": _branches}),
     (ArgumentError, r"_writes .* writes to a tensor: .*: i \+= 1", {"mask": _writes}),
@@ -448,7 +448,11 @@ MISTAKES = [
     (ArgumentTypeError, r"called as mask_mod\(b, h, q_idx, kv_idx\)", {"mask": lambda s, b, h, i, j: i >= j}),
     (ArgumentTypeError, "does not compute one element", {"mask": lambda b, h, i, j: LENGTHS.cumsum(0)[b] > j}),
     (ArgumentTypeError, "raised ZeroDivisionError: .*: 1 // 0", {"mask": lambda b, h, i, j: j < (1 // 0)}),
-    (ArgumentError, "on meta, q is on cpu", {"bias": lambda s, b, h, i, j: s + META[i]}),
+    (ArgumentError, r"on meta, q is on cpu: at .*: .*s \+ META", {"bias": lambda s, b, h, i, j: s + META[i]}),
+    (ArgumentError, r"test_functions.py:\d+\) captures a tensor .* on meta, q is on cpu\. Move it",
+     {"mask": lambda b, h, i, j: META.bool()[j]}),
+    (ArgumentError, r"test_functions.py:\d+\) captures a tensor .* on meta, q is on cpu\. Move it",
+     {"mask": lambda b, h, i, j: META_BOOLS[j]}),
     (ShapeError, r"dimension 0 of a tensor of shape \(2,\) by the numbers of heads, of which there are 4",
      {"bias": lambda s, b, h, i, j: s + LENGTHS[h]}),
 ]  # fmt: skip

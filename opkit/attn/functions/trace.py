@@ -253,6 +253,7 @@ def _run(
         graph, reads = private.traced_graph(
             called, shapes, [captures.tensors[k] for _, k in captures.tensor_cells], device
         )
+        recipe = dataclasses.replace(_recipe(graph, captures, numbers, name, device), reads=reads)
     except private.DataDependent:
         raise
     except private.Writes as error:
@@ -263,7 +264,6 @@ def _run(
         raise
     except Exception as error:
         raise _explained(error, function, name, captures, device) from error
-    recipe = dataclasses.replace(_recipe(graph, captures, numbers, name, device), reads=reads)
     if reads and hasattr(captures.function, "__code__"):
         learned(captures.function.__code__).reads_values = True
     if kind == "score" and dtype != torch.float64:
@@ -298,12 +298,16 @@ def _explained(error: Exception, function: Any, name: str, captures: Captures, d
     local_tensors(captures.tensors, name, None)
     wrong = [x for x in captures.tensors if x.device != device]
     if wrong:
-        return ArgumentError(
-            f"opkit.attention: {name} captures a tensor of shape {tuple(wrong[0].shape)} on {wrong[0].device}, q is on {device}: "
-            f"{line_of(error, function)} Move it with .to(q.device)."
-        )
+        return _misplaced(wrong[0], device, name, line_of(error, function))
     return ArgumentTypeError(
         f"opkit.attention: {name} raised {type(error).__name__}: {error} {line_of(error, function)}"
+    )
+
+
+def _misplaced(tensor: Tensor, device: torch.device, name: str, line: str = "") -> ArgumentError:
+    there = f"on {tensor.device}, q is on {device}{': ' if line else '.'}{line}"
+    return ArgumentError(
+        f"opkit.attention: {name} captures a tensor of shape {tuple(tensor.shape)} {there} Move it with .to(q.device)."
     )
 
 
@@ -385,9 +389,6 @@ def _place(tensor: Tensor, captures: Captures, device: torch.device, name: str) 
     for place, known in enumerate(captures.tensors):
         if known is tensor:
             if tensor.device != device:
-                raise ArgumentError(
-                    f"opkit.attention: {name} captures a tensor of shape {tuple(tensor.shape)} on {tensor.device}, q is on "
-                    f"{device}. Move it with .to(q.device)."
-                )
+                raise _misplaced(tensor, device, name)
             return place
     return tensor.to(device)
